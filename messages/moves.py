@@ -22,7 +22,7 @@ from msgspec import Meta
 from .base import Epoch, HandoverId, Message, Reason, unpack_i32
 from .handover import MAX_TOKENS, Tokens, check_timing
 from .outputs import CachedBeyond, Timing, TokenLogprob
-from .requests import GenerateReq
+from .requests import MAX_TOP_LOGPROBS, GenerateReq
 from .sampling import SamplingParams
 
 MAX_NAME_CHARS = 1024
@@ -161,10 +161,12 @@ def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
         return "it has no prompt"
     if any(len(name) > MAX_NAME_CHARS for name in (req.rid, req.extra_key, req.key_name, req.user)):
         return "its names are too long"
+    if not all(name.isprintable() for name in (req.rid, req.key_name, req.user)):
+        return "its names have characters that can't be printed"
     if not 0 <= req.timeout_s <= MAX_AGE_SECONDS or abs(req.priority) >= 1 << 31:
         return "its timeout or its priority is out of range"
     if req.logprobs is not None and not (
-        -1 <= req.logprobs.start_len <= MAX_TOKENS and 0 <= req.logprobs.top_num <= vocab_size
+        -1 <= req.logprobs.start_len <= MAX_TOKENS and 0 <= req.logprobs.top_num <= MAX_TOP_LOGPROBS
     ):
         return "the logprobs that it wants are none"
     return _sampling_problem(req.sampling, req.stop_ids, vocab_size)

@@ -57,6 +57,10 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "" if self.vouched else f"\0{self.host}:{self.port}"
 
 
+MAX_TOP_LOGPROBS = 128
+"""Alternatives that a position may list."""
+
+
 class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a client wants to know about probabilities.
 

@@ -117,7 +117,9 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
             if len(body) > MAX_REGISTRATION_BYTES:
                 raise InvalidRegistration("its answer is too long for a registration: is this a bootstrap server?")
     if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        raise NotRegistered(error_text(body, response.status_code))
+        # Whoever asked for this address may not see what its server answers.
+        log.info("the bootstrap server at %s has no registration: %s", url.netloc.decode(), error_text(body, 503))
+        raise NotRegistered("it has no registration to give now, and the log here says why")
     if response.status_code != httpx.codes.OK:
         raise InvalidRegistration(f"it answered with HTTP status {response.status_code}: is this a bootstrap server?")
     if place is None:

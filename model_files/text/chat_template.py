@@ -27,6 +27,7 @@ RENDER_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -66,9 +67,11 @@ class ChatTemplate:
         return before
 
     def _render(self, chat: Conversation, turns: list[dict[str, str]]) -> str:
-        taken = RESERVED & chat.template_args.keys()
+        # What a template calls or prints of its own accord is not a client's to replace.
+        taken = (RESERVED | self._template.globals.keys() | self._special_tokens.keys()) & chat.template_args.keys()
         if taken:
-            raise PromptError(ARGS_FIELD, f"{ARGS_FIELD}: {min(taken)} is a field of the request itself")
+            owner = "a field of the request itself" if RESERVED & taken else "the model's own"
+            raise PromptError(ARGS_FIELD, f"{ARGS_FIELD}: {min(taken)} is {owner}")
         usual = {"tools": None, "documents": None, **self._special_tokens, **chat.template_args}
         generation = chat.add_generation_prompt and not chat.continue_final_message
         try:
@@ -103,6 +106,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
+    del environment.globals["lipsum"]  # text without end, which no template for models has a use for
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

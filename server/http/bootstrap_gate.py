@@ -1,4 +1,6 @@
-"""Whether an instance goes where a request's bootstrap fields say.
+"""Whether an instance goes where a request's bootstrap fields, or an order to move requests, say.
+
+For bootstrap fields:
 
 | address | cluster secret | signed by a router, or on --allow-bootstrap | |
 |---|---|---|---|
@@ -8,12 +10,14 @@
 | any | yes | signed | followed |
 | any | yes | no | refused |
 
-``--insecure-cluster`` without a secret follows any.
+``--insecure-cluster`` without a secret follows any. Orders (``POST /migrate``, ``/drain``) are not signed: they may
+name loopback addresses, and those of ``--allow-bootstrap`` and ``--drain-to``.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, addresses
 from ...runtime.options import ServerOptions
@@ -29,6 +33,7 @@ class BootstrapGate:
         self._signature = BootstrapSignature(secret) if secret is not None else None
         self._follows_all = options.insecure_cluster and secret is None
         self._allowed = addresses("--allow-bootstrap", options.allow_bootstrap)
+        self._targets = self._allowed | addresses("--drain-to", options.drain_to)
         self.default_port = options.default_bootstrap_port
 
     def refusal(self, fields: RequestFields) -> str:
@@ -58,6 +63,17 @@ class BootstrapGate:
             )
             or ""
         )
+
+    def move_refusal(self, targets: Iterable[tuple[str, int]]) -> str:
+        """Why requests are not moved to the bootstrap servers ``targets``, "" where they may be."""
+        for host, port in targets:
+            is_known = (host.lower(), port) in self._targets or means_this_host(host)
+            if not (is_known or self._follows_all):
+                return (
+                    f"{host}:{port} is neither on this host nor named in this instance's options; start it with "
+                    f"--allow-bootstrap {host}:{port}"
+                )
+        return ""
 
     def vouched(self, fields: RequestFields) -> bool:
         """Whether addresses that are followed are the cluster's: signed, or allowed. Nobody vouches for others."""

@@ -7,12 +7,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from ...messages.requests import MAX_TOP_LOGPROBS
 from . import unserved
 from .fields import INT32_MAX, INTEGRAL, FieldError, OneOrMany, TokenIds
 from .request_fields import Count, RequestFields, SamplingFields, Seed
 from .unserved import Unserved
-
-MAX_TOP_LOGPROBS = 128
 
 
 class SamplingParamsBody(SamplingFields):

@@ -46,6 +46,8 @@ class MigrateBody(Body):
 async def migrate(request: Request) -> Response:
     """Let a running request go on at another instance; 409 with the reason where it stays."""
     state, body = HttpState.of(request), await parse_body(request, MigrateBody)
+    if refusal := state.gate.move_refusal([(body.bootstrap_host, body.bootstrap_port)]):
+        raise ApiError(403, f"bootstrap_host: {refusal}", param="bootstrap_host")
     rids = state.engine.running(body.rid, Caller.of(request.scope))
     if not rids:
         raise ApiError(404, f'rid: no request "{body.rid}" is running here', param="rid")
@@ -81,6 +83,8 @@ async def drain(request: Request) -> Response:
         raise bad_request("to", str(e).removeprefix("to ")) from None
     if to and not HttpState.of(request).options.hands_over:
         raise bad_request("to", "this instance exchanges no KV; start it with --handover on, or leave this out")
+    if refusal := HttpState.of(request).gate.move_refusal(to):
+        raise ApiError(403, f"to: {refusal}", param="to")
     engine.drain(to)
     return json_response({"draining": engine.live_requests})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.runtime.cluster_secret import (
     FRESH_SECONDS,
@@ -118,6 +119,33 @@ def test_who_wants_no_secret_follows_anybody(tmp_path):
     (tmp_path / "secret").write_text(OLD)
     assert gate(insecure_cluster=True).refusal(fields("10.0.0.1")) == ""
     assert gate(insecure_cluster=True, cluster_secret_file=str(tmp_path / "secret")).refusal(fields("10.0.0.1"))
+
+
+@pytest.mark.parametrize("with_secret", [False, True])
+def test_requests_are_moved_to_this_host_and_to_those_that_options_name(tmp_path, with_secret):
+    (tmp_path / "secret").write_text(NEW)
+    secret = {"cluster_secret_file": str(tmp_path / "secret")} if with_secret else {}
+    orders = gate(**secret, allow_bootstrap="10.0.0.1:8998", drain_to="10.0.0.2:8998")
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert orders.move_refusal([(host, 1)]) == ""
+    assert orders.move_refusal([("10.0.0.1", 8998), ("10.0.0.2", 8998)]) == ""
+    for target in (("10.0.0.1", 8999), ("10.0.0.3", 8998), ("169.254.169.254", 80)):
+        assert "--allow-bootstrap" in orders.move_refusal([("127.0.0.1", 1), target])
+    assert gate(insecure_cluster=True).move_refusal([("10.0.0.3", 1)]) == ""
+
+
+def test_an_order_to_move_requests_to_a_stranger_is_refused_and_asks_nobody():
+    async def run(engine: FakeEngine) -> None:
+        for path, body in (
+            ("/migrate", {"rid": "x", "bootstrap_host": "169.254.169.254", "bootstrap_port": 80}),
+            ("/drain", {"to": ["127.0.0.1:8998", "169.254.169.254:80"]}),
+        ):
+            answer = await engine.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+            assert "169.254.169.254:80" in answer.json()["error"]["message"]
+        assert engine.questions == []
+
+    with_engine(run, handover="on")
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", ":8998", "h:0", "h:x", "h:70000", "h:1 h:2"])

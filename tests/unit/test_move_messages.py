@@ -16,9 +16,9 @@ from pdserve.messages.decode import Codec, UndeclaredMessage
 from pdserve.messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken, RunningRequest, problem_of
 from pdserve.messages.outputs import Timing
 from pdserve.messages.peer import PeerMessage
-from pdserve.messages.requests import LogprobOptions
+from pdserve.messages.requests import MAX_TOP_LOGPROBS, LogprobOptions
 
-VOCAB = 100
+VOCAB = 200
 RUNNING = RunningRequest(make_generate("a", [1, 2, 3]), pack_i32([4, 5]), 8, 1.5)
 OFFER = MoveOffer("e", named(7, attempt=0), RUNNING, 16)
 COMMIT = MoveCommit("e", named(7, attempt=0), pack_i32([6]), 0, 0, 0.5, Timing())
@@ -55,6 +55,9 @@ def test_what_peers_say_of_moves_comes_through():
         msgspec.structs.replace(RUNNING, output=b"x"),
         changed(rid="r" * 2000),
         changed(extra_key="k" * 2000),
+        changed(rid="forged\nline"),
+        changed(key_name="\x1b[2J"),
+        changed(logprobs=LogprobOptions(0, MAX_TOP_LOGPROBS + 1)),
         changed(stop_ids=(VOCAB,)),
         changed(stop_ids=tuple(range(VOCAB)) * 50),
         changed(logprobs=LogprobOptions(-2, 0)),

@@ -3,6 +3,7 @@
 import pytest
 
 from pdserve.messages.requests import ChatMessage, Conversation
+from pdserve.model_files.text import chat_template
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.load import load_chat_template, load_tokenizer
@@ -54,6 +55,26 @@ def test_a_template_that_fails_names_its_reason(source, message):
     with pytest.raises(PromptError, match=message) as e:
         render(source)
     assert e.value.field == "messages"
+
+
+def test_a_template_that_runs_out_of_memory_refuses_the_conversation(monkeypatch):
+    def too_much(layout):
+        raise MemoryError
+
+    monkeypatch.setattr(chat_template, "_strftime_now", too_much)
+    with pytest.raises(PromptError, match="refuses this conversation"):
+        render("{{ strftime_now('%Y') }}")
+
+
+def test_there_is_no_text_without_end():
+    with pytest.raises(PromptError, match="lipsum"):
+        render("{{ lipsum(n=3) }}")
+
+
+@pytest.mark.parametrize("name", ["raise_exception", "strftime_now", "range", "bos_token"])
+def test_a_client_replaces_nothing_that_the_template_calls_or_prints(name):
+    with pytest.raises(PromptError, match=f"{name} is the model's own"):
+        render("{{ bos_token }}", template_args={name: "x"})
 
 
 def test_a_broken_template_is_refused_at_start():
