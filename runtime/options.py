@@ -55,7 +55,8 @@ class ServerOptions:
     admin_key_file
         File with the key that it takes to flush the cache and to abort what others asked for.
     cache_by_key
-        Keep the cached prefixes of each key apart: how soon an answer begins then tells nothing of others' prompts.
+        Keep the cached prefixes of each key apart: how soon an answer begins, and how many of its tokens were cached,
+        then tells nothing of others' prompts. Default: where there are several keys, or an admin key; =false for never.
     allowed_hosts
         Names, with commas in between, that clients may call this server by in their Host header where it listens on a
         loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
@@ -352,7 +353,7 @@ class ServerOptions:
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
-    cache_by_key: bool = False
+    cache_by_key: bool | None = None
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
     trusted_proxies: str | None = None

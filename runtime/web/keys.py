@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 if TYPE_CHECKING:  # every command reads options, and few of them serve
     from starlette.types import Scope
 
+    from ..options import ServerOptions
+
 KEY_NAME_HEADER = b"x-pdserve-key-name"
 """Whose request it is that a router passes on with the admin key in the place of its client's own."""
 SCOPE_KEY = "pdserve.caller"
@@ -68,6 +70,11 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self.users or self.admin)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether requests may be of several users: the admin key is also how a router speaks for each of its own."""
+        return len(self.users) > 1 or self.admin is not None
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
         """Whose key ``headers`` show; None: nobody's, where there has to be one.
@@ -130,6 +137,11 @@ def read_keys(options: KeyOptions) -> Keys:
             raise first.error("this key is a user's too; choose another")
         admin = first.key
     return Keys(users, admin)
+
+
+def caches_by_key(options: ServerOptions) -> bool:
+    """Whether the cached prefixes of each key are kept apart: as ``--cache-by-key`` says, else for several users."""
+    return read_keys(options).are_several if options.cache_by_key is None else options.cache_by_key
 
 
 def _digest(key: bytes) -> bytes:

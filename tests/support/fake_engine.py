@@ -40,6 +40,7 @@ from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.keys import caches_by_key
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
 from support.machine import limit
@@ -64,7 +65,7 @@ class FakeEngine:
         self.client = EngineClient(
             self,
             mode=self.options.disaggregation_mode,
-            cache_by_key=self.options.cache_by_key,
+            cache_by_key=caches_by_key(self.options),
             max_logprobs=self.options.max_logprobs_per_request,
             max_requests=self.options.max_queued_requests + self.options.max_running_requests,
         )

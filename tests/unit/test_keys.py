@@ -11,7 +11,8 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
-from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, read_keys
+from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, read_keys
 
 ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
 
@@ -219,16 +220,26 @@ def test_an_abort_ends_ones_own_and_the_admins_anybodys(files: dict[str, Any]) -
     with_engine(run, hold=True, **files)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_prefixes_are_kept_apart_by_key_where_that_is_asked_for(files: dict[str, Any], apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True, None])
+def test_prefixes_are_kept_apart_by_key_where_there_are_several(files: dict[str, Any], apart: bool | None) -> None:
     async def run(engine: FakeEngine) -> None:
         for key, salt in (("a-key", None), ("b-key", None), ("a-key", "s"), ("b-key", "alice\0s")):
             body = ONE if salt is None else {**ONE, "extra_key": salt}
             assert (await as_user(engine, key).post("/generate", json=body)).status_code == 200
         spaces = [request.extra_key for request in engine.requests]
-        if apart:
+        if apart is not False:
             assert spaces == ["alice\0", "bob\0", "alice\0s", "bob\0alice\0s"]
         else:
             assert spaces == ["", "", "s", "alice\0s"]
 
     with_engine(run, cache_by_key=apart, **files)
+
+
+def test_one_key_or_none_has_one_cache(files: dict[str, Any]) -> None:
+    for options, apart in (
+        ({}, False),
+        ({"api_key": "only"}, False),
+        ({"admin_key_file": files["admin_key_file"]}, True),
+    ):
+        assert caches_by_key(ServerOptions(**options)) is apart
+        assert caches_by_key(ServerOptions(**options, cache_by_key=not apart)) is not apart
