@@ -329,7 +329,8 @@ class Claims:
         held = sum(memory.pages_up(memory.hold_of(one.req).kv_len) for one in others)
         slots = held + memory.pages_up(req.known_len) + max(self._outgoing.values())
         is_within = slots <= memory.max_total_tokens and len(others) + 2 <= memory.num_rows
-        return is_within and memory.could_promise_one_more(req)
+        given = sum(memory.hold_of(one.req).window.committed for one in without)
+        return is_within and memory.could_promise_one_more(req, given)
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
         """Whether the request could have memory if the reservations ``gone`` were given back."""

@@ -124,10 +124,12 @@ class KVMemory:
         """Whether what the request was promised of windows is enough for so many tokens."""
         return self._windows is None or req.hold is None or req.hold.window.promised >= self._windows.needs(tokens)
 
-    def could_promise_one_more(self, req: Req) -> bool:
-        """Whether window pages suffice for the request and a long one besides."""
+    def could_promise_one_more(self, req: Req, given: int = 0) -> bool:
+        """Whether window pages suffice for the request and a long one besides, if ``given`` more were free."""
         windows = self._windows
-        return windows is None or windows.can_promise(req.most_tokens, windows.most + self.end.window_pages_leaving)
+        if windows is None:
+            return True
+        return windows.can_promise(req.most_tokens, windows.most + self.end.window_pages_leaving - given)
 
     def needs(self, reqs: Iterable[Req]) -> Reserve:
         """What requests take that have no memory yet, none of it found cached."""

@@ -10,7 +10,7 @@ import zlib
 import msgspec
 import pytest
 from support.handovers import named
-from support.sim import SimInstance, make_generate, make_options, reference_output
+from support.sim import SimInstance, SimWindow, make_generate, make_options, reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, run_until_idle
 from support.world.campaign import Campaign
 from support.world.node import HOST, Node
@@ -536,6 +536,27 @@ def test_hand_overs_leave_rows_to_local_requests_that_wait_for_compute() -> None
         req.times.turn = 5 + i
         planner.claims.add_incoming(req, 0, optional=False)
     assert planner.claims.grant_incoming(0.0) == incoming[:1]
+
+
+def test_a_claim_that_lacks_windows_within_the_limit_gets_reservations_of_lower_rank() -> None:
+    options = make_options(handover="on", max_total_tokens=512, enable_priority_scheduling=True)
+    sim = SimInstance(options, window=SimWindow(8, 64))
+    claims = sim.scheduler.planner.claims
+    claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
+    low = [make_req(sim, f"low-{i}", 20, leg="decode") for i in range(6)]
+    for i, req in enumerate(low):
+        req.times.turn = i
+        claims.add_incoming(req, 0, optional=False)
+    granted = claims.grant_incoming(1.0)
+    assert 1 < len(granted) < 6
+    high = make_req(sim, "high", 20, leg="decode")
+    high.msg, high.times.turn = msgspec.structs.replace(high.msg, priority=1), 9
+    claims.add_incoming(high, 0, optional=False)
+    assert claims.grant_incoming(1.0) == []
+    assert claims.to_revoke(1.0 + STALL_SECONDS) == [granted[-1]]
+    sim.scheduler.memory.finish(granted[-1])
+    claims.revoked(granted[-1])
+    assert claims.grant_incoming(1.0 + STALL_SECONDS) == [high]
 
 
 def reserve(sim: SimInstance, count: int, length: int = 30) -> list[Req]:
