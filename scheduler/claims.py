@@ -87,6 +87,8 @@ class Reservation:
     """When it was granted, its sender was asked for the KV, or to give it back, whichever was last
     (``time.monotonic()``).
     """
+    lane: int | None
+    """The lane that its claim waited in: see ``WaitingQueue.lane_of``."""
     asked_back: bool = False
     """Whether the sender was asked to give it back, and has not answered that it has begun."""
 
@@ -303,16 +305,17 @@ class Claims:
 
     def revoked(self, req: Req) -> None:
         """The sender has given the reservation back, and its memory is free: the claim is queued again."""
-        self._reservations.pop(req.rid, None)
+        reservation = self._reservations.pop(req.rid)
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
-        self._waiting.add(req)
+        self._waiting.add(req, reservation.lane)
 
     def _grant(self, req: Req, passed: Reserve, now: float) -> bool:
         reserve = self.reserve(req).plus(passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):
             return False
+        lane = self._waiting.lane_of(req)
         self._waiting.remove(req.rid)
-        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now)
+        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
         return True
 
     def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:

@@ -90,8 +90,8 @@ class _Competition:
         kept = heapq.nlargest(MOST_REMEMBERED, debts, key=debts.__getitem__)
         self._work = {name: self._work[name] for name in (*kept, *self.here) if name in self._work}
 
-    def waits(self, name: str) -> None:
-        """It has something that waits, which it had not; or once more."""
+    def waits(self, name: str, *, again: bool) -> None:
+        """It has something that waits, which it had not; or once more. ``again``: that has waited before."""
         if name in self._waiting:
             self._waiting[name] += 1
             return
@@ -100,7 +100,8 @@ class _Competition:
             self._clock = max(self._clock, lowest := self._lowest())
             start = max(lowest, min(self._clock, self._top()[0]))
         self._waiting[name] = 1
-        self._work[name] = max(self._work.get(name, start), start)
+        work = self._work.get(name, start)
+        self._work[name] = work if again else max(work, start)
         self._note_highest(name)
         heapq.heappush(self._line, (self._work[name], name))
         if len(self._line) > 2 * len(self._waiting) + FEW:
@@ -174,10 +175,12 @@ class FairShares:
         if users.is_idle:
             del self._users[tenant.key]
 
-    def waits(self, tenant: Tenant) -> None:
-        """It had nothing that waits (in one rank), and now has."""
-        self._keys.waits(tenant.key)
-        self._users_of(tenant).waits(tenant.user)
+    def waits(self, tenant: Tenant, *, again: bool = False) -> None:
+        """It had nothing that waits (in one rank), and now has. ``again``: a request that had got its turn for nothing,
+        so the tenant has asked all the time, and is not lifted to the clock.
+        """
+        self._keys.waits(tenant.key, again=again)
+        self._users_of(tenant).waits(tenant.user, again=again)
 
     def waits_no_more(self, tenant: Tenant) -> None:
         """Now it has nothing."""

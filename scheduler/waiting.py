@@ -99,11 +99,15 @@ class WaitingQueue:
         """Lower goes first, whatever else is said."""
         return self._sign * req.msg.priority if self.has_ranks else 0
 
-    def add(self, req: Req) -> None:
-        """The request waits from now on."""
+    def add(self, req: Req, lane: int | None = None) -> None:
+        """The request waits from now on. ``lane``: its place among tenants, if it waited before (``lane_of``)."""
         self._reqs[req.rid] = req
         self._incoming += req.route is Route.INCOMING
-        self._place(req)
+        self._place(req, lane)
+
+    def lane_of(self, req: Req) -> int | None:
+        """Return the number of the lane that a request waits in, by which it can be queued again where it was."""
+        return self._lanes.get(self._lane(req))
 
     def remove(self, rid: str) -> None:
         """The request waits no longer; nothing to do where it did not."""
@@ -186,9 +190,9 @@ class WaitingQueue:
             for turn in over:
                 heapq.heappush(turns, turn)
 
-    def _place(self, req: Req) -> None:
+    def _place(self, req: Req, number: int | None = None) -> None:
         if not req.retractions:
-            self._enter(self._lane(req))
+            self._enter(self._lane(req), number)
         self._queue(req)
 
     def _unplace(self, req: Req) -> None:
@@ -215,9 +219,9 @@ class WaitingQueue:
             return
         self.policy.remove(req)
 
-    def _enter(self, lane: _Lane) -> None:
+    def _enter(self, lane: _Lane, number: int | None) -> None:
         if lane not in self._lanes:
-            self._open(lane)
+            self._open(lane, number)
         self._sizes[lane] += 1
 
     def _leave(self, lane: _Lane) -> None:
@@ -226,17 +230,20 @@ class WaitingQueue:
             del self._lanes[lane], self._sizes[lane]
             self._closed(lane)
 
-    def _open(self, lane: _Lane) -> None:
-        self._numbers += 1
-        self._lanes[lane], self._sizes[lane] = self._numbers, 0
+    def _open(self, lane: _Lane, number: int | None) -> None:
+        is_again = number is not None
+        if number is None:
+            self._numbers += 1
+            number = self._numbers
+        self._lanes[lane], self._sizes[lane] = number, 0
         self._ranks[lane.rank] += 1
         if self.shares is None:
             return
-        self.shares.waits(lane.tenant)
+        self.shares.waits(lane.tenant, again=is_again)
         turns = self._turns.setdefault(lane.rank, [])
-        heapq.heappush(turns, _Turn(self.shares.share(lane.tenant), self._numbers, lane))
+        heapq.heappush(turns, _Turn(self.shares.share(lane.tenant), number, lane))
         if len(turns) > 2 * self._ranks[lane.rank] + FEW:
-            turns[:] = [turn for turn in turns if self._lanes.get(turn.lane) == turn.number]
+            turns[:] = {t.number: t for t in turns if self._lanes.get(t.lane) == t.number}.values()
             heapq.heapify(turns)
 
     def _closed(self, lane: _Lane) -> None:

@@ -761,6 +761,30 @@ def test_computing_claims_pass_incoming_ones_that_the_limit_holds_up_each_once(p
 # --- what a withdrawal leaves ---
 
 
+@pytest.mark.parametrize("served", [0, 200], ids=["equal shares", "others had more"])
+def test_a_withdrawn_request_has_its_place_among_tenants(served: int) -> None:
+    """Its tenant has asked all the time: it is neither behind equals that came later, nor lifted to the clock."""
+    sim = both_ways(max_total_tokens=64, fair_scheduling=True)
+    planner = sim.scheduler.planner
+    claims, shares = planner.claims, planner.waiting.shares
+    assert shares is not None
+    reqs = [make_req(sim, f"in-{i}", 40, leg="decode") for i in range(3)]
+    for i, req in enumerate(reqs):
+        req.msg, req.times.turn = msgspec.structs.replace(req.msg, key_name=f"tenant-{i}"), i
+        planner.came(req)
+        claims.add_incoming(req, 0, optional=False)
+    assert claims.grant_incoming(1.0) == reqs[:1]
+    for i in (1, 2):
+        shares.prompt(reqs[i].tenant, i * served)
+    sim.scheduler.memory.finish(reqs[0])
+    claims.revoked(reqs[0])
+    assert list(planner.waiting.order()) == reqs
+    assert shares.share(reqs[0].tenant) == (0.0, 0.0)
+    for req in reqs:
+        planner.ended(req)
+    assert not planner.waiting._lanes
+
+
 def withdrawn() -> SimPair:
     """``r2`` has given its memory back; the news that it is queued anew has not reached the prefill."""
     pair = asked_back()
