@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..runtime.web.client.client import HttpClient
+from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.errors import error_body
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
@@ -47,7 +48,8 @@ def make_client(options: RouterOptions) -> HttpClient:
     """The client that all requests to instances go through."""
     # An answer is passed on as it is, so it must come unpacked.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
-    return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS)
+    cluster = ClusterClient.of(options.cluster_secret_file)
+    return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS, cluster)
 
 
 def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> ASGIApp:

@@ -56,6 +56,25 @@ class ClusterSecret:
         return [hmac.digest(secret, b"pdserve " + purpose.encode(), "sha256") for secret in self._secrets]
 
 
+class OnceOnly:
+    """Remembers signatures for as long as they are fresh, the last ``MAX_REMEMBERED`` of them."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str | bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def is_first(self, signature: str | bytes, now: float) -> bool:
+        """Whether ``signature`` has not been seen before Unix time ``now``; from now on it has."""
+        while self._seen and (len(self._seen) >= MAX_REMEMBERED or next(iter(self._seen.values())) < now):
+            self._seen.popitem(last=False)
+        if signature in self._seen:
+            return False
+        self._seen[signature] = now + 2 * FRESH_SECONDS
+        return True
+
+
 class BootstrapSignature:
     """What a router adds to the bootstrap fields of a request, and an instance checks, each time once.
 
@@ -64,7 +83,7 @@ class BootstrapSignature:
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._keys = secret.keys("bootstrap fields")
-        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._used = OnceOnly()
 
     def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
         """For these fields, at Unix time ``now``."""
@@ -77,12 +96,7 @@ class BootstrapSignature:
             return "the signature is not that of a router with this cluster's secret"
         if not abs(now - float(time)) <= FRESH_SECONDS:
             return f"the signature is {now - float(time):.0f} s old: are the clocks of router and instance right?"
-        while self._seen and (len(self._seen) >= MAX_REMEMBERED or next(iter(self._seen.values())) < now):
-            self._seen.popitem(last=False)
-        if signature in self._seen:
-            return "the signature was used before"
-        self._seen[signature] = now + 2 * FRESH_SECONDS
-        return None
+        return None if self._used.is_first(signature, now) else "the signature was used before"
 
 
 def addresses(option: str, text: str | None) -> set[tuple[str, int]]:

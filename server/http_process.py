@@ -24,6 +24,7 @@ from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
 from ..runtime.signals import FAILED, STOP
+from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.keys import caches_by_key
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer, server_config
@@ -50,6 +51,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
         options.disaggregation_mode,
         cache_by_key=caches_by_key(options),
         answer_keys=AnswerKeys(ctx.secret),
+        cluster=ClusterClient.of(options.cluster_secret_file),
         max_logprobs=options.max_logprobs_per_request,
         max_requests=options.max_queued_requests + options.max_running_requests,
     )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+import hmac
+import time
+from hashlib import sha256
 
-from .keys import KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .cluster_auth import PROOF_HEADER, PROOF_PATH, SIGNATURE_HEADER, ClusterServer
+from .keys import ADMIN, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
 from .visits import Visit
 
+KEY_HEADERS = (b"authorization", b"x-api-key")
 NO_KEY = 'this server needs a key; send the header "Authorization: Bearer KEY"'
 NO_ADMIN = "this key may not use this path, which shows or changes what is others': it needs the --admin-key-file's"
 
@@ -19,17 +25,28 @@ class ApiKeyAuth:
     A request that passes has its ``Caller`` in the scope. A path that is not in ``table`` passes with any key: the
     application behind must not serve it (``PathGuard``). ``metrics_are_open``: ``--metrics-without-key``.
     ``is_router``: instances are told whose request is passed on to them, and see the admin key, where there is one, in
-    the place of a client's own.
+    the place of a client's own; with ``signs`` they see no key, since requests to them are signed. ``cluster``: of an
+    instance of a cluster with a secret, which takes such requests and proves itself to those who ask.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, table: PathTable, *, metrics_are_open: bool = False, is_router: bool = False
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        table: PathTable,
+        *,
+        metrics_are_open: bool = False,
+        is_router: bool = False,
+        signs: bool = False,
+        cluster: ClusterServer | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._table = table
         self._open = {Access.OPEN, Access.METRICS} if metrics_are_open else {Access.OPEN}
         self._is_router = is_router
+        self._signs = signs
+        self._cluster = cluster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 or 403 before anything of the body is read.
@@ -42,7 +59,16 @@ class ApiKeyAuth:
             return
         if scope["type"] != "http":
             raise NotImplementedError(f"no access rules for {scope['type']!r}")
+        send = self._proving(scope, send)
         caller, facts = self._keys.caller(scope["headers"]), self._table.find(scope["path"])
+        if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
+            signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
+            if isinstance(signed, str):
+                await error_answer(401, signed)(scope, receive, send)
+                return
+            receive = _with_digest(receive, signed.digest)
+            if signed.caller:
+                caller = self._named(signed.caller.decode("ascii", "replace"))
         access = facts.access if facts is not None else Access.USER
         if caller is None:
             if access not in self._open:
@@ -60,6 +86,16 @@ class ApiKeyAuth:
         scope["headers"] = self._headers(scope["headers"], caller)
         await self._app(scope, receive, send)
 
+    def _proving(self, scope: Scope, send: Send) -> Send:
+        if self._cluster is None or scope["path"] != PROOF_PATH:
+            return send
+        proof = self._cluster.proof(scope["headers"])
+        return send if proof is None else _with_header(send, (PROOF_HEADER, proof))
+
+    def _named(self, name: str) -> Caller:
+        """Whom a router speaks for that has seen their key."""
+        return Caller(ADMIN, is_admin=True) if name == ADMIN else Caller(name, is_admin=False)
+
     def _headers(self, headers: list[tuple[bytes, bytes]], caller: Caller) -> list[tuple[bytes, bytes]]:
         """Headers without a key name of the client's own; a router names every caller but the admin."""
         headers = [header for header in headers if header[0] != KEY_NAME_HEADER]
@@ -67,7 +103,47 @@ class ApiKeyAuth:
             return headers
         if not caller.is_admin:
             headers.append((KEY_NAME_HEADER, caller.name.encode()))
-        if self._keys.admin is not None:
-            headers = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
+        if self._signs:
+            # A router that asks for no keys leaves it to the instances.
+            if self._keys:
+                headers = [header for header in headers if header[0] not in KEY_HEADERS]
+                if caller.is_admin:
+                    headers.append((KEY_NAME_HEADER, ADMIN.encode()))
+        elif self._keys.admin is not None:
+            headers = [header for header in headers if header[0] not in KEY_HEADERS]
             headers.append((b"authorization", b"Bearer " + self._keys.admin.encode()))
         return headers
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _target(scope: Scope) -> bytes:
+    """The request's target as it came."""
+    path: bytes = scope["raw_path"]
+    return path + b"?" + scope["query_string"] if scope["query_string"] else path
+
+
+def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await send(message)
+
+    return send_more
+
+
+def _with_digest(receive: Receive, digest: bytes) -> Receive:
+    """Take the body only if it is the one that was signed: for another, the client seems to be gone before its end."""
+    seen = sha256()
+
+    async def receive_checked() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            seen.update(message.get("body", b""))
+            if not message.get("more_body", False) and not hmac.compare_digest(seen.digest(), digest):
+                return {"type": "http.disconnect"}
+        return message
+
+    return receive_checked

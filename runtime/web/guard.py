@@ -7,7 +7,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
+from ..cluster_secret import ClusterSecret
 from .auth import ApiKeyAuth
+from .cluster_auth import ClusterServer
 from .keys import KeyOptions, read_keys
 from .path_guard import PathGuard
 from .paths import PathTable, Server
@@ -28,6 +30,12 @@ class GuardOptions(KeyOptions, SiteOptions, Protocol):
     def trusted_proxies(self) -> str | None: ...
     @property
     def disable_access_log(self) -> bool: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def cluster_secret_file(self) -> str | None: ...
 
 
 def guard(
@@ -36,12 +44,17 @@ def guard(
     server: Server,
     counts: VisitCounts,
     on_end: Callable[[Visit, float], None] | None = None,
+    epoch: str = "",
 ) -> ASGIApp:
     """Return ``app`` behind the access log and every check that comes before a request is read.
 
-    ``on_end`` is told of each request, and how many seconds it took. Raises ``KeyFileError``, and ``ValueError`` for
-    an address that is none.
+    ``on_end`` is told of each request, and how many seconds it took. ``epoch``: of an instance. Raises
+    ``KeyFileError``, ``ClusterSecretError``, and ``ValueError`` for an address that is none.
     """
+    secret, is_router = ClusterSecret.read(options.cluster_secret_file), server is Server.ROUTER
+    cluster = None
+    if secret is not None and not is_router:
+        cluster = ClusterServer(secret, epoch, options.host, options.port)
     keys, table = read_keys(options), PathTable.of(server)
     limited = RequestLimit(app, table, options.max_concurrent_requests)
     checked = ApiKeyAuth(
@@ -49,7 +62,9 @@ def guard(
         keys,
         table,
         metrics_are_open=options.metrics_without_key,
-        is_router=server is Server.ROUTER,
+        is_router=is_router,
+        signs=is_router and secret is not None,
+        cluster=cluster,
     )
     return VisitLog(
         guard_sites(checked, options, table, has_keys=bool(keys.users)),

@@ -180,4 +180,4 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
-    return guard(app, options, Server.INSTANCE, counts)
+    return guard(app, options, Server.INSTANCE, counts, epoch=epoch)

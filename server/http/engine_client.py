@@ -32,6 +32,7 @@ from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotRe
 from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
 from ...messages.too_large import explain
 from ...runtime.answer_keys import AnswerKeys
+from ...runtime.web.cluster_auth import ClusterClient
 from ...runtime.web.keys import ANYBODY, Caller
 from ...runtime.web.moved_answer import Ticket
 from .errors import AnswerMoved, ApiError, bad_request
@@ -87,6 +88,7 @@ class EngineClient:
         *,
         cache_by_key: bool = False,
         answer_keys: AnswerKeys | None = None,
+        cluster: ClusterClient | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         max_held_bytes: int = MAX_HELD_BYTES,
         max_logprobs: int | None = None,
@@ -107,7 +109,7 @@ class EngineClient:
         """Length of the messages of all submissions that have not ended."""
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
-        self.moved = MovedAnswers(answer_keys)
+        self.moved = MovedAnswers(answer_keys, cluster)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._limits: Limits | None = None
         self._ids = itertools.count(1)

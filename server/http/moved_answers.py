@@ -20,6 +20,7 @@ from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.client.client import HttpClient
 from ...runtime.web.client.errors import ClientError
 from ...runtime.web.client.events import EventBuffer
+from ...runtime.web.cluster_auth import ClusterClient
 from ...runtime.web.moved_answer import TICKET, Ticket
 from ...runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from .errors import ApiError
@@ -79,7 +80,7 @@ class _Relay(NamedTuple):
 class MovedAnswers:
     """Event-loop thread only."""
 
-    def __init__(self, keys: AnswerKeys | None = None) -> None:
+    def __init__(self, keys: AnswerKeys | None = None, cluster: ClusterClient | None = None) -> None:
         self._keys = keys
         """None: any key may be one of an answer that is yet to come."""
         self._parked: dict[str, _Parked] = {}
@@ -87,7 +88,7 @@ class MovedAnswers:
         self._relays: dict[str, _Relay] = {}
         self._away: set[str] = set()
         """Names of the requests that ended here, though their answers are not complete."""
-        self._client = HttpClient((), CONNECT_SECONDS)
+        self._client = HttpClient((), CONNECT_SECONDS, cluster=cluster)
         self._when_quiet: Callable[[], None] | None = None
 
     # --- that go on here ---

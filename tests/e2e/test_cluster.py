@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
+from support.machine import limit
 from support.processes import ONE_THREAD, Launched, free_ports, launched, pd_pair, wait_until
 from support.scrape import Page
+from support.web_server import WebServer
 
 from pdserve.runtime.cluster_secret import BootstrapSignature, ClusterSecret
 
@@ -177,3 +180,37 @@ def test_a_plain_server_opens_no_port_but_its_own(alone):
     refused = asked(alone, **named(1, 8998))
     assert refused.status_code == 400
     assert "--handover on" in refused.json()["error"]["message"]
+
+
+def test_who_takes_a_dead_instances_port_gets_nothing_and_answers_nobody(tmp_path, tiny_args, secrets):
+    (tmp_path / "keys").write_text("alice a-key-of-alice\n")
+    (tmp_path / "admin").write_text("a-key-of-the-admin\n")
+    common = ["--cluster-secret-file", str(secrets / "ours"), "--api-key-file", str(tmp_path / "keys")]
+    common += ["--admin-key-file", str(tmp_path / "admin")]
+    alice = {"authorization": "Bearer a-key-of-alice"}
+    with (
+        launched(tmp_path, "instance", "server", *ONE_THREAD, *tiny_args, *common) as instance,
+        launched(tmp_path, "router", "router", "--worker", instance.url, *common) as router,
+    ):
+        router.client.headers.update(alice)
+        router.wait_healthy()
+        assert asked(router).status_code == 200
+        family = instance.family()
+        for process in family.values():
+            process.kill()
+        psutil.wait_procs(family.values(), limit(10))
+        fine = {"text": "whatever the stranger likes", "meta_info": {}}
+        paths = ("/health", "/livez", "/generate", "/server_info", "/flush_cache")
+        stranger = WebServer({path: lambda c: c.answer(200, fine) for path in paths}, instance.port)
+        try:
+            answers = [asked(router) for _ in range(5)]
+            wait_until(lambda: len(stranger.requests) > 5, 30, "the router looks for its instance")
+            answers += [asked(router) for _ in range(5)]
+            assert "can't prove that it belongs to this cluster" in router.info()["instances"][0]["reason"]
+        finally:
+            stranger.close()
+        assert {answer.status_code for answer in answers} <= {502, 503}
+        assert {request.path for request in stranger.requests} == {"/livez"}
+        for request in stranger.requests:
+            assert request.body is None
+            assert not any("a-key-of" in value or value == "alice" for value in request.headers.values())

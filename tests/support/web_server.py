@@ -55,9 +55,9 @@ class Connection:
 
 
 class WebServer:
-    """Answers by ``scripts``: path, without its query, to what does it. Records every request."""
+    """Answers by ``scripts``: path, without its query, to what does it. Records every request. ``port`` 0: any."""
 
-    def __init__(self, scripts: Mapping[str, Callable[[Connection], None]]) -> None:
+    def __init__(self, scripts: Mapping[str, Callable[[Connection], None]], port: int = 0) -> None:
         self.requests: list[Connection] = []
         server = self
 
@@ -82,7 +82,7 @@ class WebServer:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """A client that goes in the middle is no fault."""
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()

@@ -61,10 +61,10 @@ def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
     router, instance = (BootstrapSignature(written(tmp_path, OLD)) for _ in range(2))
     for i in range(10):
         assert instance.problem(router.sign("h", 1, i, NOW), "h", 1, i, NOW) is None
-    assert len(instance._seen) == 10
+    assert len(instance._used) == 10
     later = NOW + 2 * FRESH_SECONDS + 1
     assert instance.problem(router.sign("h", 1, 99, later), "h", 1, 99, later) is None
-    assert len(instance._seen) == 1
+    assert len(instance._used) == 1
 
 
 def test_a_secret_can_be_changed_while_requests_come(tmp_path):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from ..cluster_auth import CHALLENGE_HEADER, PROOF_HEADER, PROOF_PATH, ClusterClient
 from .answer import Answer
 from .connection import Connection, Headers
-from .errors import CannotConnect, ConnectionGone
+from .errors import CannotConnect, ClientError, ConnectionGone
 from .pool import Origin, Pool, SocketOptions
 
 MAX_WHOLE_BYTES = 64 << 20
 """Of what a question is answered with. Far more than any of them needs: it only keeps a server gone mad from taking all
 memory."""
+MAX_PROOF_ANSWER_BYTES = 64 << 10
 FORBIDDEN_IN_VALUE = re.compile(rb"[\0-\x08\n-\x1f\x7f]")
 FORBIDDEN_IN_TARGET = re.compile(r"[^!-~]")
 
@@ -43,15 +47,35 @@ class _Server(NamedTuple):
     pool: Pool[Connection]
 
 
+class _Request(NamedTuple):
+    method: str
+    path: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: Sequence[bytes | memoryview]
+
+    def head(self, server: _Server, more: SentHeaders = ()) -> bytes:
+        """As it is sent; raises ``ValueError`` where it can't be."""
+        own = header_lines((*self.headers, *more))
+        return request_head(self.method, self.path, server.head, own, sum(map(len, self.body)))
+
+
 class HttpClient:
-    """Requests to any number of servers. ``headers`` go with each, beside the host.
+    """Requests to any number of servers. ``headers`` go with each, beside the host. ``cluster``: a server is sent
+    nothing before it has proven that it belongs to the cluster, and requests are signed for it.
 
     Nothing is limited in time but connecting (``connect_seconds``): how long an answer may take, only who asks knows.
     Redirects are answers like any other; proxies and other settings of the environment are left alone.
     """
 
-    def __init__(self, headers: SentHeaders, connect_seconds: float, socket_options: SocketOptions = ()) -> None:
+    def __init__(
+        self,
+        headers: SentHeaders,
+        connect_seconds: float,
+        socket_options: SocketOptions = (),
+        cluster: ClusterClient | None = None,
+    ) -> None:
         self._headers = header_lines(headers)
+        self._cluster = cluster
         self._connect_seconds = connect_seconds
         self._socket_options = socket_options
         self._servers: dict[str, _Server] = {}
@@ -80,8 +104,8 @@ class HttpClient:
         were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
         """
         server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
-        head = request_head(method, path, server.head, header_lines(headers), sum(map(len, pieces)))
-        message, pool = [head, *pieces], server.pool
+        request, pool = _Request(method, path, tuple(headers), pieces), server.pool
+        request.head(server)  # what can't be sent is said before anything is
         gone: ConnectionGone | None = None
         kept = pool.take_kept()
         if kept is not None and at_most_once and kept.idle_seconds > RESEND_IDLE_SECONDS:
@@ -90,16 +114,18 @@ class HttpClient:
             kept = None
         if kept is not None:
             try:
-                return await self._ask(kept.connection, pool, message, silence)
+                return await self._ask(kept.connection, pool, self._message(request, server, kept.connection), silence)
             except ConnectionGone as e:
                 if not e.untouched or kept.idle_seconds <= RESEND_IDLE_SECONDS:
                     raise
                 gone = e
         try:
             connection = await pool.connect()
+            if self._cluster is not None:
+                await self._prove(self._cluster, connection, server, url)
         except CannotConnect as e:
             raise gone or e from None  # what came first says more
-        return await self._ask(connection, pool, message, silence)
+        return await self._ask(connection, pool, self._message(request, server, connection), silence)
 
     async def fetch(self, method: str, url: str, path: str, body: Body = b"", headers: SentHeaders = ()) -> Whole:
         """Ask a question, see ``send``. Raises ``BadAnswer`` above ``MAX_WHOLE_BYTES``."""
@@ -113,6 +139,39 @@ class HttpClient:
         """Close the connections that are kept."""
         for server in self._servers.values():
             server.pool.close()
+
+    def _message(self, request: _Request, server: _Server, connection: Connection) -> list[bytes | memoryview]:
+        if self._cluster is None:
+            return [request.head(server), *request.body]
+        signature = self._cluster.sign(
+            connection.epoch, request.method, request.path, request.headers, request.body, time.time()
+        )
+        return [request.head(server, (signature,)), *request.body]
+
+    async def _prove(self, cluster: ClusterClient, connection: Connection, server: _Server, url: str) -> None:
+        """Learn whom the new ``connection`` leads to; raises ``CannotConnect``."""
+        challenge = cluster.challenge()
+        question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
+        answer = Answer(connection, lambda: None, self._connect_seconds)
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                connection.ask([question.head(server)], answer)
+                await answer.head()
+                epoch = cluster.proven(challenge, answer.header(PROOF_HEADER), url)
+                if epoch is not None:
+                    await answer.read_all(MAX_PROOF_ANSWER_BYTES)
+        except TimeoutError:
+            epoch, problem = None, f"does not answer {PROOF_PATH} within {self._connect_seconds:g} s"
+        except ClientError as e:
+            epoch, problem = None, f"does not answer {PROOF_PATH}: {e}"
+        else:
+            problem = "can't prove that it belongs to this cluster: start it with this router's --cluster-secret-file"
+        finally:
+            answer.close()
+        if epoch is None or not connection.usable:
+            connection.close()
+            raise CannotConnect(f"whoever listens there {problem}")
+        connection.epoch = epoch
 
     async def _ask(
         self,

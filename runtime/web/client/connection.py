@@ -47,6 +47,8 @@ class Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._keeps = True
         self._paused = False
+        self.epoch = b""
+        """Of the instance that has proven to be at the other end; "" where that was not asked."""
 
     @property
     def usable(self) -> bool:

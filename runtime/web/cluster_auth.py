@@ -1,0 +1,141 @@
+"""How the HTTP servers of one cluster know each other, by the cluster secret.
+
+Whoever takes the port of an instance that has crashed must get no key, no prompt, and answer nobody. So who connects to
+an instance (a router, or an instance that reads a moved answer) has it proven first whom it is connected to, once for
+each connection, and signs each request for that one::
+
+    connected ── GET /livez, x-pdserve-challenge: C ──▶ x-pdserve-proof: EPOCH.PORT.MAC(C, EPOCH, PORT)
+              ── x-pdserve-signature: TIME.NONCE.DIGEST.MAC(TIME, NONCE, DIGEST, EPOCH, METHOD, TARGET, CALLER) ──▶
+
+An instance whose secret is being changed gives a MAC by each of the two. ``DIGEST`` is the body's, and ``CALLER`` the
+value of the header that says whose request a router passes on. A signature counts once, at the instance with this
+epoch, within two minutes. No key of the API is sent with it.
+
+A stranger could pass a challenge on to another instance, and its proof back. So an instance that listens on a loopback
+address says at which ``PORT`` (0 elsewhere, where ports may be mapped), and who asks takes an epoch from one address
+alone. Nothing is kept secret: against those who read or change the network's traffic, instances need ``https://``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from ..cluster_secret import FRESH_SECONDS, ClusterSecret, OnceOnly
+from .keys import KEY_NAME_HEADER
+from .ports import is_loopback
+
+CHALLENGE_HEADER = b"x-pdserve-challenge"
+PROOF_HEADER = b"x-pdserve-proof"
+SIGNATURE_HEADER = b"x-pdserve-signature"
+PROOF_PATH = "/livez"
+CHALLENGE_CHARS = 32
+MAX_PROOF_BYTES = 256
+MAX_PLACES = 4096
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Signed(NamedTuple):
+    """What a good signature says: whose request it is, as the router knows, and the SHA-256 of its body."""
+
+    caller: bytes
+    digest: bytes
+
+
+class ClusterClient:
+    """The side that connects and asks."""
+
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._proof_keys = secret.keys("proof of an instance")
+        self._key = secret.keys("requests to an instance")[0]
+        self._places: dict[bytes, str] = {}
+        """Where each epoch was found first."""
+
+    @classmethod
+    def of(cls, secret_file: str | None) -> ClusterClient | None:
+        """By the secret in a file, None without one; raises ``ClusterSecretError``."""
+        secret = ClusterSecret.read(secret_file)
+        return cls(secret) if secret is not None else None
+
+    @staticmethod
+    def challenge() -> bytes:
+        """A new one."""
+        return secrets.token_hex(CHALLENGE_CHARS // 2).encode()
+
+    def proven(self, challenge: bytes, proof: bytes | None, url: str) -> bytes | None:
+        """The epoch of the instance at ``url`` that gave ``proof``; None where it does not know the secret, or is at
+        another address.
+        """
+        epoch, port, *macs = [*(proof or b"")[:MAX_PROOF_BYTES].split(b"."), b"", b""]
+        expected = [_mac(key, challenge, epoch, port) for key in self._proof_keys]
+        if not any(hmac.compare_digest(mac, ours) for mac in macs for ours in expected):
+            return None
+        if port not in (b"0", b"%d" % (urlsplit(url).port or 0)):
+            return None
+        while len(self._places) >= MAX_PLACES:
+            del self._places[next(iter(self._places))]
+        return epoch if self._places.setdefault(epoch, url) == url else None
+
+    def sign(
+        self,
+        epoch: bytes,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: Sequence[bytes | memoryview],
+        now: float,
+    ) -> tuple[bytes, bytes]:
+        """The header that vouches for a request to the instance ``epoch``, at Unix time ``now``."""
+        digest = sha256()
+        for piece in body:
+            digest.update(piece)
+        signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest.hexdigest().encode()))
+        mac = _mac(self._key, signed, epoch, method.encode(), target.encode(), _caller(headers))
+        return SIGNATURE_HEADER, signed + b"." + mac
+
+
+class ClusterServer:
+    """The side of the instance ``epoch`` that listens at ``host`` and ``port``."""
+
+    def __init__(self, secret: ClusterSecret, epoch: str, host: str, port: int) -> None:
+        self._port = b"%d" % (port if is_loopback(host) else 0)
+        self._proof_keys = secret.keys("proof of an instance")
+        self._keys = secret.keys("requests to an instance")
+        self._epoch = epoch.encode()
+        self._used = OnceOnly()
+
+    def proof(self, headers: Headers) -> bytes | None:
+        """The answer to the challenge in a request's ``headers``, None where there is none."""
+        for name, value in headers:
+            if name == CHALLENGE_HEADER and len(value) == CHALLENGE_CHARS and value.isalnum():
+                macs = (_mac(key, value, self._epoch, self._port) for key in self._proof_keys)
+                return b".".join((self._epoch, self._port, *macs))
+        return None
+
+    def check(self, signature: bytes, method: str, target: bytes, headers: Headers, now: float) -> Signed | str:
+        """Whose request it is, or why its ``signature`` is no good. A second time it never is."""
+        signed, _, given = signature.rpartition(b".")
+        fields, caller = signed.split(b"."), _caller(headers)
+        macs = [_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys]
+        if not any(hmac.compare_digest(given, mac) for mac in macs) or len(fields) != 3:
+            return "the request's signature is not that of a router with this cluster's secret, for this instance"
+        age = now - float(fields[0])
+        if abs(age) > FRESH_SECONDS:
+            return f"the request's signature is {age:.0f} s old: are the clocks of router and instance right?"
+        if not self._used.is_first(given, now):
+            return "the request's signature was used before"
+        return Signed(caller, bytes.fromhex(fields[2].decode()))
+
+
+def _caller(headers: Headers) -> bytes:
+    return next((value for name, value in headers if name == KEY_NAME_HEADER), b"")
+
+
+def _mac(key: bytes, *fields: bytes) -> bytes:
+    said = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return hmac.new(key, said, sha256).hexdigest().encode()

@@ -1,0 +1,305 @@
+"""Who connects to an instance of a cluster has it prove itself, and signs what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.fake_engine import FakeEngine, with_engine
+
+from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret
+from pdserve.runtime.web.auth import ApiKeyAuth
+from pdserve.runtime.web.client.client import HttpClient
+from pdserve.runtime.web.client.errors import CannotConnect
+from pdserve.runtime.web.cluster_auth import (
+    CHALLENGE_HEADER,
+    PROOF_HEADER,
+    SIGNATURE_HEADER,
+    ClusterClient,
+    ClusterServer,
+)
+from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
+from pdserve.runtime.web.paths import PathTable, Server
+from pdserve.runtime.web.visits import SCOPE_KEY as VISIT_KEY
+from pdserve.runtime.web.visits import Visit
+
+OURS, THEIRS = b"o" * 32, b"t" * 40
+EPOCH, NOW = "e1", 1_000_000.0
+URL = "http://10.0.0.1:8000"
+ALICE = ((KEY_NAME_HEADER, b"alice"),)
+BODY = orjson.dumps({"text": "hi", "sampling_params": {"max_new_tokens": 1}})
+
+
+def client(*secrets: bytes) -> ClusterClient:
+    return ClusterClient(ClusterSecret(secrets or (OURS,)))
+
+
+def server(*secrets: bytes, epoch: str = EPOCH) -> ClusterServer:
+    return ClusterServer(ClusterSecret(secrets or (OURS,)), epoch, "0.0.0.0", 30000)
+
+
+def test_an_instance_proves_who_it_is() -> None:
+    challenge = ClusterClient.challenge()
+    assert challenge != ClusterClient.challenge()
+    proof = server().proof([(CHALLENGE_HEADER, challenge)])
+    assert client().proven(challenge, proof, URL) == EPOCH.encode()
+    assert client(THEIRS).proven(challenge, proof, URL) is None
+    assert client().proven(ClusterClient.challenge(), proof, URL) is None
+    assert client().proven(challenge, None, URL) is None
+    assert proof is not None
+    assert client().proven(challenge, proof.replace(b"e1", b"e2"), URL) is None
+    for odd in (b"", b"x", b"." * 40, b"e1.", proof * 9):
+        assert client().proven(challenge, odd, URL) is None
+    for odd in ([], [(CHALLENGE_HEADER, b"short")], [(CHALLENGE_HEADER, b"." * 32)]):
+        assert server().proof(odd) is None
+
+
+def test_a_proof_is_of_one_address() -> None:
+    """Whoever has taken an instance's port could have the challenge answered by another one."""
+    challenge = ClusterClient.challenge()
+    local = ClusterServer(ClusterSecret((OURS,)), EPOCH, "127.0.0.1", 30000).proof([(CHALLENGE_HEADER, challenge)])
+    assert client().proven(challenge, local, "http://127.0.0.1:30000") == EPOCH.encode()
+    assert client().proven(challenge, local, "http://127.0.0.1:30001") is None
+    assert client().proven(challenge, (local or b"").replace(b".30000.", b".30001."), "http://127.0.0.1:30001") is None
+    proof, router = server().proof([(CHALLENGE_HEADER, challenge)]), client()
+    assert router.proven(challenge, proof, URL) == EPOCH.encode()
+    assert router.proven(challenge, proof, "http://10.0.0.2:8000") is None
+    assert router.proven(challenge, proof, URL) == EPOCH.encode()
+
+
+@pytest.mark.parametrize(("asks", "answers"), [((OURS,), (THEIRS, OURS)), ((THEIRS, OURS), (OURS, THEIRS))])
+def test_a_secret_can_be_changed_while_requests_come(asks: tuple[bytes, ...], answers: tuple[bytes, ...]) -> None:
+    router, instance = client(*asks), server(*answers)
+    challenge = router.challenge()
+    assert router.proven(challenge, instance.proof([(CHALLENGE_HEADER, challenge)]), URL) == b"e1"
+    _, signature = router.sign(b"e1", "GET", "/metrics", (), (), NOW)
+    assert not isinstance(instance.check(signature, "GET", b"/metrics", (), NOW), str)
+
+
+def test_a_signature_is_of_one_request_to_one_instance_and_counts_once() -> None:
+    name, signature = client().sign(EPOCH.encode(), "POST", "/generate?a=1", ALICE, (b"ab", memoryview(b"c")), NOW)
+    assert name == SIGNATURE_HEADER
+    good: dict[str, Any] = {"method": "POST", "target": b"/generate?a=1", "headers": ALICE, "now": NOW}
+    for change in (
+        {"method": "GET"},
+        {"target": b"/generate"},
+        {"headers": ()},
+        {"headers": ((KEY_NAME_HEADER, b"bob"),)},
+        {"now": NOW + FRESH_SECONDS + 1},
+        {"now": NOW - FRESH_SECONDS - 1},
+    ):
+        assert isinstance(server().check(signature, **(good | change)), str)
+    assert isinstance(server(THEIRS).check(signature, **good), str)
+    assert isinstance(server(epoch="e2").check(signature, **good), str)
+    for odd in (b"", b"...", signature[:-1], signature.replace(b".", b",", 1), b"1." + signature):
+        assert isinstance(server().check(odd, **good), str)
+    instance = server()
+    signed = instance.check(signature, **good)
+    assert not isinstance(signed, str)
+    assert signed.caller == b"alice"
+    assert isinstance(instance.check(signature, **good), str)
+
+
+# --- an instance's application ---
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    for name, text in (("secret", OURS.decode()), ("keys", "alice a-key\nbob b-key\n"), ("admin", "the-admin\n")):
+        (tmp_path / name).write_text(text)
+    paths = ("cluster_secret_file", "secret"), ("api_key_file", "keys"), ("admin_key_file", "admin")
+    return {option: str(tmp_path / name) for option, name in paths}
+
+
+async def ask(engine: FakeEngine, path: str, caller: bytes = b"", body: bytes = BODY, **headers: str) -> int:
+    """Status of a signed request. ``headers`` come on top, or replace what was signed."""
+    named = ((KEY_NAME_HEADER, caller),) if caller else ()
+    signature = client().sign(EPOCH.encode(), "POST", path, named, (body,), time.time())
+    sent = {name.decode(): value.decode() for name, value in (*named, signature)} | headers
+    async with engine.http(**sent) as http:
+        return (await http.post(path, content=BODY)).status_code
+
+
+def test_a_signed_request_is_its_callers_and_needs_no_key(files: dict[str, str]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/generate", b"alice") == 200
+        assert await ask(engine, "/flush_cache", b"alice") == 403
+        assert await ask(engine, "/flush_cache", b"(admin)") == 200
+        assert await ask(engine, "/generate") == 401  # a router that asked for no key, and a client without
+        assert await ask(engine, "/generate", authorization="Bearer b-key") == 200
+        assert [request.key_name for request in engine.requests] == ["alice", "bob"]
+
+    with_engine(run, **files)
+
+
+def test_what_is_not_signed_is_refused_or_nobodys(files: dict[str, str]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/generate", b"alice", **{KEY_NAME_HEADER.decode(): "bob"}) == 401
+        assert await ask(engine, "/generate", b"alice", **{SIGNATURE_HEADER.decode(): "1.2.3.4"}) == 401
+        async with engine.http(**{KEY_NAME_HEADER.decode(): "alice"}) as http:
+            assert (await http.post("/generate", content=BODY)).status_code == 401
+        async with engine.http(**{KEY_NAME_HEADER.decode(): "(admin)"}) as http:
+            assert (await http.post("/flush_cache")).status_code == 401
+        await ask(engine, "/generate", b"alice", body=b"another body")  # as if the client had left
+        assert engine.requests == []
+
+    with_engine(run, **files)
+
+
+def test_without_a_secret_a_signature_means_nothing(files: dict[str, str]) -> None:
+    del files["cluster_secret_file"]
+
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/generate", b"alice") == 401
+        assert PROOF_HEADER.decode() not in (await challenged(engine)).headers
+
+    with_engine(run, **files)
+
+
+async def challenged(engine: FakeEngine, path: str = "/livez") -> Any:
+    async with engine.http(**{CHALLENGE_HEADER.decode(): "a" * 32}) as http:
+        return await http.get(path)
+
+
+def test_the_proof_is_given_to_everybody_who_asks_for_it(files: dict[str, str]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        proof = (await challenged(engine)).headers[PROOF_HEADER.decode()]
+        assert client().proven(b"a" * 32, proof.encode(), "http://127.0.0.1:30000") == EPOCH.encode()
+        assert PROOF_HEADER.decode() not in (await challenged(engine, "/health")).headers
+
+    with_engine(run, **files)
+
+
+# --- a router ---
+
+
+def visited() -> dict[str, Any]:
+    """What the access log has put into a scope."""
+    return {VISIT_KEY: Visit({"type": "http", "method": "POST", "path": "/generate", "headers": []})}
+
+
+@pytest.mark.parametrize(("signs", "sent"), [(True, [b"alice", b"(admin)"]), (False, [b"alice", None])])
+def test_no_key_leaves_a_router_that_signs(signs: bool, sent: list[bytes | None]) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    async def run() -> None:
+        keys, table = Keys({"alice": "a-key"}, "the-admin"), PathTable.of(Server.ROUTER)
+        auth = ApiKeyAuth(app, keys, table, is_router=True, signs=signs)
+        for key in (b"a-key", b"the-admin"):
+            path = "/flush_cache" if key != b"a-key" else "/generate"
+            scope = {"type": "http", "method": "POST", "path": path, **visited()}
+            await auth(scope | {"headers": [(b"authorization", b"Bearer " + key)]}, None, None)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    for headers, name in zip(map(dict, seen), sent, strict=True):
+        assert headers.get(KEY_NAME_HEADER) == name
+        assert headers.get(b"authorization") == (None if signs else b"Bearer the-admin")
+
+
+def test_a_router_without_keys_passes_the_clients_on(files: dict[str, str]) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    auth = ApiKeyAuth(app, Keys({}), PathTable.of(Server.ROUTER), is_router=True, signs=True)
+    headers = [(b"authorization", b"Bearer a-key")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers, **visited()}
+    asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]
+    assert dict(seen[0]) == {b"authorization": b"Bearer a-key"}
+
+
+# --- a stranger at an instance's port ---
+
+Answer = Callable[[bytes], bytes]
+
+
+def against(answer: Answer, run: Callable[[HttpClient, str], Awaitable[None]]) -> list[bytes]:
+    """What somebody is sent who answers each request with ``answer`` of its head."""
+    heard: list[bytes] = []
+    serving: list[asyncio.Task[Any]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())  # type: ignore[arg-type]
+        while head := await reader.read(65536):
+            heard.append(head)
+            writer.write(answer(head))
+        writer.close()
+        await writer.wait_closed()
+
+    async def main() -> None:
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        http = HttpClient([], 1.0, cluster=client())
+        await run(http, url)
+        http.close()
+        listener.close()
+        await asyncio.wait(serving)
+
+    asyncio.run(main())
+    return heard
+
+
+def ok(*headers: bytes) -> bytes:
+    return b"\r\n".join((b"HTTP/1.1 200 OK", b"content-length: 2", *headers, b"", b"{}"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda _: ok(),
+        lambda _: ok(b"x-pdserve-proof: e1." + b"0" * 64),
+        lambda _: ok(b"connection: close"),
+        lambda _: b"nonsense\r\n\r\n",
+        lambda _: b"",
+    ],
+    ids=["no proof", "a wrong one", "closing", "no HTTP", "silence"],
+)
+def test_a_stranger_gets_neither_key_nor_prompt_and_answers_nobody(answer: Answer) -> None:
+    async def run(http: HttpClient, url: str) -> None:
+        for _ in range(2):
+            with pytest.raises(CannotConnect, match="whoever listens there"):
+                await http.send("POST", url, "/generate", b"the prompt", [(b"authorization", b"Bearer a-key"), *ALICE])
+
+    heard = against(answer, run)
+    assert heard
+    assert all(head.startswith(b"GET /livez ") for head in heard)
+    assert not any(word in head for head in heard for word in (b"prompt", b"a-key", b"alice"))
+
+
+def test_a_connection_is_proven_once_and_its_requests_are_signed() -> None:
+    instance = server()
+
+    def answer(head: bytes) -> bytes:
+        lines = head.split(b"\r\n\r\n")[0].split(b"\r\n")[1:]
+        proof = instance.proof([tuple(line.split(b": ", 1)) for line in lines])  # type: ignore[misc]
+        return ok(b"x-pdserve-proof: " + proof) if proof else ok()
+
+    async def run(http: HttpClient, url: str) -> None:
+        for _ in range(3):
+            assert (await http.fetch("POST", url, "/generate", b"the prompt", ALICE)).status == 200
+
+    heard = against(answer, run)
+    assert [head.split(b" ", 2)[1] for head in heard] == [b"/livez", *[b"/generate"] * 3]
+    for head in heard[1:]:
+        headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n\r\n")[0].split(b"\r\n")[1:])
+        signed = instance.check(headers[SIGNATURE_HEADER], "POST", b"/generate", ALICE, time.time())
+        assert not isinstance(signed, str)
+
+
+def test_a_relayed_proof_is_of_the_challenge_it_was_given_for() -> None:
+    old = server().proof([(CHALLENGE_HEADER, ClusterClient.challenge())])
+
+    async def run(http: HttpClient, url: str) -> None:
+        with pytest.raises(CannotConnect):
+            await http.fetch("GET", url, "/health")
+
+    against(lambda _: ok(b"x-pdserve-proof: " + (old or b"")), run)
