@@ -157,7 +157,8 @@ class SchedulerProcess:
 
     def _wake_ms(self) -> int:
         if self._handovers is not None:
-            return self._handovers.timeout_ms()
+            is_awaited = self._scheduler is not None and self._scheduler.has_freed
+            return 0 if is_awaited else self._handovers.timeout_ms()
         if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
             return int(IDLE_CHECK_INTERVAL * 1000)
         return -1

@@ -71,6 +71,10 @@ class Scheduler:
         self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
         self.deadlines = Deadlines()
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
+        self.has_freed = False
+        """Whether the latest ``run_steps`` left more memory obtainable than it found. Hand-overs get theirs before
+        steps are planned, so what preempted and expired requests leave is for the next turn, which should come at once.
+        """
 
     @property
     def role(self) -> DisaggregationMode:
@@ -269,6 +273,7 @@ class Scheduler:
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
         self.now = now
+        obtainable = self.memory.obtainable
         self._expire(now)
         self.forks.release(lambda req: self.enqueue(req, now))
         self._move_pages(now)
@@ -282,13 +287,14 @@ class Scheduler:
                 self.outbox.all_to_worker(self.tiers.take_before())
             if step is None:
                 self._end_stuck(now)
-                return
+                break
             if self.handovers is not None:
                 pushes = [self.handovers.chunk_planned(req) for req in step.prefilled]
                 step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
             self._move_pages(now)
+        self.has_freed = self.memory.obtainable > obtainable
 
     def _move_pages(self, now: float) -> None:
         """Tell the worker what is to be copied, and looked at, behind all steps that were planned."""

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,6 +148,20 @@ def test_small_pool_retracts_and_still_answers_everything():
         assert sim.tokens[rid] == reference_output(prompt, 30)
         assert end_of(sim, rid).finish.type is FinishType.LENGTH
     assert_all_returned(sim)
+
+
+def test_memory_of_a_request_whose_time_is_over_is_noticed_once():
+    sim = SimInstance()
+    message = msgspec.structs.replace(make_generate("a", [1] * 20, max_new_tokens=100), timeout_s=5.0, arrival=sim.now)
+    sim.scheduler.admit_message(message, sim.now)
+    noticed = []
+    for seconds in (0.0, 0.0, 6.0, 0.0):
+        sim.now += seconds
+        sim.plan()
+        noticed.append(sim.scheduler.has_freed)
+        sim.work()
+    assert "a" in sim.ends
+    assert noticed == [False, False, True, False]
 
 
 def test_prompt_larger_than_the_pool_is_refused_by_name():

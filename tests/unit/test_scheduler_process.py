@@ -113,3 +113,24 @@ def test_an_idle_loop_collects_what_busy_ones_left(loop: Loop, monkeypatch: pyte
         loop.process.turn()
         seen.append(len(collected))
     assert seen == [0, 0, 1]
+
+
+def test_the_next_turn_comes_at_once_where_memory_came_free_after_hand_overs_were_looked_at(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.events.send(make_worker_ready(make_options()))
+    loop.process.turn()
+    scheduler = loop.process._scheduler
+    assert scheduler is not None
+    timeouts = []
+
+    class Waiting:
+        def timeout_ms(self) -> int:
+            return 50
+
+    monkeypatch.setattr(loop.process, "_handovers", Waiting())
+    for has_freed in (False, True):
+        scheduler.has_freed = has_freed
+        timeouts.append(loop.process._timeout_ms())
+    monkeypatch.setattr(loop.process, "_handovers", None)
+    assert timeouts == [50, 0]

@@ -227,7 +227,12 @@ class Node:
     # --- the scheduler's process ---
 
     def turn(self) -> None:
-        """One turn of the scheduler's loop."""
+        """One turn of the scheduler's loop, and those that it goes on with at once."""
+        self._turn()
+        while self.alive and not self.frozen and self.scheduler.has_freed:
+            self._turn()
+
+    def _turn(self) -> None:
         if not self.alive or self.frozen:
             self._hung = True
             return
