@@ -1,19 +1,22 @@
 """Whole instances under virtual time: the real scheduler, hand-overs, peers and transfer engine over simulated sockets.
 
-By chance (``campaign.py``), and in every order of a small scene (``two_rooms.py``). What both can find is shown by
-mistakes that are made on purpose (``seeded.py``).
+By chance (``campaign.py``), and in every order of a small scene (``two_rooms.py``, ``crowded.py``). What both can find
+is shown by mistakes that are made on purpose (``seeded.py``).
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
+from typing import Any
 
 import pytest
 from support.sim import NO_WINDOW, SimWindow
 from support.world.campaign import EQUALS, PAIR, Campaign
-from support.world.explorer import MOST_STATES, Found, explore
-from support.world.seeded import MISTAKES, QUICKLY_FOUND, RESIZE_MISTAKES, WINDOW_MISTAKES, WINDOWED
+from support.world.crowded import CROWDS
+from support.world.explorer import MOST_STATES, Found, explore, explore_by_walks
+from support.world.seeded import CROWDED_MISTAKES, MISTAKES, QUICKLY_FOUND, RESIZE_MISTAKES, WINDOW_MISTAKES, WINDOWED
 from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
 from support.world.world import Violation
@@ -41,6 +44,13 @@ def few_words(caplog):
     """A world has more peers to lose than a log has lines."""
     with caplog.at_level("CRITICAL", "pdserve"):
         yield
+
+
+CROWD_STATES = 400
+"""Limit of the searches of make test through three instances: the same states on any machine."""
+MANY_CROWD_STATES = 10_000
+"""Limit of the slow ones that can't be complete."""
+EVERYTHING_UNDER_WAY: dict[str, Any] = {"at_once": ()}
 
 
 def explored(seconds: float = math.inf, states: int = MOST_STATES, **scene) -> Found:
@@ -183,6 +193,86 @@ def test_every_order_of_two_equals_that_dial_each_other(capsys) -> None:
     with capsys.disabled():
         print(f"\nequals: {found}")
     assert found.violation is None, found
+
+
+def crowded(crowd: str, states: int = MOST_STATES, **how) -> Found:
+    """Explore a scene of three instances. Some request waits for memory there, and some reservation is given back."""
+    seen: Counter[str] = Counter()
+    found = explore_by_walks(lambda: CROWDS[crowd].stage(seen, **how), seed=1, states=states)
+    if found.violation is None:
+        assert seen["waits for memory"], found
+        assert seen["given back"], found
+    return found
+
+
+def test_every_order_of_two_prefills_of_different_rank() -> None:
+    found = crowded("two prefills")
+    assert found.violation is None, found
+    assert found.complete
+
+
+@pytest.mark.parametrize("crowd", [crowd for crowd in CROWDS if crowd != "two prefills"])
+def test_some_orders_of_three_instances(crowd) -> None:
+    found = crowded(crowd, CROWD_STATES)
+    assert found.violation is None, found
+    assert found.states == CROWD_STATES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("crowd", [crowd for crowd in CROWDS if crowd != "two prefills"])
+def test_every_order_of_three_instances(crowd, capsys) -> None:
+    found = crowded(crowd)
+    with capsys.disabled():
+        print(f"\n{crowd}: {found}")
+    assert found.violation is None, found
+    assert found.complete
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("crowd", "how"),
+    [
+        pytest.param("ring", {"awaited": False}, id="ring"),
+        pytest.param("each other", {"awaited": False}, id="each other"),
+        pytest.param("two decodes", {"awaited": False}, id="two decodes"),
+        pytest.param("ring", EVERYTHING_UNDER_WAY, id="ring, everything under way"),
+        pytest.param("two prefills", EVERYTHING_UNDER_WAY, id="two prefills, everything under way"),
+        pytest.param("two decodes", EVERYTHING_UNDER_WAY, id="two decodes, everything under way"),
+    ],
+)
+def test_many_orders_of_three_instances(crowd, how, capsys) -> None:
+    found = crowded(crowd, MANY_CROWD_STATES, **how)
+    with capsys.disabled():
+        print(f"\n{crowd}, {how}: {found}")
+    assert found.violation is None, found
+    assert found.complete or found.states == MANY_CROWD_STATES
+
+
+@pytest.mark.slow
+def test_walks_leave_no_state_out() -> None:
+    seen: Counter[str] = Counter()
+    walks, breadth_first = (
+        crowded("two prefills"),
+        explore(lambda: CROWDS["two prefills"].stage(seen), seconds=math.inf),
+    )
+    assert walks.complete
+    assert breadth_first.complete
+    assert walks.states == breadth_first.states
+    assert walks.moves < breadth_first.moves
+
+
+@pytest.mark.parametrize(
+    ("mistake", "crowd"),
+    [(mistake, crowd) for mistake, crowds in CROWDED_MISTAKES.items() for crowd in crowds],
+    ids=lambda what: what if isinstance(what, str) else what.__name__,
+)
+def test_mistakes_among_three_instances_are_found(mistake, crowd, monkeypatch) -> None:
+    mistake(monkeypatch)
+    found = crowded(crowd, CROWD_STATES)
+    assert found.violation is not None, found
+    assert found.trace
 
 
 @pytest.mark.slow

@@ -1,15 +1,17 @@
 """Every order in which things can happen, of a scene that is small enough: breadth first, so that the trace of the
-first violation is a shortest one.
+first violation is a shortest one; or by random walks, which need fewer moves for the same states.
 
 States aren't copied, the real code holds what can't be: each is reached anew, by the moves that led to it.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 
@@ -73,7 +75,7 @@ def explore(stage: Callable[[], Scene], *, seconds: float, states: int = MOST_ST
                 for earlier in path:
                     scene.make(earlier)
             found.moves += 1
-            problem = _made(scene, move)
+            problem = _made(scene, partial(scene.make, move))
             if problem is not None:
                 found.violation, found.trace = problem, _trace(stage, (*path, move))
                 return found
@@ -86,10 +88,10 @@ def explore(stage: Callable[[], Scene], *, seconds: float, states: int = MOST_ST
     return found
 
 
-def _made(scene: Scene, move: int) -> str | None:
+def _made(scene: Scene, make: Callable[[], object]) -> str | None:
     """Make a move; what is wrong then, if anything."""
     try:
-        scene.make(move)
+        make()
         scene.check(over=not scene.moves())
     except Exception as e:  # noqa: BLE001
         # Whatever it is: a process would have ended by it.
@@ -104,3 +106,98 @@ def _trace(stage: Callable[[], Scene], path: tuple[int, ...]) -> list[str]:
         if i < len(path) - 1:
             scene.make(move)
     return trace
+
+
+class PartialScene(Scene, Protocol):
+    """A scene of parties. Moves that change different parties lead to the same state in either order, whatever else
+    has happened. A move's name tells it from all others that can be made in the same state.
+    """
+
+    def make_and_tell(self, move: int) -> frozenset[str]:
+        """Make a move and return the parties that it has changed. Raises ``Violation``."""
+
+
+@dataclass
+class _Place:
+    """A state to go on from.
+
+    ``path``: the moves that lead there. ``untried``: moves to make there, number and name. ``asleep``: names of moves
+    that need not be made there, because the states behind them are reached in another order, and the parties that they
+    change.
+    """
+
+    path: tuple[int, ...]
+    untried: list[tuple[int, str]]
+    asleep: dict[str, frozenset[str]]
+
+
+def explore_by_walks(stage: Callable[[], PartialScene], *, seed: int, states: int = MOST_STATES) -> Found:
+    """Every state that can be reached from ``stage()``, until a violation, or until there are ``states``.
+
+    Random walks: each begins where an earlier one left a move untried, and ends where nothing is new. So a search that
+    ``states`` ends has seen states of every depth, the same ones each time. A trace is not a shortest one.
+
+    Of two moves that change different parties, one order is enough where both lead to the same state. Sleep sets
+    (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996) leave the other order out. They
+    leave out no state, only ways to states that are seen anyway.
+    """
+    rng = random.Random(seed)
+    found = Found()
+    asleep_at: dict[int, set[str]] = {}
+    places = [_Place((), _shuffled(enumerate(stage().moves()), rng), {})]
+    place: _Place | None = None
+    while places and found.states < states:
+        place = _pop_any(places, rng)
+        scene = stage()
+        for move in place.path:
+            scene.make(move)
+        while place is not None and found.states < states:
+            move, name = place.untried.pop()
+            if place.untried:
+                places.append(place)
+            path = (*place.path, move)
+            found.moves, found.depth = found.moves + 1, max(found.depth, len(path))
+            changed: list[frozenset[str]] = []
+            problem = _made(scene, partial(_note_parties, scene, move, changed))
+            if problem is not None:
+                found.violation, found.trace = problem, _trace(stage, path)
+                return found
+            asleep = {other: parties for other, parties in place.asleep.items() if not parties & changed[0]}
+            place.asleep[name] = changed[0]
+            untried = _untried(scene, asleep, asleep_at, found)
+            place = _Place(path, _shuffled(untried, rng), asleep) if untried else None
+    found.complete = not places and place is None
+    return found
+
+
+def _untried(
+    scene: Scene, asleep: dict[str, frozenset[str]], asleep_at: dict[int, set[str]], found: Found
+) -> list[tuple[int, str]]:
+    """Return the moves that are to be made in the state that was just reached. ``asleep_at``: by state, the moves that
+    have not been made there so far.
+    """
+    state, moves = scene.signature(), scene.moves()
+    before = asleep_at.get(state)
+    if before is None:
+        found.states += 1
+        found.endings += not moves
+        asleep_at[state] = set(asleep)
+        return [(i, name) for i, name in enumerate(moves) if name not in asleep]
+    asleep_at[state] = before & asleep.keys()
+    return [(i, name) for i, name in enumerate(moves) if name in before and name not in asleep]
+
+
+def _note_parties(scene: PartialScene, move: int, changed: list[frozenset[str]]) -> None:
+    changed.append(scene.make_and_tell(move))
+
+
+def _shuffled(moves: Iterable[tuple[int, str]], rng: random.Random) -> list[tuple[int, str]]:
+    shuffled = list(moves)
+    rng.shuffle(shuffled)
+    return shuffled
+
+
+def _pop_any(places: list[_Place], rng: random.Random) -> _Place:
+    i = rng.randrange(len(places))
+    places[i], places[-1] = places[-1], places[i]
+    return places.pop()

@@ -1,6 +1,6 @@
 """Mistakes that somebody could make in the hand-over, each put in on purpose, to see it found.
 
-Each says which scene shows it; they are those of ``TwoRooms``.
+Each says which scene shows it: of ``TwoRooms`` or, for memory that requests wait for, of ``crowded.py``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.page_run import PageRun
 from pdserve.mem_cache.pool_end import PoolEnd
+from pdserve.messages.handover import Withdrawn
 from pdserve.messages.memory import TrimPool
 from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
+from pdserve.scheduler.claims import Claims
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.scheduler import Scheduler
 from support.sim import NO_WINDOW, SimWindow
 
 Patch = pytest.MonkeyPatch
@@ -206,6 +210,77 @@ def a_page_too_many_goes(patch: Patch) -> None:
     patch.setattr(Outbox, "to_worker", to_worker)
 
 
+def reservations_are_never_asked_back(patch: Patch) -> None:
+    """Rule 2 of ``scheduler/claims.py`` is left out."""
+    patch.setattr(Claims, "to_revoke", lambda self, now: [])
+
+
+def rank_does_not_revoke(patch: Patch) -> None:
+    """A claim of higher rank waits for reservations of lower rank as for those of its own."""
+    original = Claims.to_revoke
+
+    def to_revoke(self: Claims, now: float) -> list[Req]:
+        with patch.context() as within:
+            within.setattr(self._waiting, "rank", lambda req: 0)
+            return original(self, now)
+
+    patch.setattr(Claims, "to_revoke", to_revoke)
+
+
+def any_rank_revokes(patch: Patch) -> None:
+    """A claim takes reservations of every rank for such of a lower one than its own."""
+    original = Claims.to_revoke
+
+    def to_revoke(self: Claims, now: float) -> list[Req]:
+        with patch.context() as within:
+            within.setattr(self._waiting, "rank", lambda req: req.rid in self._reservations)
+            return original(self, now)
+
+    patch.setattr(Claims, "to_revoke", to_revoke)
+
+
+def no_transfer_limit(patch: Patch) -> None:
+    """Rule 1 of ``scheduler/claims.py`` is left out."""
+    patch.setattr(Claims, "_is_within_limit", lambda self, req, without=(): True)
+
+
+def claims_do_not_yield(patch: Patch) -> None:
+    """A claim takes what it has just given back for another one."""
+    patch.setattr(Claims, "_is_yielding", lambda self, req: False)
+    patch.setattr(Claims, "_is_held", lambda self, now: False)
+
+
+def a_withdrawn_prompt_is_computed(patch: Patch) -> None:
+    """The prefill gives a reservation back and begins with the prompt all the same."""
+    patch.setattr(Scheduler, "take_back", lambda self, req: None)
+
+
+def begun_is_not_heard(patch: Patch) -> None:
+    """The decode takes its memory back though the prefill has begun to use it."""
+    original = KVReceivers.on_withdrawn
+
+    def on_withdrawn(self: KVReceivers, peer: Any, msg: Withdrawn, now: float) -> None:
+        original(self, peer, msgspec.structs.replace(msg, begun=False), now)
+
+    patch.setattr(KVReceivers, "on_withdrawn", on_withdrawn)
+
+
+def the_loop_sleeps_beside_free_memory(patch: Patch) -> None:
+    """What a preempted request leaves is granted when something else wakes the loop."""
+    patch.setattr(Scheduler, "has_freed", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+CROWDED_MISTAKES: dict[Callable[[Patch], None], tuple[str, ...]] = {
+    reservations_are_never_asked_back: ("ring", "two prefills", "two decodes"),
+    rank_does_not_revoke: ("two prefills", "two decodes"),
+    any_rank_revokes: ("each other", "two prefills"),
+    no_transfer_limit: ("each other",),
+    claims_do_not_yield: ("ring",),
+    a_withdrawn_prompt_is_computed: ("ring", "each other"),
+    begun_is_not_heard: ("two prefills",),
+    the_loop_sleeps_beside_free_memory: ("two prefills",),
+}
+"""Which scenes of ``crowded.py`` show them soon."""
 WINDOWED = SimWindow(3, 4)
 """Both pages are needed at once."""
 MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {

@@ -7,18 +7,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, LONG_FRAME_BYTES
 from pdserve.disaggregation.handover.control.port import Ended
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import Codec
 from pdserve.messages.handover import Heartbeat
+from pdserve.messages.outputs import Timing
 from pdserve.messages.peer import PeerMessage
 from pdserve.runtime.refusal_log import RefusalLog
 from support.world.world import World
 
 log = logging.getLogger(__name__)
 CODEC: Codec[Any] = Codec(PeerMessage, LONG_FRAME_BYTES, FRAME_MESSAGES)
+
+
+def _without_times(message: Message) -> Message:
+    """What the message comes to, but for durations, which decide nothing."""
+    return msgspec.structs.replace(message, timing=Timing()) if hasattr(message, "timing") else message
 
 
 class End:
@@ -93,7 +101,8 @@ class SimPort:
             frame = encode(messages)
             names = " ".join(type(m).__name__ for m in messages if not isinstance(m, Heartbeat))
             what = f"{self.port} says {names or 'Heartbeat'}"
-            connection.post(side, what, lambda: self._deliver(connection, 1 - side, frame), frame)
+            content = encode([_without_times(m) for m in messages])
+            connection.post(side, what, lambda: self._deliver(connection, 1 - side, frame), content)
         return []
 
     def keep(self, identity: int) -> None:
