@@ -156,7 +156,7 @@ class ServerOptions:
         Most prompt tokens computed in one step.
     chunked_prefill_size
         Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default
-        512 on cpu, 2048 on cuda.
+        2048 on cuda, and on cpu 512, or less where a step in which nobody decodes would take more than 50 ms.
     mixed_chunk_size
         The same for a step in which other requests decode, as they wait for it. Default: as chunked_prefill_size;
         without an ITL budget on cpu 128, and 16 in decode mode. Below page_size a prompt moves on within its pages.

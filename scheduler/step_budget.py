@@ -3,7 +3,9 @@
 Two limits. Of tokens: ``--chunked-prefill-size`` and, where requests decode, ``--mixed-chunk-size``. Of time: the ITL
 budget (``itl_budget.py``), where somebody waits for the step who reads tokens already: a request that decodes in it, or
 could not for want of memory, or one whose KV is on its way here and may land while the step runs. Any other step makes
-nobody wait who has his first token.
+nobody wait who has his first token. But a prompt that comes meanwhile waits for it, and for the one planned behind it.
+So by default it takes at most ``CPU_ALONE_MS`` on a processor, or ``MOST_ALONE`` times what a single token takes: CPU
+kernels compute pieces of 64 tokens as fast as those of 512.
 
 A prompt is never starved. Where not one token is within the limit (outcomes that scatter, an attention over a very long
 prompt, a jump of the kernels' curve at just this batch), every ``PATIENCE``-th step takes what the estimate itself
@@ -26,6 +28,8 @@ CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 CPU_ITL_BUDGET_MS = 40.0
+CPU_ALONE_MS, MOST_ALONE, LEAST_ALONE = 50.0, 8.0, 64
+"""Limits of a step in which nobody decodes; it may have ``LEAST_ALONE`` tokens whatever they take."""
 CPU_TTFT_TARGET_MS = 3000.0
 LEAST_PIECE = 4
 PATIENCE = 4
@@ -80,12 +84,14 @@ class StepBudget:
         may_cut: bool,
         itl_ms: float,
         ttft_target_ms: float = 0.0,
+        alone_ms: float = math.inf,
     ) -> None:
         self.role: DisaggregationMode = role
         self.may_cut = may_cut
         self.itl = ItlBudget(itl_ms, model, ttft_target_ms) if itl_ms else None
         self._model = model
         self._alone, self._mixed = alone, mixed
+        self._alone_ms = alone_ms
         self._refused = 0
 
     @classmethod
@@ -99,6 +105,7 @@ class StepBudget:
         itl_ms = options.itl_budget_ms
         if itl_ms is None:
             itl_ms = CPU_ITL_BUDGET_MS if on_cpu else 0.0
+        alone_ms = CPU_ALONE_MS if chunk is None and on_cpu else math.inf
         if chunk is None:
             chunk = max(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
         if mixed is None and (itl_ms or not on_cpu):
@@ -107,7 +114,8 @@ class StepBudget:
         target_ms = options.ttft_target_ms
         if target_ms is None:
             target_ms = CPU_TTFT_TARGET_MS if on_cpu else 0.0
-        return cls(model, min(chunk, most), by_role, role, may_cut=True, itl_ms=itl_ms, ttft_target_ms=target_ms)
+        limits = {"itl_ms": itl_ms, "ttft_target_ms": target_ms, "alone_ms": alone_ms}
+        return cls(model, min(chunk, most), by_role, role, may_cut=True, **limits)
 
     def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
         """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too.
@@ -115,7 +123,7 @@ class StepBudget:
         ``refused``: so many steps before it had no room for prompts, None: as many as there were.
         """
         refused = self._refused if refused is None else refused
-        tokens = self._mixed[self.role] if decodes.decodes else self._alone
+        tokens = self._mixed[self.role] if decodes.decodes else self._tokens_alone()
         if self.itl is None or not (decodes.decodes or awaited):
             return StepRoom(tokens)
         limit_ms = self.itl.limit_ms(decodes)
@@ -123,6 +131,13 @@ class StepBudget:
         if decodes.decodes and refused < PATIENCE - 1:
             return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms))
         return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
+
+    def _tokens_alone(self) -> int:
+        """In a step that nobody waits for who has a first token."""
+        if self._alone_ms == math.inf or self._alone <= LEAST_ALONE:
+            return self._alone
+        limit_ms = max(self._alone_ms, MOST_ALONE * self._model.estimate(StepShape(decodes=1)))
+        return max(LEAST_ALONE, self._model.tokens_within(limit_ms, StepShape(), 0, self._alone))
 
     def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
         """How many of ``wanted`` tokens fit, which follow ``start`` ones of their prompt, beside what ``shape`` has."""

@@ -9,11 +9,12 @@ import pytest
 from support.sim import make_options, reference_output
 from support.sim_machine import AddedUp, Machine, Noise, TimedSim
 
+from pdserve.messages.worker import MeasuredStep
 from pdserve.scheduler.estimates.cost_model import CostModel
 from pdserve.scheduler.estimates.step_shape import StepShape
 from pdserve.scheduler.info import Verdict, server_info
 from pdserve.scheduler.itl_budget import MOST_STRETCH, STRETCH, STRETCH_GAIN, ItlBudget, Promise
-from pdserve.scheduler.step_budget import LEAST_PIECE, PATIENCE, StepBudget
+from pdserve.scheduler.step_budget import CPU_ALONE_MS, LEAST_PIECE, PATIENCE, StepBudget
 
 FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
 SLOW = Machine(read_ms=31, token_ms=3.7, kv_token_ms=1e-3, pair_ms=2e-5, decode_ms=0.1, jump_at=48, jump_ms=5)
@@ -199,6 +200,9 @@ def test_the_margin_learns_how_far_outcomes_scatter() -> None:
 def test_server_info_tells_estimate_and_outcome() -> None:
     sim = TimedSim(SLOW, Noise(spread=0.05))
     serve_mixed(sim)
+    for _ in range(40):  # of decodes alone
+        sim.plan()
+        sim.work()
     info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch", Verdict())))
     model = info["cost_model"]
     assert model["steps"] == info["counters"]["steps"]
@@ -267,3 +271,28 @@ def test_the_target_by_default(device: str, options: dict, target_ms: float) -> 
     itl = budget_of(device, **options).itl
     assert itl is not None
     assert itl.ttft_target_ms == target_ms
+
+
+# --- steps in which nobody decodes ---
+
+
+@pytest.mark.parametrize(("chunk", "longest_ms"), [(None, CPU_ALONE_MS), (512, 130.0)])
+def test_a_prompt_that_comes_does_not_wait_for_a_long_step(chunk: int | None, longest_ms: float) -> None:
+    """Nobody decodes, so there is no gap to keep short; but the next one has to wait for what is under way."""
+    fast = Machine(read_ms=5, token_ms=0.25)
+    sim = TimedSim(fast, schedule_policy="srpf", chunked_prefill_size=chunk)
+    sim.submit("long", [i % 90 for i in range(4000)], max_new_tokens=2)
+    sim.run_until(lambda: sim.scheduler.reqs["long"].computed > 1000)
+    begin = sim.now
+    sim.submit("short", range(20), max_new_tokens=2)
+    sim.run_until(lambda: "short" in sim.first_token_at)
+    waited_ms = (sim.first_token_at["short"] - begin) * 1000
+    assert waited_ms <= 2.2 * longest_ms + fast(StepShape(prompt_tokens=20))
+    assert waited_ms >= longest_ms
+
+
+@pytest.mark.parametrize(("device", "options", "tokens"), [("cpu", {}, 64), ("cuda", {}, 2048)])
+def test_the_limit_is_a_processors_and_leaves_enough(device: str, options: dict, tokens: int) -> None:
+    slow = CostModel([MeasuredStep(1, 64, 0, 0.0, 100.0), MeasuredStep(0, 0, 64, 2048.0, 2000.0)])
+    budget = StepBudget.of(make_options(chunked_prefill_size=None, **options), device, slow)
+    assert budget.room(StepShape(), awaited=False).tokens == tokens

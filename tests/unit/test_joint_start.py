@@ -15,7 +15,7 @@ from pdserve.scheduler.joint_start import JointStart
 HEAVY = AddedUp(read_ms=40, token_ms=1.45, kv_token_ms=2e-3, pair_ms=5e-5, decode_ms=0.3)
 """A model of a billion parameters on two cores."""
 LIGHT = Machine(read_ms=5, token_ms=0.25, decode_ms=0.15)
-OPTIONS = {"max_total_tokens": 1 << 16, "max_running_requests": 64, "ttft_target_ms": 0.0}
+OPTIONS = {"max_total_tokens": 1 << 16, "max_running_requests": 64, "ttft_target_ms": 0.0, "chunked_prefill_size": 512}
 CHUNK_SECONDS = 0.79
 """What a step of 512 prompt tokens takes on the heavy one."""
 
@@ -106,7 +106,7 @@ def test_a_higher_priority_is_not_held_for_a_lower_one() -> None:
 
 
 def test_while_somebody_decodes_the_budget_decides() -> None:
-    sim = TimedSim(HEAVY, max_total_tokens=1 << 16)
+    sim = TimedSim(HEAVY, max_total_tokens=1 << 16, chunked_prefill_size=512)
     sim.submit("reader", range(20), max_new_tokens=400)
     sim.run_until(lambda: "reader" in sim.first_token_at)
     sim.gaps.clear()
