@@ -156,7 +156,7 @@ class ServerOptions:
         Most prompt tokens computed in one step.
     chunked_prefill_size
         Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default
-        2048 on cuda, and on cpu 512, or less where a step in which nobody decodes would take more than 50 ms.
+        2048 on cuda, and on cpu 512, or less where a step in which nobody decodes would take more than 250 ms.
     mixed_chunk_size
         The same for a step in which other requests decode, as they wait for it. Default: as chunked_prefill_size;
         without an ITL budget on cpu 128, and 16 in decode mode. Below page_size a prompt moves on within its pages.
@@ -170,7 +170,7 @@ class ServerOptions:
         even if that is more than --itl-budget-ms. 0 switches it off. Default 3000 on cpu, 0 on cuda.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s apart), srpf (shortest
-        remaining prefill first, between pieces of longer prompts too, none of which waits for what comes later than 20
+        remaining prefill first, between pieces of longer prompts too, none of which waits for what comes later than 12
         times its own time behind it), lpm (longest cached prefix first), dfs-weight (the same depth first, where most
         requests share a prefix), lof (longest output first), random (by random_seed), priority (fcfs within each
         priority, with --enable-priority-scheduling implied). auto takes fcfs in decode mode, else srpf.

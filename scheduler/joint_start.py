@@ -11,7 +11,7 @@ are computed at full speed. With ``ready`` requests held for as long as the ``ot
     ready < others × (slowdown - 1)
 
 No gap grows, since none has begun. Nobody is held for prompts that are much longer than its own, nor longer than
-``MOST_SECONDS`` after its arrival.
+``MOST_SECONDS`` after its arrival, or ``MOST_TIMES`` as long as its own prompt takes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from .estimates.step_shape import StepShape
 from .req import Req, ReqState, Route
 from .step_budget import StepBudget, StepRoom
 
-MOST_SECONDS = 4.0
-"""Nobody is held whose first token would then come so long after its arrival, or later."""
+MOST_SECONDS, MOST_TIMES = 4.0, 16.0
+"""Nobody is held whose first token would then come so long after its arrival, or so many times as long as its own
+prompt takes, whichever is later.
+"""
 ALIKE = 4.0
 """Nobody is held for a prompt of which more than so many times the tokens of its own are left."""
 LEAST_GAIN, MOST_OTHERS = 0.1, 16
@@ -46,7 +48,7 @@ class JointStart:
         """
         if self._budget.itl is None or not self._budget.may_cut or room.is_timed:
             return False
-        alone_ms = self._step_ms(StepShape(), room.tokens)
+        token_ms = self._step_ms(StepShape(), room.tokens) / room.tokens
         ready: list[Req] = []
         shortest = total = 0
         latest = needed = math.inf
@@ -58,12 +60,13 @@ class JointStart:
             if total <= room.tokens:
                 ready.append(req)
                 shortest = min(shortest or req.total_len, req.total_len)
-                latest = min(latest, req.times.arrival + MOST_SECONDS)
+                own_seconds = req.total_len * token_ms / 1000
+                latest = min(latest, req.times.arrival + max(MOST_SECONDS, MOST_TIMES * own_seconds))
                 continue
             if needed == math.inf:
-                needed = len(ready) / max(self._slowdown(ready, alone_ms / room.tokens) - 1, LEAST_GAIN)
+                needed = len(ready) / max(self._slowdown(ready, token_ms) - 1, LEAST_GAIN)
             needed -= 1
-            if left > ALIKE * shortest or now + total / room.tokens * alone_ms / 1000 > latest or needed > MOST_OTHERS:
+            if left > ALIKE * shortest or now + total * token_ms / 1000 > latest or needed > MOST_OTHERS:
                 return False
             if needed < 0:
                 return True

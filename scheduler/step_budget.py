@@ -28,7 +28,7 @@ CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 CPU_ITL_BUDGET_MS = 40.0
-CPU_ALONE_MS, MOST_ALONE, LEAST_ALONE = 50.0, 8.0, 64
+CPU_ALONE_MS, MOST_ALONE, LEAST_ALONE = 250.0, 8.0, 64
 """Limits of a step in which nobody decodes; it may have ``LEAST_ALONE`` tokens whatever they take."""
 CPU_TTFT_TARGET_MS = 3000.0
 LEAST_PIECE = 4

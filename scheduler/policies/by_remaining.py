@@ -13,7 +13,7 @@ from ..req import Req, ReqState
 from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
 
-PATIENCE = 20.0
+PATIENCE = 12.0
 """A prompt counts as come so many times later as it takes to compute."""
 PIECE = 256
 """The time of a prompt is foreseen from that of a piece of so many tokens."""
@@ -24,7 +24,7 @@ class ShortestRemainingFirst(ByRank):
 
     Without load that is shortest first: a prompt of 30 ms does not queue behind one of 3 s, and goes between its pieces
     when that has begun. And nobody starves: who comes later than ``PATIENCE`` times a prompt's own time behind it never
-    goes before it, however short. So what can go before a prompt of 3 s is what comes within a minute, no more; a rule
+    goes before it, however short. So what can go before a prompt of 3 s is what comes within 36 s, no more; a rule
     by length alone has no such bound. (Due times instead of a bonus for waiting, because two that wait age alike: their
     order stays, and is found without looking at the clock.)
     """

@@ -76,7 +76,7 @@ def test_nobody_is_held_for_a_much_longer_prompt() -> None:
 
 def test_nobody_is_held_for_longer_than_the_limit() -> None:
     firsts = sorted(Batch([128] * 40).run())
-    assert firsts[0] < joint_start.MOST_SECONDS + CHUNK_SECONDS
+    assert firsts[0] < max(joint_start.MOST_SECONDS, joint_start.MOST_TIMES * CHUNK_SECONDS / 4) + CHUNK_SECONDS
     assert firsts[-1] > 1.5 * joint_start.MOST_SECONDS
 
 
