@@ -14,8 +14,8 @@ from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, MeasuredStep, RowInit
 from .step_runner import StepRunner
 
-LIMIT_MS = 500.0
-"""In all. What is left out is learned from the first requests."""
+LIMIT_MS = 1000.0
+"""In all. Start-up takes some seconds anyway."""
 FLAT_TOKENS = 16
 """Up to here, steps of different sizes take about the same time, as memory is the bound."""
 

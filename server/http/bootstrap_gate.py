@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from ...messages.decode import shown
 from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, addresses
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import means_this_host
@@ -69,9 +70,10 @@ class BootstrapGate:
         for host, port in targets:
             is_known = (host.lower(), port) in self._targets or means_this_host(host)
             if not (is_known or self._follows_all):
+                place = f"{shown(host)}:{port}"
                 return (
-                    f"{host}:{port} is neither on this host nor named in this instance's options; start it with "
-                    f"--allow-bootstrap {host}:{port}"
+                    f"{place} is neither on this host nor named in this instance's options; start it with "
+                    f"--allow-bootstrap {place}"
                 )
         return ""
 
