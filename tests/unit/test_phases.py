@@ -197,6 +197,7 @@ def test_a_short_prompt_that_a_prefill_computes_ahead_took_time_there() -> None:
 def test_the_worlds_hold_every_kind_of_request_to_its_account(modes: tuple[str, ...], seed: int) -> None:
     """Each end was checked as it was heard; here, that there was every kind of end to check."""
     options = {"disaggregation_threshold": "auto", "max_total_tokens": 104}  # which a few requests overrun
+    options["schedule_policy"] = "fcfs"
     campaign = Campaign(seed, modes, faults=4, moves=25, outputs=(1, 3, 12, 40), **options)
     campaign.run(80, rate=400)
     kinds: Counter[str] = Counter()

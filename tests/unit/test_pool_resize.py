@@ -295,7 +295,7 @@ def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(9, 120)], ids=["one group", "windows"])
 def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: SimWindow) -> None:
-    sim = ResizedSim(make_options(), window=window)
+    sim = ResizedSim(make_options(schedule_policy="fcfs"), window=window)
     sim.submit("first", range(100, 220), max_new_tokens=1)
     sim.run_until_idle()
     sim.submit("end", range(80), max_new_tokens=36)
