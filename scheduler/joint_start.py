@@ -21,7 +21,8 @@ from collections.abc import Iterable
 
 from .estimates.cost_model import CostModel
 from .estimates.step_shape import StepShape
-from .req import Req, ReqState, Route
+from .policies.by_remaining import left_of
+from .req import Req, Route
 from .step_budget import StepBudget, StepRoom
 
 MOST_SECONDS, MOST_TIMES = 4.0, 16.0
@@ -55,7 +56,7 @@ class JointStart:
         for req in prompts:
             if not _will_decode(req):
                 return False
-            left = _left(req)
+            left = left_of(req)
             total += left
             if total <= room.tokens:
                 ready.append(req)
@@ -83,11 +84,6 @@ class JointStart:
 
     def _step_ms(self, decodes: StepShape, tokens: int) -> float:
         return self._model.estimate(decodes.with_piece(0, tokens)) + self._model.overhead_ms
-
-
-def _left(req: Req) -> int:
-    """Prompt tokens that are not computed yet, as far as is known."""
-    return req.remaining if req.state is ReqState.PREFILLING else req.uncached or req.known_len
 
 
 def _will_decode(req: Req) -> bool:
