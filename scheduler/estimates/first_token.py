@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..kv_memory import KVMemory
 from ..planner import StepPlanner
+from ..policies.by_remaining import left_of
 from ..req import Req, ReqState
 from ..step_budget import LEAST_PIECE, PATIENCE
 from ..step_builder import InFlightStep
@@ -73,8 +74,7 @@ class FirstTokenForecast:
         longest = 0.0
         for req in itertools.chain(begun, waiting):
             if not req.output_len:
-                left = req.to_compute if req.state is ReqState.PREFILLING else req.uncached or req.known_len
-                longest = max(longest, (now - req.times.arrival) * 1000 + self.compute_ms(req, left))
+                longest = max(longest, (now - req.times.arrival) * 1000 + self.compute_ms(req, left_of(req)))
         return longest
 
     def uncached(self, req: Req) -> int:
