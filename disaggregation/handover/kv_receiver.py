@@ -459,7 +459,7 @@ class KVReceivers:
             self._drained(receiver)
 
     def counts(self) -> DirectionCounts:
-        """Of hand-overs from others."""
+        """Return how many incoming hand-overs are open, done and failed, and the bytes they received."""
         return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received, recomputed=self.recomputed)
 
     def warning(self, now: float) -> str | None:

@@ -461,7 +461,7 @@ class KVSenders:
             self._scheduler.start_over(sender.req)
 
     def counts(self) -> DirectionCounts:
-        """Of hand-overs to others."""
+        """Return how many outgoing hand-overs are open, done and failed, and the bytes they sent."""
         return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_sent, self.push_seconds)
 
     def info(self, now: float) -> list[dict[str, Any]]:
@@ -542,5 +542,5 @@ class KVSenders:
 
 
 def _told(counts: list[int]) -> str:
-    """For people: of each group of pages."""
+    """Format the page counts of all groups for a log line or an error message."""
     return " and ".join(map(str, counts))
