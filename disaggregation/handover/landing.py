@@ -177,7 +177,7 @@ def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline
 
 
 def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
-    """For a client, what did not come within the time that there was."""
+    """Return the error message for a client whose hand-over timed out: which step, and after how long."""
     where = receiver.req.msg.bootstrap
     if receiver.state is ReceiverState.LINKING:
         name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
