@@ -15,6 +15,8 @@ from ..model_files.text.text_tokenizer import TextTokenizer
 
 # Hardly any text has so many characters in each of its tokens.
 PROBE_CHARACTERS_PER_TOKEN = 16
+PIECE_CHARACTERS = 1 << 16
+"""Characters that are encoded at a time while the tokens of a long text are counted."""
 TOO_LONG = "context_length_exceeded"
 THE_LIMIT = "this model's maximum context length is"
 """OpenAI's words: clients that know no code, litellm and what stands on it, look for them."""
@@ -30,11 +32,46 @@ class PromptEncoder:
         self._max_text_bytes = limits.context_length * tokenizer.max_token_bytes
 
     def encode(
-        self, texts: Sequence[str] | None, chat: Conversation | None, add_special_tokens: bool | None
+        self,
+        texts: Sequence[str] | None,
+        chat: Conversation | None,
+        add_special_tokens: bool | None,
+        max_tokens: int,
     ) -> list[list[int]]:
-        """The ids of each text, or of the conversation."""
-        checked = [self.chat_text(chat)] if chat is not None else [self.checked("text", text) for text in texts or ()]
-        return self.encode_batch(checked, chat is None if add_special_tokens is None else add_special_tokens)
+        """Return the ids of each text, or of the conversation: ``max_tokens`` of them in all, or ``PromptError``."""
+        field = "text" if chat is None else "messages"
+        checked = [self.chat_text(chat)] if chat is not None else [self.checked(field, text) for text in texts or ()]
+        if add_special_tokens is None:
+            add_special_tokens = chat is None
+        too_many = PromptError(field, f"{field} has more than {max_tokens} tokens in all; ask in parts")
+        encoded: list[list[int]] = []
+        left = max_tokens
+        for text in checked:
+            if self._is_hopeless(text, left):
+                raise too_many
+            [token_ids] = self.encode_batch([text], add_special_tokens)
+            left -= len(token_ids)
+            if left < 0:
+                raise too_many
+            encoded.append(token_ids)
+        return encoded
+
+    def _is_hopeless(self, text: str, most: int) -> bool:
+        """Whether a long text has far more than ``most`` tokens, found without encoding all of it.
+
+        Where it is cut, a word may encode otherwise than in the whole text, hence the factor of two.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            return False
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            [token_ids] = self._tokenizer.encode_batch(
+                [text[start : start + PIECE_CHARACTERS]], add_special_tokens=False
+            )
+            tokens += len(token_ids)
+            if tokens > 2 * most:
+                return True
+        return False
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """The ids of texts that have been checked."""

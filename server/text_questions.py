@@ -8,15 +8,25 @@ from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
 from .prompt_encoder import PromptEncoder
 
+MAX_TOKENS = 1 << 16
+"""Maximum number of tokens in one answer, or the model's context length where that is more and no strings are wanted.
+"""
+
 
 class _TokenTexts(dict[int, str]):
-    """What each token reads, decoded when it is first asked for: a long text has few different tokens."""
+    """What each token reads, found when it is first asked for: a long text has few different tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
+        table = tokenizer.byte_table
+        self._pieces = table.pieces if table is not None else []
 
     def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if token_id < len(self._pieces):
+            text = self._pieces[token_id].decode(errors="replace")
+        else:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        self[token_id] = text
         return text
 
 
@@ -38,8 +48,9 @@ class TextQuestions:
         return self._encode(question)
 
     def _encode(self, question: EncodeReq) -> Encoded:
+        most = MAX_TOKENS if question.pieces else max(MAX_TOKENS, self._limits.context_length)
         try:
-            token_ids = self._encoder.encode(question.texts, question.chat, question.add_special_tokens)
+            token_ids = self._encoder.encode(question.texts, question.chat, question.add_special_tokens, most)
         except PromptError as e:
             return Encoded(question.id, error=str(e), field=e.field)
         pieces = None

@@ -18,7 +18,6 @@ from collections import deque
 from ..messages.channel import Receiver, UndeclaredMessage
 from ..messages.requests import AbortReq, Conversation, TokenizeReq
 from ..messages.routes import ToTokenizer
-from ..messages.text import DecodeReq, EncodeReq
 
 logger = logging.getLogger(__name__)
 TURN_MESSAGES = 256
@@ -38,12 +37,7 @@ def work_of(message: ToTokenizer) -> int:
         if message.text is not None:
             return len(message.text)
         return len(message.input_ids or ()) + _work_of_chat(message.chat)
-    if isinstance(message, EncodeReq):
-        work = sum(map(len, message.texts or ())) + _work_of_chat(message.chat)
-        return 2 * work if message.pieces else work
-    if isinstance(message, DecodeReq):
-        return sum(map(len, message.token_ids))
-    return 0
+    return 0  # questions about text have a thread of their own
 
 
 def _work_of_chat(chat: Conversation | None) -> int:

@@ -2,8 +2,8 @@
 
 A ``TokenizeReq`` becomes a ``GenerateReq`` (or a ``ForkedReq``, if several answers are wanted) for the scheduler, or a
 ``ReqError`` for each of its answers, which goes straight back to HTTP.
-Questions about text are answered here. Everything else (aborts, questions) is passed to the scheduler unchanged and in
-its place, so that an abort never overtakes the request that it ends.
+Questions about text are answered here, on a thread of their own. Everything else (aborts, questions) is passed to the
+scheduler unchanged and in its place, so that an abort never overtakes the request that it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..messages.decode import shown
 from ..messages.outputs import ReqError
 from ..messages.requests import ForkedReq, GenerateReq, TokenizeReq
 from ..messages.routes import ToTokenizer
-from ..messages.text import TextQuestion
+from ..messages.text import DecodeReq, EncodeReq, LimitsReq
 from ..messages.too_large import send_or_explain, stand_ins
 from ..model_files.errors import ModelError
 from ..model_files.model_limits import read_limits
@@ -34,6 +34,7 @@ from ..model_files.text.load import load_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.options import ServerOptions
+from .question_thread import QuestionThread
 from .request_tokenizer import RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
 
@@ -45,6 +46,7 @@ class Routed(NamedTuple):
 
     to_scheduler: list[Message]
     to_http: list[Message]
+    questions: list[EncodeReq | DecodeReq]
 
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
@@ -60,11 +62,13 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
 def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Routed:
     """Tokenize what is to be tokenized and keep the order of everything."""
     answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)]))
-    routed = Routed([], [])
+    routed = Routed([], [], [])
     for message in messages:
         if isinstance(message, TokenizeReq):
             _route_request(routed, message, next(answers))
-        elif isinstance(message, TextQuestion):
+        elif isinstance(message, EncodeReq | DecodeReq):
+            routed.questions.append(message)
+        elif isinstance(message, LimitsReq):
             routed.to_http.append(tokenizer.questions.answer(message))
         else:
             routed.to_scheduler.append(message)
@@ -105,9 +109,13 @@ def main() -> None:
         tokenizer = load_request_tokenizer(ctx.options)
     except (TextError, ModelError) as e:
         sys.exit(f"tokenizer: {e}")
+    thread = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        deliver(route(tokenizer, inbox.next_turn()), scheduler, http)
+        routed = route(tokenizer, inbox.next_turn())
+        for question in routed.questions:
+            thread.ask(question)
+        deliver(routed, scheduler, http)
 
 
 if __name__ == "__main__":

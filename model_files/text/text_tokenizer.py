@@ -11,6 +11,9 @@ from tokenizers import Tokenizer
 from .byte_table import ByteTable
 
 UNKNOWN_TOKEN_BYTES = 1024
+LONG_TEXT = 1 << 12
+"""Characters from which on a single text is encoded as a batch of one: it takes half the time, as a batch has no
+offsets."""
 
 
 class TextTokenizer(ABC):
@@ -90,7 +93,7 @@ class FastTokenizer(TextTokenizer):
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """See ``TextTokenizer``."""
-        if len(texts) == 1:  # no thread pool for the common case
+        if len(texts) == 1 and len(texts[0]) < LONG_TEXT:  # no thread pool for the common case
             return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]

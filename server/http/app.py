@@ -76,6 +76,7 @@ from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, rol
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, QueryParameter, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES
+from .question_queue import QuestionQueue
 from .served_model import ServedModel
 from .session_folder import Sessions, open_sessions
 from .session_schemas import (
@@ -160,6 +161,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         sessions=Sessions(open_sessions(options)),
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
         aside=Aside(),
+        questions=QuestionQueue(),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),

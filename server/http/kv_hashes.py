@@ -39,11 +39,13 @@ class KVHashesBody(Body):
 
 async def kv_hashes(request: Request) -> Response:
     """501 without ``--kv-debug``."""
-    engine, body = HttpState.of(request).engine, await parse_body(request, KVHashesBody)
+    state, body = HttpState.of(request), await parse_body(request, KVHashesBody)
+    engine = state.engine
     token_ids = body.input_ids
     if token_ids is None:
         text = body.text or ""
-        read = await engine.told(lambda id_: EncodeReq(id_, [text]), Encoded, SECONDS)
+        make = lambda id_: EncodeReq(id_, [text])  # noqa: E731
+        read = await state.questions.ask(request, len(text), lambda: engine.told(make, Encoded, SECONDS))
         if read.error is not None:
             raise bad_request(read.field, read.error)
         [token_ids] = read.token_ids

@@ -17,7 +17,7 @@ from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
 
 TIMEOUT_SECONDS = 30.0
-"""A long text takes the tokenizer a while, and others' texts come first."""
+"""For the tokenizer's answer, from when it is asked."""
 
 
 async def list_models(request: Request) -> Response:
@@ -49,7 +49,8 @@ async def tokenize(request: Request) -> Response:
         chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
     special, pieces = body.add_special_tokens, body.return_token_strs
     make = lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces)  # noqa: E731
-    told = await state.engine.told(make, Encoded, TIMEOUT_SECONDS)
+    work = sum(map(len, texts or ())) + sum(len(m.content) for m in (chat.messages if chat is not None else ()))
+    told = await state.questions.ask(request, work, lambda: state.engine.told(make, Encoded, TIMEOUT_SECONDS))
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
     limits = await state.engine.limits(TIMEOUT_SECONDS)
@@ -72,7 +73,8 @@ async def detokenize(request: Request) -> Response:
     batch = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if batch else [body.tokens]
     make = lambda id_: DecodeReq(id_, lists, body.skip_special_tokens)  # noqa: E731
-    told = await state.engine.told(make, Decoded, TIMEOUT_SECONDS)
+    work = sum(map(len, lists))
+    told = await state.questions.ask(request, work, lambda: state.engine.told(make, Decoded, TIMEOUT_SECONDS))
     if told.error is not None:
         raise bad_request("tokens", told.error)
     text = told.texts if batch else told.texts[0]

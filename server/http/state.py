@@ -15,6 +15,7 @@ from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
 from .field_names import FieldNames
 from .health import HealthCheck
+from .question_queue import QuestionQueue
 from .served_model import ServedModel
 from .session_folder import Sessions
 
@@ -33,6 +34,7 @@ class HttpState:
     uploads: Uploads
     aside: Aside
     sessions: Sessions
+    questions: QuestionQueue
     epoch: str
     version: str
     started: int

@@ -12,7 +12,7 @@ from .unserved import Unserved
 
 MAX_CHARACTERS = 1 << 20
 MAX_IDS = 1 << 17
-"""Of one question. The tokenizer answers it in one piece, and everybody's prompts wait meanwhile."""
+"""Of one question. The tokenizer refuses texts with too many tokens (``text_questions.py``)."""
 
 
 class TokenizeBody(Body):

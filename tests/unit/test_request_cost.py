@@ -17,6 +17,7 @@ from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, To
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
+from pdserve.model_files.text.byte_table import ByteTable
 from pdserve.runtime.web.aside import Aside
 from pdserve.server.http import engine_response, large_bodies, request_batch
 from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
@@ -258,17 +259,24 @@ def test_more_than_can_be_checked_at_once_is_a_413(path: str, body: dict[str, An
 
 class Counting(SimTokenizer):
     decoded = 0
+    has_table = True
+
+    @property
+    def byte_table(self) -> ByteTable | None:  # type: ignore[override]
+        return super().byte_table if self.has_table else None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         self.decoded += 1
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def test_each_token_is_read_once_however_often_it_is_asked_for() -> None:
+@pytest.mark.parametrize(("has_table", "decoded"), [(True, 0), (False, 3)])
+def test_each_token_is_read_once_at_most_however_often_it_is_asked_for(has_table: bool, decoded: int) -> None:
     counting = Counting()
+    counting.has_table = has_table
     questions = RequestTokenizer(counting, None, ModelLimits(CONTEXT, VOCAB)).questions
     for i in range(3):
         answer = questions.answer(EncodeReq(i, texts=["abcab" * 20, "cab"], pieces=True))
         assert isinstance(answer, Encoded)
         assert answer.pieces == [list("abcab" * 20), list("cab")]
-    assert counting.decoded == 3
+    assert counting.decoded == decoded

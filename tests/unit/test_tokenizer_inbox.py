@@ -93,21 +93,26 @@ def test_a_turn_of_short_frames_has_a_limit_of_work() -> None:
     assert [names(box.next_turn()) for _ in range(3)] == [["b0", "b1"], ["b2", "b3"], ["b4"]]
 
 
-def test_every_kind_of_prompt_and_question_counts() -> None:
+def test_every_kind_of_prompt_counts() -> None:
     many = SLICE_WORK + 1
     chat = Conversation([ChatMessage("user", "a" * (many // 2), reasoning_content="b" * (many // 2))])
     sampling = SamplingParams(seed=1)
     long = [
         TokenizeReq(rid="c", sampling=sampling, arrival=0.0, chat=chat),
         TokenizeReq(rid="i", sampling=sampling, arrival=0.0, input_ids=[1] * many),
-        EncodeReq(1, texts=["a" * many]),
-        EncodeReq(2, texts=["a" * (many // 2 + 1)], pieces=True),
-        EncodeReq(3, chat=chat),
-        DecodeReq(4, [[1] * many]),
     ]
     for message in long:
         box, _channel = inbox([message], [req("quick")])
         assert box.next_turn()[0] == req("quick")
+
+
+def test_questions_about_text_wait_for_no_turn_and_take_none() -> None:
+    questions = [EncodeReq(1, texts=["a" * (SLICE_WORK + 1)]), DecodeReq(2, [[1] * (SLICE_WORK + 1)])]
+    box, channel = inbox([long_req("a"), long_req("b")])
+    box.next_turn()
+    channel.waiting.extend([[question] for question in questions])
+    channel.waiting.append([req("quick")])
+    assert box.next_turn() == [*questions, req("quick"), long_req("b")]
 
 
 def test_what_names_an_answer_that_is_set_aside_comes_after_it() -> None:

@@ -187,7 +187,7 @@ def test_a_running_answer_keeps_no_prompt() -> None:
 def test_the_tokenizer_ends_each_answer_of_what_it_cannot_pass_on_and_passes_on_the_rest() -> None:
     scheduler, http = Limited(), Limited()
     forked = ForkedReq(generate("a", LIMIT), ["b", "c"])
-    deliver(Routed([Ping(1), forked, AbortReq("b"), generate("d", 1)], [Encoded(7, [[1] * 3000])]), scheduler, http)
+    deliver(Routed([Ping(1), forked, AbortReq("b"), generate("d", 1)], [Encoded(7, [[1] * 3000])], []), scheduler, http)
     assert scheduler.sent == [Ping(1), AbortReq("b"), generate("d", 1)]
     encoded, *errors = http.sent
     assert isinstance(encoded, Encoded)

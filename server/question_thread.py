@@ -1,0 +1,45 @@
+"""The thread that answers questions about text in the tokenizer process.
+
+A question may take a large part of a second. The tokenizer library lets other threads run meanwhile, so requests and
+health checks wait for a few milliseconds at most: until this thread has built a list of ids. How many questions wait
+here is up to the HTTP process, which sends few at a time (``http/question_queue.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from ..messages.channel import SendsMessages
+from ..messages.text import Decoded, DecodeReq, Encoded, EncodeReq
+from ..messages.too_large import send_or_explain
+from .text_questions import TextQuestions
+
+logger = logging.getLogger(__name__)
+FAILED = "the tokenizer failed on this question; the server's log says why"
+
+
+class QuestionThread:
+    """Answers questions one after the other. ``http`` is used by this thread alone, as every ZMQ socket."""
+
+    def __init__(self, questions: TextQuestions, http: SendsMessages) -> None:
+        self._questions = questions
+        self._http = http
+        self._thread = ThreadPoolExecutor(1, "text-questions")
+
+    def ask(self, question: EncodeReq | DecodeReq) -> None:
+        """Have the question answered. Does not wait."""
+        self._thread.submit(self._answer, question)
+
+    def close(self) -> None:
+        """Wait until every question is answered."""
+        self._thread.shutdown()
+
+    def _answer(self, question: EncodeReq | DecodeReq) -> None:
+        try:
+            answer = self._questions.answer(question)
+        except Exception:  # the tokenizer library raises plain ones, and no text may end the instance
+            logger.exception("a question about text failed")
+            is_encode = isinstance(question, EncodeReq)
+            answer = Encoded(question.id, error=FAILED) if is_encode else Decoded(question.id, error=FAILED)
+        send_or_explain(self._http, [answer])

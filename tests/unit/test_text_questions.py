@@ -1,0 +1,250 @@
+"""Questions about text: how much one may ask, who answers it, and that nothing else waits for the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+from support.fake_engine import FakeEngine, with_engine
+from support.machine import limit
+from support.sim_ring import SimTokenizer
+
+from pdserve.messages.base import Message
+from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
+from pdserve.model_files.model_limits import ModelLimits
+from pdserve.server.http.errors import ApiError
+from pdserve.server.http.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
+from pdserve.server.prompt_encoder import PIECE_CHARACTERS, PromptEncoder
+from pdserve.server.question_thread import FAILED, QuestionThread
+from pdserve.server.text_questions import MAX_TOKENS, TextQuestions
+
+VOCAB = 100
+LONG = SHORT + 1
+
+
+class Counting(SimTokenizer):
+    """Notes the characters of each text that it is given to encode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        self.given += map(len, texts)
+        return [[1] * len(text) for text in texts]
+
+    @property
+    def max_token_bytes(self) -> int:
+        return 1 << 20
+
+
+def answer(question: EncodeReq, context_length: int = 64) -> tuple[Encoded, list[int]]:
+    tokenizer, limits = Counting(), ModelLimits(context_length, VOCAB)
+    told = TextQuestions(PromptEncoder(tokenizer, None, limits), tokenizer, limits).answer(question)
+    assert isinstance(told, Encoded)
+    return told, tokenizer.given
+
+
+# --- how much ---
+
+
+def test_an_answer_has_a_limit_of_tokens_in_all() -> None:
+    half = "a" * (MAX_TOKENS // 2)
+    context = 4 * MAX_TOKENS
+    assert answer(EncodeReq(1, texts=[half, half]), context)[0].error is None
+    assert answer(EncodeReq(1, texts=[half, half], pieces=True), context)[0].error is None
+    told, _ = answer(EncodeReq(1, texts=[half, half, "a"], pieces=True), context)
+    assert told.error is not None
+    assert f"more than {MAX_TOKENS} tokens" in told.error
+    assert told.field == "text"
+    # A prompt as long as the model takes may be counted, without strings.
+    assert answer(EncodeReq(1, texts=[half] * 8), context)[0].error is None
+    told, given = answer(EncodeReq(1, texts=[half] * 20), context)
+    assert told.error is not None
+    assert f"more than {context} tokens" in told.error
+    assert len(given) == 9, "what follows is not encoded"
+
+
+def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
+    told, given = answer(EncodeReq(1, texts=["a" * (16 * PIECE_CHARACTERS)]), MAX_TOKENS)
+    assert told.error is not None
+    assert max(given) <= PIECE_CHARACTERS
+    assert sum(given) <= 2 * MAX_TOKENS + PIECE_CHARACTERS
+
+
+# --- who answers ---
+
+
+class Http:
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, *messages: Message) -> None:
+        self.sent += messages
+
+
+def test_asking_waits_for_no_answer() -> None:
+    let_go, by = threading.Event(), []
+
+    def slowly(question: Any) -> Any:
+        assert let_go.wait(limit(10))
+        by.append(threading.current_thread().name)
+        return Encoded(question.id, [[1]])
+
+    http = Http()
+    thread = QuestionThread(SimpleNamespace(answer=slowly), http)  # type: ignore[arg-type]
+    for i in range(3):
+        thread.ask(EncodeReq(i, texts=["a"]))
+    assert not http.sent
+    let_go.set()
+    thread.close()
+    assert http.sent == [Encoded(i, [[1]]) for i in range(3)]
+    assert len(set(by)) == 1
+    assert threading.current_thread().name not in by
+
+
+def test_a_text_that_a_tokenizer_fails_on_is_answered() -> None:
+    def fails(question: Any) -> Any:
+        raise Exception("a plain one")
+
+    http = Http()
+    thread = QuestionThread(SimpleNamespace(answer=fails), http)  # type: ignore[arg-type]
+    thread.ask(EncodeReq(1, texts=["a"]))
+    thread.ask(DecodeReq(2, [[1]]))
+    thread.close()
+    assert http.sent == [Encoded(1, error=FAILED), Decoded(2, error=FAILED)]
+
+
+# --- who waits ---
+
+
+class Client:
+    """A client whose body has been read."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, str]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+class Tokenizer:
+    """Answers when it is told to."""
+
+    def __init__(self, queue: QuestionQueue) -> None:
+        self.queue = queue
+        self.asked: list[str] = []
+        self.answers: dict[str, asyncio.Future[str]] = {}
+
+    def ask(self, name: str, work: int = LONG, client: Client | None = None) -> asyncio.Task[str]:
+        def sent() -> asyncio.Future[str]:
+            self.asked.append(name)
+            future = self.answers[name] = asyncio.get_running_loop().create_future()
+            return future
+
+        return asyncio.ensure_future(self.queue.ask(client or Client(), work, sent))  # type: ignore[arg-type]
+
+
+def with_queue(check: Callable[[Tokenizer], Any]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(limit(10)):
+            await check(Tokenizer(QuestionQueue()))
+
+    asyncio.run(run())
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_one_long_question_is_asked_at_a_time_and_short_ones_pass() -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        tasks = [tokenizer.ask("a"), tokenizer.ask("b"), tokenizer.ask("short", 1)]
+        await settle()
+        assert tokenizer.asked == ["a", "short"]
+        tokenizer.answers["short"].set_result("short")
+        tokenizer.answers["a"].set_result("a")
+        await settle()
+        assert tokenizer.asked == ["a", "short", "b"]
+        tokenizer.answers["b"].set_result("b")
+        assert await asyncio.gather(*tasks) == ["a", "b", "short"]
+        assert (tokenizer.queue.waiting, tokenizer.queue.waiting_work) == (0, 0)
+
+    with_queue(check)
+
+
+def test_a_question_whose_client_goes_is_not_asked() -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        client = Client()
+        first, gone, last = tokenizer.ask("a"), tokenizer.ask("gone", client=client), tokenizer.ask("b")
+        await settle()
+        client.gone.set()
+        with pytest.raises(ClientDisconnect):
+            await gone
+        tokenizer.answers["a"].set_result("a")
+        await settle()
+        tokenizer.answers["b"].set_result("b")
+        await asyncio.gather(first, last)
+        assert tokenizer.asked == ["a", "b"]
+
+    with_queue(check)
+
+
+def test_a_client_that_asks_and_goes_keeps_one_turn() -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        task = tokenizer.ask("a")
+        await settle()
+        task.cancel()
+        later = tokenizer.ask("b")
+        await settle()
+        assert tokenizer.asked == ["a"], "the tokenizer is not done yet"
+        tokenizer.answers["a"].set_result("a")
+        await settle()
+        tokenizer.answers["b"].set_result("b")
+        assert await later == "b"
+
+    with_queue(check)
+
+
+@pytest.mark.parametrize(("count", "work"), [(MAX_WAITING, LONG), (8, MAX_WAITING_WORK // 8)])
+def test_a_question_too_many_is_a_429(count: int, work: int) -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        tasks = [tokenizer.ask(str(i), work) for i in range(count + 1)]
+        await settle()
+        with pytest.raises(ApiError) as refused:
+            await tokenizer.ask("one more", work)
+        assert (refused.value.status, refused.value.code) == (429, "overloaded")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (tokenizer.queue.waiting, tokenizer.queue.waiting_work) == (0, 0)
+
+    with_queue(check)
+
+
+def test_requests_and_health_checks_do_not_wait_for_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = QuestionQueue()
+    monkeypatch.setattr("pdserve.server.http.app.QuestionQueue", lambda: queue)
+
+    async def check(engine: FakeEngine) -> None:
+        engine.mute = True
+        text = "\N{GRINNING FACE}" * (LONG // 8 + 1)
+        asking = [asyncio.ensure_future(engine.post("/tokenize", {"prompt": [text] * 8})) for _ in range(5)]
+        while queue.waiting < 4 or not engine.questions:
+            await asyncio.sleep(0)
+        engine.mute = False
+        assert (await engine.get("/health")).status_code == 200
+        assert (await engine.post("/generate", {"text": "a"})).status_code == 200
+        sent = [question for question in engine.questions if isinstance(question, EncodeReq)]
+        assert len(sent) == 1
+        engine._answer(sent[0])
+        assert {response.status_code for response in await asyncio.gather(*asking)} == {200}
+
+    with_engine(check)
