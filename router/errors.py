@@ -112,6 +112,15 @@ class InstanceCrashedError(InstanceGoneError):
     """
 
 
+class AnswerTooLongError(RouterError):
+    """A whole answer is longer than the router holds. Another instance would answer the same."""
+
+    status = 502
+    code = "answer_too_long"
+    headers = ((b"x-should-retry", b"false"),)
+    blames_nobody = True
+
+
 class QuarantinedError(RouterError):
     """Instances died again and again while they had this request: it is sent to no other one for a while."""
 

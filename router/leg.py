@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Self
 
 from ..runtime.web.client.answer import Answer
 from ..runtime.web.client.client import Body, HttpClient
-from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGone
+from ..runtime.web.client.errors import AnswerTooLong, CannotConnect, ClientError, ConnectionGone
 from ..runtime.web.client.events import EventBuffer
 from ..runtime.web.sse import EVENT_END
 from .errors import (
     SUCCESS,
+    AnswerTooLongError,
     InstanceCrashedError,
     InstanceGoneError,
     InstanceSilentError,
@@ -30,6 +31,10 @@ from .errors import (
 from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
+
+MAX_WHOLE_BYTES = 1 << 28
+"""Maximum length of an answer that does not stream: the router holds it until its end. What an instance allows one
+request (``--max-logprobs-per-request``) is about half of it."""
 
 
 def is_comment(events: bytes) -> bool:
@@ -138,13 +143,17 @@ class Leg:
         self._renewal = loop.call_later(seconds / 2, self._renew_while_alive, deadline)
 
     async def read_all(self) -> bytes:
-        """The whole answer. Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+        """The whole answer, as until its end it can be tried elsewhere.
 
-        Without a limit: its length is what the client asked for and the instance agreed to, and until its end it can
-        be tried elsewhere.
+        Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``AnswerTooLongError``.
         """
         try:
-            return await self._begun.read_all()
+            return await self._begun.read_all(MAX_WHOLE_BYTES)
+        except AnswerTooLong:
+            raise AnswerTooLongError(
+                f"the answer of {self.instance} is longer than {MAX_WHOLE_BYTES} bytes; ask for a stream, for fewer "
+                "log-probabilities, or for fewer answers at a time"
+            ) from None
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
 

@@ -36,6 +36,7 @@ from ...runtime.web.cluster_auth import ClusterClient
 from ...runtime.web.keys import ANYBODY, Caller
 from ...runtime.web.moved_answer import Ticket
 from .errors import AnswerMoved, ApiError, bad_request
+from .logprob_account import LogprobAccount
 from .moved_answers import MovedAnswers
 from .plan import PromptPlan
 from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
@@ -104,12 +105,12 @@ class EngineClient:
         self._live: dict[str, _Live | None] = {}
         self._max_request_bytes = max_request_bytes
         self._max_held_bytes = max_held_bytes
-        self._max_logprobs = max_logprobs
+        self.logprobs = LogprobAccount(max_logprobs)
         self.held_bytes = 0
         """Length of the messages of all submissions that have not ended."""
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
-        self.moved = MovedAnswers(answer_keys, cluster)
+        self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._limits: Limits | None = None
         self._ids = itertools.count(1)
@@ -176,7 +177,7 @@ class EngineClient:
             streaming=streaming,
             follows=follows and len(choices) == 1,
             nbytes=batch.nbytes,
-            max_logprobs=self._max_logprobs,
+            account=self.logprobs,
         )
         self._check_held(batch.nbytes)
         # Sent first: what can't be sent must leave no name behind.
@@ -262,7 +263,13 @@ class EngineClient:
         names = {choice.rid: [choice]}
         nbytes = len(state.token_ids)
         submission = Submission(
-            [choice], owner=caller.name, names=list(names), streaming=streaming, follows=follows, nbytes=nbytes
+            [choice],
+            owner=caller.name,
+            names=list(names),
+            streaming=streaming,
+            follows=follows,
+            nbytes=nbytes,
+            account=self.logprobs,
         )
         self._check_held(nbytes)
         self._send(ResumeReq(msgspec.structs.replace(state, running=running)))
@@ -278,6 +285,7 @@ class EngineClient:
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
         self.held_bytes -= submission.nbytes
+        self.logprobs.drop(submission)
         self._names.remove(submission.owner, submission.names)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
         for choice in submission.choices:

@@ -24,6 +24,7 @@ from ...runtime.web.cluster_auth import ClusterClient
 from ...runtime.web.moved_answer import TICKET, Ticket
 from ...runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from .errors import ApiError
+from .logprob_account import LogprobAccount
 from .plan import PromptPlan
 from .submission import Choice, Kind, Submission
 
@@ -80,7 +81,13 @@ class _Relay(NamedTuple):
 class MovedAnswers:
     """Event-loop thread only."""
 
-    def __init__(self, keys: AnswerKeys | None = None, cluster: ClusterClient | None = None) -> None:
+    def __init__(
+        self,
+        keys: AnswerKeys | None = None,
+        cluster: ClusterClient | None = None,
+        logprobs: LogprobAccount | None = None,
+    ) -> None:
+        self._logprobs = logprobs
         self._keys = keys
         """None: any key may be one of an answer that is yet to come."""
         self._parked: dict[str, _Parked] = {}
@@ -97,7 +104,7 @@ class MovedAnswers:
         """Keep an answer for who brings its key; ``give_up`` where nobody does."""
         choice = Choice(0, 0, arrived.rid, arrived.rid, arrived.arrival, kind=Kind.STREAM)
         choice.replay = arrived.output_tokens > 0
-        submission = Submission([choice], names=[], streaming=True)
+        submission = Submission([choice], names=[], streaming=True, account=self._logprobs)
 
         def late() -> None:
             if self._parked.pop(arrived.key, None) is not None:

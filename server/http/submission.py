@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ...messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
 from ...runtime.web.errors import without_frames
 from .errors import AnswerMoved, ApiError, ClientGone
+from .logprob_account import LogprobAccount
 
 
 class Kind(Enum):
@@ -159,9 +160,9 @@ class Submission:
         streaming: bool,
         follows: bool = False,
         nbytes: int = 0,
-        max_logprobs: int | None = None,
+        account: LogprobAccount | None = None,
     ) -> None:
-        self._max_logprobs = max_logprobs
+        self._account = account
         self.logprobs = 0
         """Log-probabilities of prompts, and of output that is kept, alternatives included."""
         self.nbytes = nbytes
@@ -186,6 +187,11 @@ class Submission:
         return isinstance(self._failure, ClientGone)
 
     @property
+    def is_failed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._failure is not None
+
+    @property
     def is_moved(self) -> bool:
         """Whether its client reads the rest elsewhere."""
         return isinstance(self._failure, AnswerMoved)
@@ -208,17 +214,11 @@ class Submission:
             self._wakeup.set()
 
     def _count_logprobs(self, choice: Choice, item: ReqText) -> None:
-        """Fail if a batch comes to more log-probabilities than one request may have."""
         entries = list(item.logprobs or ()) if choice.keeps_told else []
         if item.prompt is not None:
             entries += item.prompt.logprobs or ()
-        self.logprobs += sum(1 + len(entry.top) for entry in entries)
-        if self._max_logprobs is not None and self.logprobs > self._max_logprobs:
-            text = (
-                f"the answers come to more than {self._max_logprobs} log-probabilities (--max-logprobs-per-request); "
-                "send fewer prompts at a time, or ask for fewer alternatives"
-            )
-            self.fail(ApiError(413, text))
+        if self._account is not None:
+            self._account.add(self, sum(1 + len(entry.top) for entry in entries))
 
     def fail(self, failure: ApiError | ClientGone | AnswerMoved) -> None:
         """Nothing more will come. The first reason counts; a client that has gone needs no other."""

@@ -12,6 +12,7 @@ from support.jumping_loop import run_jumping
 
 from pdserve.router import leg as leg_module
 from pdserve.router.errors import (
+    AnswerTooLongError,
     InstanceAnsweredError,
     InstanceCrashedError,
     InstanceGoneError,
@@ -290,3 +291,26 @@ def test_an_event_that_never_ends_is_not_collected() -> None:
     leg = Opened(Scripted([A, *[b"x" * (32 << 20)] * 3]))
     assert leg.events == [A]
     assert isinstance(leg.error, InstanceCrashedError)
+
+
+def test_a_whole_answer_has_a_limit_and_nobody_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leg_module, "MAX_WHOLE_BYTES", 10)
+
+    async def read(pieces: list[bytes | Exception]) -> tuple[bytes, HealthState]:
+        fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [instance] = fleet.instances
+        fleet.set_state(instance, HealthState.HEALTHY, "")
+        scripted = Scripted(pieces)
+        try:
+            async with Leg(Client(scripted), fleet, instance, LegLimits(5.0, 7.0, 60.0)) as leg:
+                await leg.open("/generate", b"{}", [], streams=False)
+                return await leg.read_all(), instance.state
+        finally:
+            assert scripted.closed
+            assert instance.state is HealthState.HEALTHY
+
+    assert asyncio.run(read([b"12345", b"67890"]))[0] == b"1234567890"
+    with pytest.raises(AnswerTooLongError) as refused:
+        asyncio.run(read([b"12345", b"67890", b"1"]))
+    assert (refused.value.status, refused.value.retryable, refused.value.blames_nobody) == (502, False, True)
+    assert "longer than 10 bytes" in refused.value.message

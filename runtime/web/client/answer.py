@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 
 from .connection import Connection, Headers
-from .errors import BadAnswer, ClientError
+from .errors import AnswerTooLong, ClientError
 
 MAX_BUFFERED = 64 << 10
 """Bytes of the body that wait to be read, above which nothing more is taken from the server. One read of the socket,
@@ -97,13 +97,13 @@ class Answer:
         return data
 
     async def read_all(self, limit: int | None = None) -> bytes:
-        """The whole body. Raises as ``read``, and ``BadAnswer`` for more than ``limit`` bytes."""
+        """The whole body. Raises as ``read``, and ``AnswerTooLong`` for more than ``limit`` bytes."""
         parts, size = list[bytes](), 0
         while data := await self.read():
             parts.append(data)
             size += len(data)
             if limit is not None and size > limit:
-                raise BadAnswer(f"more than {limit} bytes")
+                raise AnswerTooLong(f"more than {limit} bytes")
         return b"".join(parts)
 
     def close(self) -> None:

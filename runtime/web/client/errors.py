@@ -22,3 +22,7 @@ class ConnectionGone(ClientError):
 
 class BadAnswer(ClientError):
     """What came is no HTTP/1 answer, or exceeds a limit. Its connection is closed."""
+
+
+class AnswerTooLong(BadAnswer):
+    """An answer that is read whole is longer than its limit."""

@@ -1,0 +1,65 @@
+"""Log-probabilities that the answers of all running requests hold, alternatives included.
+
+One takes some 250 bytes in this process until its answer is written. How many a single request may ask for has a limit
+of its own (``--max-logprobs-per-request``); here all of them together have one. More end the request that holds most
+of them, so that a few large requests do not keep out small ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .errors import ApiError
+
+MAX_HELD = 1 << 22
+"""Maximum number in all: some 1 GiB."""
+
+
+class Holder(Protocol):
+    """What answers belong to; a ``Submission`` is one."""
+
+    logprobs: int
+
+    @property
+    def is_failed(self) -> bool: ...
+    def fail(self, failure: ApiError) -> None: ...
+
+
+class LogprobAccount:
+    """Counts by holder. ``each``: maximum of one holder; None: no limit but that of all."""
+
+    def __init__(self, each: int | None = None, held: int = MAX_HELD) -> None:
+        self._each = each
+        self._most = max(held, each or 0)
+        self._holders: set[Holder] = set()
+        self.held = 0
+        """Log-probabilities of all holders that have not been dropped."""
+
+    def add(self, holder: Holder, count: int) -> None:
+        """``holder`` has ``count`` more. Ends it where it has too many, and the largest where all have too many."""
+        self._holders.add(holder)
+        holder.logprobs += count
+        self.held += count
+        if self._each is not None and holder.logprobs > self._each:
+            text = (
+                f"the answers come to more than {self._each} log-probabilities (--max-logprobs-per-request); "
+                "send fewer prompts at a time, or ask for fewer alternatives"
+            )
+            holder.fail(ApiError(413, text))
+        while self.held > self._most and self._held_by_living > self._most:
+            largest = max((h for h in self._holders if not h.is_failed), key=lambda h: h.logprobs)
+            text = (
+                f"running requests hold more than {self._most} log-probabilities, and this one the most of them; "
+                "try again later, or ask for fewer alternatives"
+            )
+            largest.fail(ApiError(429, text))
+
+    @property
+    def _held_by_living(self) -> int:
+        return sum(holder.logprobs for holder in self._holders if not holder.is_failed)
+
+    def drop(self, holder: Holder) -> None:
+        """What ``holder`` has is let go of."""
+        if holder in self._holders:
+            self._holders.discard(holder)
+            self.held -= holder.logprobs
