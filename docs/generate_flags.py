@@ -46,7 +46,7 @@ def render() -> str:
     """The page's text."""
     # Usage lines name the program as it was started, which the page must not depend on.
     text = re.sub(r"```console\n.*\n```\n+", "", app.generate_docs())
-    sections = re.split(r"^## pdserve (\w+)\n", text, flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## pdserve ([\w-]+)\n", text, flags=re.MULTILINE)[1:]
     texts = dict(zip(sections[::2], sections[1::2], strict=True))
     commands = [*FIRST, *sorted(texts.keys() - {*FIRST, *WITHOUT_FLAGS})]
     return PREAMBLE + "".join(f"\n## pdserve {command}\n\n{texts[command].strip()}\n" for command in commands)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ..runtime.cluster_secret import RouterKeys
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.errors import error_body
@@ -48,7 +49,8 @@ def make_client(options: RouterOptions) -> HttpClient:
     """The client that all requests to instances go through."""
     # An answer is passed on as it is, so it must come unpacked.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
-    cluster = ClusterClient.of(options.cluster_secret_file)
+    keys = RouterKeys.read(options.cluster_secret_file)
+    cluster = ClusterClient(keys) if keys is not None else None
     return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS, cluster)
 
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ..messages.error_codes import INSTANCE_FAILED
-from ..runtime.cluster_secret import BootstrapSignature, ClusterSecret
+from ..runtime.cluster_secret import BootstrapSignature, RouterKeys
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from ..runtime.web.moved_answer import FOLLOW, MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, read_ticket
@@ -93,8 +93,8 @@ class Dispatcher:
         # Never sooner than health checks take to find an instance dead.
         unseen = max(options.first_byte_timeout, seconds_to_notice(options))
         self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout, unseen)
-        secret = ClusterSecret.read(options.cluster_secret_file)
-        self._signature = BootstrapSignature(secret) if secret is not None else None
+        keys = RouterKeys.read(options.cluster_secret_file)
+        self._signature = BootstrapSignature(keys) if keys is not None else None
         self._quarantine = Quarantine()
         self._lingering: set[asyncio.Task[None]] = set()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ..runtime.cluster_secret import ClusterSecret, ClusterSecretError
+from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
 from ..runtime.web.keys import KeyFileError, read_keys
 from ..runtime.web.proxies import TrustedProxies
 
@@ -141,9 +141,13 @@ class RouterOptions(RoutingOptions, RouterTargets):
     max_concurrent_requests
         Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
     cluster_secret_file
-        File with the secret that instances know this router by, as theirs; needed where they are not on one host.
+        File with what instances know this router by: their secret, or better the key that `pdserve router-key` makes of
+        it, which does not make the router one of them. Needed where they are not on one host.
     drain_timeout
         Seconds that running answers have to finish after SIGTERM.
+    allow_core_dumps
+        Let the server's processes dump core, and let debuggers and profilers of its user attach. Both show keys and
+        prompts.
     metrics_without_key
         Answer /metrics and /metrics/targets without the API key; they tell how much is used, and where.
     log_level
@@ -167,6 +171,7 @@ class RouterOptions(RoutingOptions, RouterTargets):
     max_concurrent_requests: int = 8192
     cluster_secret_file: str | None = None
     drain_timeout: float = 30.0
+    allow_core_dumps: bool = False
     metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -191,7 +196,7 @@ class RouterOptions(RoutingOptions, RouterTargets):
         except ValueError as exc:
             raise RouterOptionsError(f"--trusted-proxies: {exc}") from None
         try:
-            ClusterSecret.read(self.cluster_secret_file)
+            RouterKeys.read(self.cluster_secret_file)
         except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
         self.check_routing()

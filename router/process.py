@@ -21,6 +21,7 @@ import uvicorn
 import uvloop
 
 from ..runtime.exit_codes import EXIT_USAGE
+from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
@@ -74,6 +75,7 @@ def run_router(options: RouterOptions) -> int:
 
     Returns the exit status: 0 after a signal, 1 when the port is taken or after a fault, 2 for bad options.
     """
+    harden(allow_dumps=options.allow_core_dumps)
     try:
         options.check()
     except RouterOptionsError as exc:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,8 +15,10 @@ import zmq
 
 from ..messages.channel import Sender, ipc_address
 from ..messages.control import Ready
+from .hardening import harden, prctl
 from .logs import configure_logging
 from .options import ServerOptions
+from .ranks import is_worker
 from .signals import leave_signals_to_parent
 
 PR_SET_PDEATHSIG = 1
@@ -65,9 +66,7 @@ class ChildContext:
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel for SIGKILL when the parent dies; exit at once if it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the parent process is gone")
 
@@ -78,6 +77,7 @@ def start_child(argv: list[str]) -> ChildContext:
     die_with_parent(spec.parent_pid)
     leave_signals_to_parent()
     options = spec.options
+    harden(allow_dumps=options.allow_core_dumps, shares_descriptors=is_worker(spec.name))
     process = f"{options.disaggregation_mode}:{options.port} {spec.name}"
     setproctitle.setproctitle(f"pdserve {process}")
     configure_logging(process, options.log_level, options.log_format)

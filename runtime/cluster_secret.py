@@ -3,11 +3,18 @@
 The file has one secret a line, two at most. The first is used, either is accepted: so that one can take the place of
 another without stopping anything, it is added behind the old one everywhere, then put first everywhere, and then the
 old one is taken out.
+
+Instances have the secret. A router needs a key that is derived from it and no more: with that it signs requests to
+instances and checks who answers, and can't take part as an instance (``docs/security.md``)::
+
+    secret ── HMAC "pdserve control", "pdserve proof of an instance", … ──▶ between instances
+        └──── HMAC "pdserve router" ──▶ router key ── HMAC "pdserve bootstrap fields", … ──▶ router and instance
 """
 
 from __future__ import annotations
 
 import hmac
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
@@ -21,39 +28,97 @@ MOST_SECRETS = 2
 FRESH_SECONDS = 120.0
 """How far the clocks of router and instance may be apart, the way of a request included."""
 MAX_REMEMBERED = 1 << 18
+ROUTER_KEY = b"router-key-"
+"""What the line of a router key begins with, before the key in hexadecimal digits."""
+ROUTER_KEY_LINE = re.compile(ROUTER_KEY + rb"[0-9a-f]{64}")
+INHERITED = re.compile(r"/proc/self/fd/(\d+)")
 
 
 class ClusterSecretError(ValueError):
     """A file that can't be used; the message says what to write instead."""
 
 
-class ClusterSecret:
-    """The secrets of a cluster, the one in use first. Prints as nothing that would tell them."""
+class KeyRing:
+    """Secrets that keys are derived from, the one in use first. Prints as nothing that would tell them."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         self._secrets = tuple(secrets)
 
-    @classmethod
-    def read(cls, path: str | None) -> ClusterSecret | None:
-        """From a file, None without one; raises ``ClusterSecretError``."""
-        if path is None:
-            return None
-        flag = f"--cluster-secret-file {path}"
-        try:
-            lines = [line.strip() for line in Path(path).expanduser().read_bytes().splitlines()]
-        except OSError as e:
-            raise ClusterSecretError(f"{flag}: {e.strerror}") from None
-        secrets = [line for line in lines if line and not line.startswith(b"#")]
-        if not 1 <= len(secrets) <= MOST_SECRETS:
-            raise ClusterSecretError(f"{flag} has {len(secrets)} secrets: write one a line, two while you change it")
-        if any(len(secret) < MIN_CHARS for secret in secrets):
-            advice = f"""make one with: python -c 'import secrets; print(secrets.token_urlsafe({MIN_CHARS}))'"""
-            raise ClusterSecretError(f"{flag}: a secret has at least {MIN_CHARS} characters; {advice}")
-        return cls(secrets)
-
     def keys(self, purpose: str) -> list[bytes]:
         """A key of 32 bytes for each secret. What one of them is used for tells nothing of another."""
         return [hmac.digest(secret, b"pdserve " + purpose.encode(), "sha256") for secret in self._secrets]
+
+
+class RouterKeys(KeyRing):
+    """What a router and the instances behind it share."""
+
+    @classmethod
+    def read(cls, path: str | None) -> RouterKeys | None:
+        """Read a file of router keys, or of the secrets that they are derived from; None without one.
+
+        Raises ``ClusterSecretError``.
+        """
+        if path is None:
+            return None
+        lines = _lines(path)
+        given = [line for line in lines if line.startswith(ROUTER_KEY)]
+        if not given:
+            return _secret(path, lines).for_routers()
+        if len(given) < len(lines) or not all(map(ROUTER_KEY_LINE.fullmatch, given)):
+            raise ClusterSecretError(f"--cluster-secret-file {path}: write whole lines of `pdserve router-key` alone")
+        return cls([bytes.fromhex(line.removeprefix(ROUTER_KEY).decode()) for line in given])
+
+    def text(self) -> str:
+        """The file to give a router."""
+        return "".join(f"{ROUTER_KEY.decode()}{key.hex()}\n" for key in self._secrets)
+
+
+class ClusterSecret(KeyRing):
+    """The secrets of a cluster, which its instances have."""
+
+    @classmethod
+    def read(cls, path: str | None) -> ClusterSecret | None:
+        """Read a file of secrets, None without one; raises ``ClusterSecretError``."""
+        if path is None:
+            return None
+        lines = _lines(path)
+        if any(line.startswith(ROUTER_KEY) for line in lines):
+            raise ClusterSecretError(
+                f"--cluster-secret-file {path} has a router's key, which is of no use to an instance: "
+                "give it the secret that the key was made of"
+            )
+        return _secret(path, lines)
+
+    def for_routers(self) -> RouterKeys:
+        """The part of it that a router needs."""
+        return RouterKeys(self.keys("router"))
+
+
+def inherited_descriptors(*paths: str | None) -> tuple[int, ...]:
+    """The open descriptors that ``paths`` name, which a child process must inherit to read them."""
+    return tuple(int(found[1]) for path in paths if path and (found := INHERITED.fullmatch(path)))
+
+
+def _lines(path: str) -> list[bytes]:
+    try:
+        lines = [line.strip() for line in Path(path).expanduser().read_bytes().splitlines()]
+    except OSError as e:
+        raise ClusterSecretError(f"--cluster-secret-file {path}: {e.strerror}") from None
+    lines = [line for line in lines if line and not line.startswith(b"#")]
+    if not 1 <= len(lines) <= MOST_SECRETS:
+        raise ClusterSecretError(
+            f"--cluster-secret-file {path} has {len(lines)} secrets: write one a line, two while you change it"
+        )
+    return lines
+
+
+def _secret(path: str, lines: list[bytes]) -> ClusterSecret:
+    if any(len(line) < MIN_CHARS for line in lines):
+        advice = f"""make one with: python -c 'import secrets; print(secrets.token_urlsafe({MIN_CHARS}))'"""
+        raise ClusterSecretError(
+            f"--cluster-secret-file {path}: a secret has at least {MIN_CHARS} characters; {advice}"
+        )
+    return ClusterSecret(lines)
 
 
 class OnceOnly:
@@ -81,8 +146,8 @@ class BootstrapSignature:
     Whose fields they are matters because an instance goes where they say (``docs/security.md``).
     """
 
-    def __init__(self, secret: ClusterSecret) -> None:
-        self._keys = secret.keys("bootstrap fields")
+    def __init__(self, routers: RouterKeys) -> None:
+        self._keys = routers.keys("bootstrap fields")
         self._used = OnceOnly()
 
     def sign(self, host: Any, port: Any, room: Any, now: float) -> str:

@@ -329,6 +329,9 @@ class ServerOptions:
         Seconds that running requests have to finish after SIGTERM.
     metrics_aliases
         Names that /metrics shows beside pdserve's own: those that the dashboards of vllm or sglang ask for.
+    allow_core_dumps
+        Let the server's processes dump core, and let debuggers and profilers of its user attach. Both show keys and
+        prompts.
     metrics_without_key
         Answer /metrics without the API key; it tells how much is used.
     log_level
@@ -456,6 +459,7 @@ class ServerOptions:
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0
     drain_timeout: float = 30.0
+    allow_core_dumps: bool = False
     metrics_aliases: Literal["none", "vllm", "sglang"] = "none"
     metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"

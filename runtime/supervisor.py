@@ -19,13 +19,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -37,14 +35,15 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
 from ..messages.control import Drain, Drained, Ready, StopAsked
 from ..messages.routes import ToSupervisor
 from .child import ChildSpec
-from .cluster_secret import addresses
+from .cluster_secret import addresses, inherited_descriptors
+from .hardening import harden
 from .logs import configure_logging
 from .modules import process_modules
 from .options import ServerOptions
 from .output import copy_to_stderr
 from .python import python_command
 from .ranks import is_worker
-from .run_dir import run_dir_parent
+from .run_dir import make_run_dir, remove_stale_run_dirs
 from .signals import FAILED, STOP, handle_signals
 from .web.ports import check_port_free, hold_free_port, http_url
 
@@ -65,8 +64,6 @@ PIPE_BYTES = 1 << 20
 
 LAST_WORDS_SECONDS = 1.0
 """Longest time to copy what the children wrote before they ended; a grandchild may hold the pipe open for ever."""
-
-RUN_DIR_PREFIX = "pdserve-"
 
 
 class InstanceFailed(Exception):
@@ -95,8 +92,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         remove_stale_run_dirs()
-        # mkdtemp makes the directory with mode 0700: only this user can reach the sockets in it.
-        self.run_dir = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}-", dir=run_dir_parent()))
+        self.run_dir, self._run_dir_lock = make_run_dir()
         self.children: list[Child] = []
         self._ctx: zmq.Context[Any] = zmq.Context()
         self._inbox: Receiver[Any] = Receiver(self._ctx, ipc_address(self.run_dir, "supervisor"), ToSupervisor)
@@ -129,6 +125,7 @@ class Supervisor:
             # The children are gone: nothing that is still queued has a reader.
             self._ctx.destroy(linger=0)
             shutil.rmtree(self.run_dir, ignore_errors=True)
+            os.close(self._run_dir_lock)
         # Said last, so that it is what a log's reader sees first.
         if code:
             log.error("%s", failure)
@@ -167,13 +164,21 @@ class Supervisor:
 
     def _start_each(self, output: IO[bytes]) -> None:
         for name, module in (self.modules or process_modules(self.options)).items():
-            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options, self.secret)
+            # Workers have no use for keys, and are not kept from others of this user (``hardening``).
+            options = replace(self.options, api_key=None) if is_worker(name) else self.options
+            descriptors = () if is_worker(name) else inherited_descriptors(options.cluster_secret_file)
+            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), options, self.secret)
             spec_path = self.run_dir / f"{name}.json"
             spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
             argv = python_command("-m", START, module, str(spec_path))
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment(name)
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environment(name),
+                pass_fds=descriptors,
             )
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -307,16 +312,6 @@ class Supervisor:
             self._copier.join(LAST_WORDS_SECONDS)
 
 
-def remove_stale_run_dirs() -> None:
-    """Run directories of supervisors that were killed too hard to remove their own."""
-    for path in run_dir_parent().glob(f"{RUN_DIR_PREFIX}*-*"):
-        pid = path.name.removeprefix(RUN_DIR_PREFIX).split("-")[0]
-        # Another one that starts at this moment may have removed it.
-        with suppress(FileNotFoundError):
-            if pid.isdecimal() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def describe_exit(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
@@ -349,6 +344,7 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
 
 def run_server(options: ServerOptions) -> int:
     """``pdserve server``: run one instance until it is told to stop; returns the exit code."""
+    harden(allow_dumps=options.allow_core_dumps)
     held: list[socket.socket] = []
     failure = ""
     try:

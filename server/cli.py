@@ -1,4 +1,5 @@
-"""The command line: ``pdserve server | router | up | chat | check | calibrate | bench | completion | version``.
+"""The command line: ``pdserve server | router | up | chat | check | calibrate | bench | router-key |
+completion | version``.
 
 What a command runs is imported inside it: ``pdserve router`` never loads what only a server needs.
 """
@@ -23,6 +24,7 @@ from ..benchmark.schedule.options import ScheduleBenchOptions
 from ..benchmark.transfer.options import TransferBenchOptions
 from ..model_runner.double_sparsity.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
+from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
 from ..runtime.config_file import apply_config
 from ..runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from ..runtime.option_checks import OptionError, check_options
@@ -208,6 +210,24 @@ def bench_cache(
     from ..benchmark.cache.run import run_cache_bench
 
     return run_cache_bench(options)
+
+
+@app.command
+def router_key(*, cluster_secret_file: Path) -> int:
+    """Print the key of a cluster's routers, made of the cluster's secret. A router with it can't act as an instance.
+
+    Parameters
+    ----------
+    cluster_secret_file
+        File with the secret, as instances have it. The output is the file for a router's --cluster-secret-file.
+    """
+    try:
+        keys = RouterKeys.read(str(cluster_secret_file))
+    except ClusterSecretError as e:
+        return _refuse("router-key", e)
+    assert keys is not None
+    print(keys.text(), end="")
+    return 0
 
 
 @app.command

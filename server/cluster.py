@@ -25,8 +25,9 @@ from types import FrameType
 import httpx
 import setproctitle
 
-from ..runtime.cluster_secret import MIN_CHARS
+from ..runtime.cluster_secret import MIN_CHARS, ClusterSecretError, RouterKeys
 from ..runtime.exit_codes import EXIT_USAGE
+from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.signals import STOP, handle_signals
@@ -216,19 +217,24 @@ def ordinal(number: int) -> str:
 
 def run_cluster(options: ClusterOptions) -> int:
     """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
+    harden(allow_dumps=options.allow_core_dumps)
     setproctitle.setproctitle(f"pdserve up:{options.port}")
     configure_logging("up", options.log_level, options.log_format, never_blocks=True)
     with contextlib.ExitStack() as stack:
         try:
             options.check()
             if options.cluster_secret_file is None:
-                options = replace(options, cluster_secret_file=stack.enter_context(secret_file()))
-            plan = plan_cluster(options, read_machine())
+                secret = stack.enter_context(private_file("cluster-secret", secrets.token_urlsafe(MIN_CHARS)))
+                options = replace(options, cluster_secret_file=secret)
+            router_keys = RouterKeys.read(options.cluster_secret_file)
+            assert router_keys is not None
+            router_key_file = stack.enter_context(private_file("router-key", router_keys.text()))
+            plan = plan_cluster(options, read_machine(), router_key_file)
             logger.info("cores: %s", plan.cores)
             if options.port:
                 check_address(options.host, options.port, "--port")
             cluster = Cluster(options, plan)
-        except ClusterOptionsError as exc:
+        except (ClusterOptionsError, ClusterSecretError) as exc:
             print(f"pdserve up: {exc}", file=sys.stderr)
             return EXIT_USAGE
         except (InstanceFailed, OSError) as exc:
@@ -238,12 +244,12 @@ def run_cluster(options: ClusterOptions) -> int:
 
 
 @contextlib.contextmanager
-def secret_file() -> Iterator[str]:
-    """A file with a new cluster secret, that only this user can read, as long as this process lives.
+def private_file(name: str, text: str) -> Iterator[str]:
+    """The path of a new file without a name, for this process and those that inherit its descriptor.
 
     Not in a folder for temporary files, which others tidy up while the cluster runs.
     """
-    with open(os.memfd_create("cluster-secret"), "wb") as file:
-        file.write(secrets.token_urlsafe(MIN_CHARS).encode())
+    with open(os.memfd_create(name), "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield f"/proc/self/fd/{file.fileno()}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ..router.options import RouterOptions, RouterTargets
+from ..runtime.cluster_secret import inherited_descriptors
 from ..runtime.cpu_list import format_cores, parse_cpus
 from ..runtime.machine.choose_cores import compute_cores, quota_note
 from ..runtime.machine.topology import Machine
 from ..runtime.options import DisaggregationMode, ServerOptions
-from ..runtime.web.ports import LOOPBACK, free_ports
+from ..runtime.web.ports import LOOPBACK, free_ports, http_url
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .core_split import split_evenly, split_nodes
 
@@ -27,12 +28,14 @@ class ProcessPlan:
     """One process of a cluster. ``argv``: the words after the Python interpreter.
 
     ``command``: the words of ``pdserve``'s command line, which the process reads from its standard input.
+    ``descriptors``: of this process, that it inherits.
     """
 
     name: str
     argv: tuple[str, ...]
     url: str
     command: tuple[str, ...] = ()
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,11 @@ class CoreShare(NamedTuple):
         return f"{self.cpus or 'any'}{threads}"
 
 
-def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
-    """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``."""
+def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str | None = None) -> ClusterPlan:
+    """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``.
+
+    ``router_key_file``: what the router is given instead of the cluster's secret.
+    """
     counts: dict[DisaggregationMode, int] = {
         "prefill": options.prefill,
         "decode": options.decode,
@@ -92,26 +98,25 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{LOOPBACK}:{port}"
-        instances.append(tethered(name, url, "server", instance_flags(instance)))
+        instances.append(tethered(name, url, "server", instance_flags(instance), options.cluster_secret_file))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
     cores = "; ".join(f"{plan.name} {share}" for plan, share in zip(instances, shares, strict=True))
-    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]), f"{cores}: {why}")
+    router_options = replace(options, port=options.port or ports[-1], cluster_secret_file=router_key_file)
+    return ClusterPlan(tuple(instances), plan_router(router_options, targets), f"{cores}: {why}")
 
 
-def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]], free_port: int) -> ProcessPlan:
-    """The router in front of ``targets``; it takes ``free_port`` when the options don't name one."""
-    port = options.port or free_port
-    router = options.router_options(
-        prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"], port=port
-    )
+def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]]) -> ProcessPlan:
+    """The router in front of ``targets``."""
+    router = options.router_options(prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"])
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return tethered("router", url, "router", router_flags(router))
+    url = http_url(host, router.port)
+    return tethered("router", url, "router", router_flags(router), router.cluster_secret_file)
 
 
-def tethered(name: str, url: str, command: str, flags: list[str]) -> ProcessPlan:
+def tethered(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
     """A process that runs ``pdserve COMMAND`` and dies with this one."""
-    return ProcessPlan(name, ("-m", "pdserve.server.tethered", str(os.getpid())), url, (command, *flags))
+    argv = ("-m", "pdserve.server.tethered", str(os.getpid()))
+    return ProcessPlan(name, argv, url, (command, *flags), inherited_descriptors(secret_file))
 
 
 def instance_flags(options: ServerOptions) -> list[str]:

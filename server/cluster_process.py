@@ -85,7 +85,12 @@ class ClusterProcess:
     def _spawn(self, argv: list[str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         # A process group of its own: Ctrl-C in the terminal reaches only this process, which then ends all in order.
         process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            pass_fds=self.plan.descriptors,
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be dead already, which its pidfd says

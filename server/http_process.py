@@ -21,6 +21,7 @@ from ..messages.routes import ToHttp
 from ..model_files.errors import ModelError
 from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
+from ..runtime.cluster_secret import ClusterSecret
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
 from ..runtime.signals import FAILED, STOP
@@ -45,13 +46,14 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
     options = ctx.options
+    secret = ClusterSecret.read(options.cluster_secret_file)
     engine = EngineClient(
         sender,
         supervisor,
         options.disaggregation_mode,
         cache_by_key=caches_by_key(options),
         answer_keys=AnswerKeys(ctx.secret),
-        cluster=ClusterClient.of(options.cluster_secret_file),
+        cluster=ClusterClient(secret) if secret is not None else None,
         max_logprobs=options.max_logprobs_per_request,
         max_requests=options.max_queued_requests + options.max_running_requests,
     )

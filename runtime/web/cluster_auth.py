@@ -13,7 +13,8 @@ epoch, within two minutes. No key of the API is sent with it.
 
 A stranger could pass a challenge on to another instance, and its proof back. So an instance that listens on a loopback
 address says at which ``PORT`` (0 elsewhere, where ports may be mapped), and who asks takes an epoch from one address
-alone. Nothing is kept secret: against those who read or change the network's traffic, instances need ``https://``.
+alone. Routers have keys of their own, with which they can't stand in for an instance that another reads from. Nothing
+is kept secret: against those who read or change the network's traffic, instances need ``https://``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ..cluster_secret import FRESH_SECONDS, ClusterSecret, OnceOnly
+from ..cluster_secret import FRESH_SECONDS, ClusterSecret, KeyRing, OnceOnly
 from .keys import KEY_NAME_HEADER
 from .ports import is_loopback
 
@@ -34,7 +35,7 @@ PROOF_HEADER = b"x-pdserve-proof"
 SIGNATURE_HEADER = b"x-pdserve-signature"
 PROOF_PATH = "/livez"
 CHALLENGE_CHARS = 32
-MAX_PROOF_BYTES = 256
+MAX_PROOF_BYTES = 512
 MAX_PLACES = 4096
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -48,19 +49,13 @@ class Signed(NamedTuple):
 
 
 class ClusterClient:
-    """The side that connects and asks."""
+    """The side that connects and asks: a router with its keys, or an instance with the secret."""
 
-    def __init__(self, secret: ClusterSecret) -> None:
-        self._proof_keys = secret.keys("proof of an instance")
-        self._key = secret.keys("requests to an instance")[0]
+    def __init__(self, ring: KeyRing) -> None:
+        self._proof_keys = ring.keys("proof of an instance")
+        self._key = ring.keys("requests to an instance")[0]
         self._places: dict[bytes, str] = {}
         """Where each epoch was found first."""
-
-    @classmethod
-    def of(cls, secret_file: str | None) -> ClusterClient | None:
-        """By the secret in a file, None without one; raises ``ClusterSecretError``."""
-        secret = ClusterSecret.read(secret_file)
-        return cls(secret) if secret is not None else None
 
     @staticmethod
     def challenge() -> bytes:
@@ -104,8 +99,9 @@ class ClusterServer:
 
     def __init__(self, secret: ClusterSecret, epoch: str, host: str, port: int) -> None:
         self._port = b"%d" % (port if is_loopback(host) else 0)
-        self._proof_keys = secret.keys("proof of an instance")
-        self._keys = secret.keys("requests to an instance")
+        rings = (secret.for_routers(), secret)
+        self._proof_keys = [key for ring in rings for key in ring.keys("proof of an instance")]
+        self._keys = [key for ring in rings for key in ring.keys("requests to an instance")]
         self._epoch = epoch.encode()
         self._used = OnceOnly()
 
@@ -121,7 +117,7 @@ class ClusterServer:
         """Whose request it is, or why its ``signature`` is no good. A second time it never is."""
         signed, _, given = signature.rpartition(b".")
         fields, caller = signed.split(b"."), _caller(headers)
-        macs = [_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys]
+        macs = (_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys)
         if not any(hmac.compare_digest(given, mac) for mac in macs) or len(fields) != 3:
             return "the request's signature is not that of a router with this cluster's secret, for this instance"
         age = now - float(fields[0])

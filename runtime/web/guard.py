@@ -51,10 +51,10 @@ def guard(
     ``on_end`` is told of each request, and how many seconds it took. ``epoch``: of an instance. Raises
     ``KeyFileError``, ``ClusterSecretError``, and ``ValueError`` for an address that is none.
     """
-    secret, is_router = ClusterSecret.read(options.cluster_secret_file), server is Server.ROUTER
-    cluster = None
-    if secret is not None and not is_router:
-        cluster = ClusterServer(secret, epoch, options.host, options.port)
+    is_router, secret = server is Server.ROUTER, None
+    if not is_router:
+        secret = ClusterSecret.read(options.cluster_secret_file)
+    cluster = ClusterServer(secret, epoch, options.host, options.port) if secret is not None else None
     keys, table = read_keys(options), PathTable.of(server)
     limited = RequestLimit(app, table, options.max_concurrent_requests)
     checked = ApiKeyAuth(
@@ -63,7 +63,7 @@ def guard(
         table,
         metrics_are_open=options.metrics_without_key,
         is_router=is_router,
-        signs=is_router and secret is not None,
+        signs=is_router and options.cluster_secret_file is not None,
         cluster=cluster,
     )
     return VisitLog(

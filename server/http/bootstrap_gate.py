@@ -31,7 +31,7 @@ class BootstrapGate:
 
     def __init__(self, options: ServerOptions) -> None:
         secret = ClusterSecret.read(options.cluster_secret_file)
-        self._signature = BootstrapSignature(secret) if secret is not None else None
+        self._signature = BootstrapSignature(secret.for_routers()) if secret is not None else None
         self._follows_all = options.insecure_cluster and secret is None
         self._allowed = addresses("--allow-bootstrap", options.allow_bootstrap)
         self._targets = self._allowed | addresses("--drain-to", options.drain_to)

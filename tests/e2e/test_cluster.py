@@ -12,7 +12,7 @@ from support.processes import ONE_THREAD, Launched, free_ports, launched, pd_pai
 from support.scrape import Page
 from support.web_server import WebServer
 
-from pdserve.runtime.cluster_secret import BootstrapSignature, ClusterSecret
+from pdserve.runtime.cluster_secret import BootstrapSignature, RouterKeys
 
 PROMPT = [50, 900, 77, 4000, *range(100, 160)]
 SAMPLING = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -85,7 +85,7 @@ def test_a_client_may_not_send_a_decode_anywhere(pair):
 
 
 def test_what_a_router_signed_is_followed_once(pair, secrets, expected):
-    signature = BootstrapSignature(ClusterSecret.read(str(secrets / "ours")))
+    signature = BootstrapSignature(RouterKeys.read(str(secrets / "ours")))
     fields = named(4711, pair.prefill.info()["disaggregation"]["bootstrap_port"])
     signed = signature.sign(*fields.values(), time.time())
     answers = legs(pair.prefill, pair.decode, **fields, bootstrap_signature=signed)
@@ -98,7 +98,7 @@ def test_what_a_router_signed_is_followed_once(pair, secrets, expected):
 
 def test_open_handovers_are_shown_until_they_end(pair, secrets):
     """One leg alone waits for the other."""
-    signature = BootstrapSignature(ClusterSecret.read(str(secrets / "ours")))
+    signature = BootstrapSignature(RouterKeys.read(str(secrets / "ours")))
     fields = named(99, pair.prefill.info()["disaggregation"]["bootstrap_port"])
     signed = signature.sign(*fields.values(), time.time())
 
@@ -123,7 +123,7 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, t
     with launched(tmp_path, "other", "server", *args) as other:
         other.wait_healthy()
         port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
-        signature = BootstrapSignature(ClusterSecret.read(str(tmp_path / "other")))
+        signature = BootstrapSignature(RouterKeys.read(str(tmp_path / "other")))
         fields = named(5, port)
         answer = asked(other, **fields, bootstrap_signature=signature.sign(*fields.values(), time.time()))
         assert answer.status_code == 503

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
-from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret
+from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret, RouterKeys
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.errors import CannotConnect
@@ -39,6 +39,10 @@ def client(*secrets: bytes) -> ClusterClient:
     return ClusterClient(ClusterSecret(secrets or (OURS,)))
 
 
+def router(*secrets: bytes) -> ClusterClient:
+    return ClusterClient(ClusterSecret(secrets or (OURS,)).for_routers())
+
+
 def server(*secrets: bytes, epoch: str = EPOCH) -> ClusterServer:
     return ClusterServer(ClusterSecret(secrets or (OURS,)), epoch, "0.0.0.0", 30000)
 
@@ -48,7 +52,9 @@ def test_an_instance_proves_who_it_is() -> None:
     assert challenge != ClusterClient.challenge()
     proof = server().proof([(CHALLENGE_HEADER, challenge)])
     assert client().proven(challenge, proof, URL) == EPOCH.encode()
+    assert router().proven(challenge, proof, URL) == EPOCH.encode()
     assert client(THEIRS).proven(challenge, proof, URL) is None
+    assert router(THEIRS).proven(challenge, proof, URL) is None
     assert client().proven(ClusterClient.challenge(), proof, URL) is None
     assert client().proven(challenge, None, URL) is None
     assert proof is not None
@@ -303,3 +309,23 @@ def test_a_relayed_proof_is_of_the_challenge_it_was_given_for() -> None:
             await http.fetch("GET", url, "/health")
 
     against(lambda _: ok(b"x-pdserve-proof: " + (old or b"")), run)
+
+
+def test_a_routers_key_signs_for_instances_and_stands_in_for_none() -> None:
+    header, signature = router().sign(EPOCH.encode(), "GET", "/x", (), (), NOW)
+    assert header == SIGNATURE_HEADER
+    assert not isinstance(server().check(signature, "GET", b"/x", (), NOW), str)
+    _, foreign = router(THEIRS).sign(EPOCH.encode(), "GET", "/x", (), (), NOW)
+    assert isinstance(server().check(foreign, "GET", b"/x", (), NOW), str)
+
+    class Impostor(ClusterSecret):
+        """What an instance would be that has a router's key instead of the secret."""
+
+        def for_routers(self) -> RouterKeys:
+            return RouterKeys(self._secrets)
+
+    challenge = ClusterClient.challenge()
+    keys = ClusterSecret((OURS,)).for_routers()._secrets
+    proof = ClusterServer(Impostor(keys), EPOCH, "0.0.0.0", 30000).proof([(CHALLENGE_HEADER, challenge)])
+    assert router().proven(challenge, proof, URL) == EPOCH.encode()
+    assert client().proven(challenge, proof, URL) is None

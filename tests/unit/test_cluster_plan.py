@@ -131,7 +131,9 @@ def test_router_takes_each_of_its_options_from_the_cluster(item):
     flag = "--" + item.name.replace("_", "-")
     _, bound, _ = app.parse_args(["up", flag if value is True else f"{flag}={value}"])
     assert getattr(bound.arguments["options"], item.name) == value
-    assert getattr(understood(plan_cluster(bound.arguments["options"], machine(2)).router), item.name) == value
+    plan = plan_cluster(bound.arguments["options"], machine(2), "router's key")
+    taken = "router's key" if item.name == "cluster_secret_file" else value
+    assert getattr(understood(plan.router), item.name) == taken
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pdserve.runtime.cluster_secret import (
     BootstrapSignature,
     ClusterSecret,
     ClusterSecretError,
+    RouterKeys,
     addresses,
 )
 from pdserve.runtime.option_checks import OptionError, check_options
@@ -41,8 +42,27 @@ def test_a_file_has_one_secret_or_two(tmp_path):
     assert OLD not in repr(old)
 
 
+def test_a_routers_key_file_is_for_routers_alone(tmp_path):
+    both = written(tmp_path, NEW, OLD)
+    path = tmp_path / "router-key"
+    path.write_text("# of routers\n" + both.for_routers().text())
+    keys = RouterKeys.read(str(path))
+    assert keys.keys("a") == RouterKeys.read(str(tmp_path / "secret")).keys("a") == both.for_routers().keys("a")
+    assert not {*keys.keys("a")} & {*both.keys("a")}
+    assert RouterKeys.read(None) is None
+    with pytest.raises(OptionError, match="router's key"):
+        check_options(ServerOptions(cluster_secret_file=str(path)))
+    for lines in (f"router-key-{'0' * 63}", f"{both.for_routers().text().splitlines()[0]}\n{OLD}"):
+        path.write_text(lines)
+        with pytest.raises(ClusterSecretError, match="pdserve router-key"):
+            RouterKeys.read(str(path))
+    path.write_text("short")
+    with pytest.raises(ClusterSecretError, match="32 characters"):
+        RouterKeys.read(str(path))
+
+
 def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
-    router, instance = (BootstrapSignature(written(tmp_path, OLD)) for _ in range(2))
+    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers()) for _ in range(2))
     said = ("10.0.0.1", 8998, 7)
     signature = router.sign(*said, NOW)
     for other in (("10.0.0.2", 8998, 7), ("10.0.0.1", 8999, 7), ("10.0.0.1", 8998, 8), (["10.0.0.1"], 8998, 7)):
@@ -58,7 +78,7 @@ def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
 
 
 def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
-    router, instance = (BootstrapSignature(written(tmp_path, OLD)) for _ in range(2))
+    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers()) for _ in range(2))
     for i in range(10):
         assert instance.problem(router.sign("h", 1, i, NOW), "h", 1, i, NOW) is None
     assert len(instance._used) == 10
@@ -70,9 +90,11 @@ def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
 def test_a_secret_can_be_changed_while_requests_come(tmp_path):
     old, both, turned, new = (written(tmp_path, *lines) for lines in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,)))
     for i, (router, instance) in enumerate(((old, both), (both, old), (both, turned), (turned, both), (turned, new))):
-        signature = BootstrapSignature(router).sign("h", 1, i, NOW)
-        assert BootstrapSignature(instance).problem(signature, "h", 1, i, NOW) is None
-    assert BootstrapSignature(new).problem(BootstrapSignature(old).sign("h", 1, 1, NOW), "h", 1, 1, NOW)
+        signature = BootstrapSignature(router.for_routers()).sign("h", 1, i, NOW)
+        assert BootstrapSignature(instance.for_routers()).problem(signature, "h", 1, i, NOW) is None
+    assert BootstrapSignature(new.for_routers()).problem(
+        BootstrapSignature(old.for_routers()).sign("h", 1, 1, NOW), "h", 1, 1, NOW
+    )
 
 
 def fields(host, port=8998, signature=None) -> RequestFields:

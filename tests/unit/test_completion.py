@@ -18,7 +18,7 @@ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
 [[ $(complete -p pdserve) =~ -F\\ ([^ ]+) ]] && "${BASH_REMATCH[1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-COMMANDS = {"server", "router", "up", "chat", "check", "bench", "calibrate", "completion", "version"}
+COMMANDS = {"server", "router", "up", "chat", "check", "bench", "calibrate", "router-key", "completion", "version"}
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -17,6 +17,8 @@ from pdserve.disaggregation.handover.control.port import STRANGER_BYTES, Control
 from pdserve.disaggregation.handover.control.session import SEAL_BYTES, Session
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Heartbeat
+from pdserve.runtime.cluster_secret import ClusterSecret, RouterKeys
+from pdserve.server.cli import app
 
 LIMIT = limit(10.0)
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
@@ -181,3 +183,17 @@ def test_a_frame_that_is_not_sealed_is_refused(caplog):
         wait_until(lambda: not port.recv() and stranger.has_ended(), LIMIT, "it is hung up on")
         stranger.close()
     assert "another cluster secret" in caplog.text
+
+
+def test_a_routers_key_opens_no_control_connection(tmp_path, capsys):
+    (tmp_path / "secret").write_bytes(OLD)
+    assert app(["router-key", "--cluster-secret-file", str(tmp_path / "secret")], result_action="return_value") == 0
+    (tmp_path / "router-key").write_text(capsys.readouterr().out)
+    secret = ClusterSecret.read(str(tmp_path / "secret"))
+    router = RouterKeys.read(str(tmp_path / "router-key"))
+    assert router._secrets == secret.for_routers()._secrets
+    for keys in (router.keys("control"), list(router._secrets)):
+        with two(secret.keys("control"), keys) as pair:
+            assert exchange(*pair)
+    with two(secret.keys("control"), secret.keys("control")) as pair:
+        assert exchange(*pair) is None

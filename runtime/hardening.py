@@ -1,0 +1,40 @@
+"""What keeps the keys and prompts in a process's memory, and the files it writes, from other users.
+
+- ``umask 077``: files and folders that a server makes are its user's alone.
+- ``RLIMIT_CORE`` 0: the kernel writes no core dump. Children inherit both.
+- ``PR_SET_DUMPABLE`` 0: no core dump goes to a program that ``core_pattern`` names (the limit does not stop that), and
+  no other process of the same user attaches to this one or reads its memory, environment and descriptors in ``/proc``.
+  The kernel resets it when a program is executed, so each process says it for itself. Signals, pidfds, ``SCM_RIGHTS``,
+  ``SO_PEERCRED`` and a process's own ``/proc/self`` work as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+
+PR_SET_DUMPABLE = 4
+
+
+def prctl(option: int, value: int) -> None:
+    """Call ``prctl(2)``. Raises ``OSError``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def harden(*, allow_dumps: bool, shares_descriptors: bool = False) -> None:
+    """Make new files private and, unless ``allow_dumps``, keep this process's memory out of core dumps.
+
+    Called before a process reads keys or opens files. ``shares_descriptors``: the process stays open to others of its
+    user, as model workers must: ranks map each other's memory through ``/proc/PID/fd``, and transfer libraries read and
+    write it directly.
+    """
+    os.umask(0o077)
+    if allow_dumps:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not shares_descriptors:
+        prctl(PR_SET_DUMPABLE, 0)

@@ -1,0 +1,92 @@
+"""What a server's processes do first: private files, no core dumps, nobody attaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.machine import limit
+
+from pdserve.runtime import run_dir
+from pdserve.runtime.child import ChildSpec
+from pdserve.runtime.options import ServerOptions
+
+SEEN = """
+import ctypes, json, os, resource, sys
+from pathlib import Path
+print(json.dumps([
+    ctypes.CDLL(None).prctl(3, 0, 0, 0, 0),  # PR_GET_DUMPABLE
+    os.umask(0),
+    list(resource.getrlimit(resource.RLIMIT_CORE)),
+    os.path.exists("/proc/self/fd/0") and len(os.listdir("/proc/self/fd")) > 2,
+]))
+"""
+STARTS = {
+    "server": """
+import socket
+from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.supervisor import run_server
+with socket.create_server(("127.0.0.1", 0)) as taken:
+    assert run_server(ServerOptions(port=taken.getsockname()[1], allow_core_dumps={allow})) == 1
+""",
+    "router": """
+from pdserve.router.options import RouterOptions
+from pdserve.router.process import run_router
+assert run_router(RouterOptions(allow_core_dumps={allow})) == 2
+""",
+    "up": """
+from pdserve.server.cluster import run_cluster
+from pdserve.server.cluster_options import ClusterOptions
+assert run_cluster(ClusterOptions(cpus="99999", allow_core_dumps={allow})) == 2
+""",
+}
+CHILD = """
+import sys
+from pdserve.runtime.child import start_child
+start_child(sys.argv)
+"""
+PRIVATE = 0o077
+
+
+def seen(code: str, *argv: str) -> tuple[int, int, list[int], bool]:
+    """Whether a process is dumpable, its umask, its limits on core dumps, and whether it sees its own descriptors,
+    when it has run ``code``. It begins with the kernel's defaults.
+    """
+    command = ["sh", "-c", 'umask 022; ulimit -S -c "$(ulimit -H -c)"; exec "$0" "$@"', sys.executable, "-P", "-c"]
+    done = subprocess.run([*command, code + SEEN, *argv], capture_output=True, text=True, timeout=limit(60))
+    assert done.returncode == 0, done.stderr
+    dumpable, umask, core, sees_itself = json.loads(done.stdout.splitlines()[-1])
+    return dumpable, umask, core, sees_itself
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_servers_first_process_is_hardened_unless_told_otherwise(start: str) -> None:
+    assert seen(STARTS[start].format(allow=False)) == (0, PRIVATE, [0, 0], True)
+    dumpable, umask, core, _ = seen(STARTS[start].format(allow=True))
+    assert (dumpable, umask) == (1, PRIVATE)
+    assert core[0] == core[1]
+
+
+@pytest.mark.parametrize(("name", "dumpable"), [("http", 0), ("scheduler", 0), ("worker", 1), ("worker-1", 1)])
+def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Path, name: str, dumpable: int) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
+    assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, [0, 0], True)
+
+
+def test_a_run_dir_stays_as_long_as_its_supervisor_lives_wherever_that_is(tmp_path, monkeypatch) -> None:
+    """Its process may be one that ``/proc`` does not show: of another container, or hidden."""
+    monkeypatch.setattr(run_dir, "run_dir_parent", lambda: tmp_path)
+    monkeypatch.setattr(os, "getpid", lambda: 2**30)
+    path, lock = run_dir.make_run_dir()
+    assert path.stat().st_mode & 0o777 == 0o700
+    run_dir.remove_stale_run_dirs()
+    assert path.exists()
+    os.close(lock)
+    run_dir.remove_stale_run_dirs()
+    assert not path.exists()
