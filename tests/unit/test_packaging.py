@@ -48,6 +48,7 @@ FOREIGN_FLAGS |= {
     "--seeds",
 }  # of benchmarks of a module, and vLLM's
 """Flags that are not options, or not ours, and that the pages mention."""
+SECRET_FILE = r"^(--cluster-secret-file=)?(?:\S*cluster(?:-secret)?|/run/secrets/router)"
 
 
 def check_command(words: list[str]) -> None:
@@ -56,7 +57,7 @@ def check_command(words: list[str]) -> None:
         secret.write(b"s" * 40)
         secret.flush()
         # Whoever follows the page has made one.
-        _check([re.sub(r"^(--cluster-secret-file=)?\S*cluster(-secret)?$", rf"\g<1>{secret.name}", w) for w in words])
+        _check([re.sub(rf"{SECRET_FILE}$", rf"\g<1>{secret.name}", w) for w in words])
 
 
 def _check(words: list[str]) -> None:
