@@ -34,6 +34,8 @@ from .options import RouterOptions, RouterOptionsError, parse_prefill
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+FILES_EACH = 3
+"""A client's connection, and one to each instance of a pair."""
 
 
 class RouterServer(uvicorn.Server):
@@ -102,6 +104,7 @@ def run_router(options: RouterOptions) -> int:
     config = server_config(
         make_app(options, on_fault),
         options,
+        files_each=FILES_EACH,
         backlog=BACKLOG,
         timeout_graceful_shutdown=int(options.drain_timeout),
     )

@@ -13,7 +13,7 @@ under way, with a 431.
 A client that accepts nothing of its answer for ``send_seconds`` is disconnected (``SendLimit``), whatever kind of
 answer it is. Its request ends as if the client had closed the connection.
 
-At most ``MAX_WAITING`` connections of a server wait for a complete head; one more ends the one that waits longest.
+How many connections may wait for a complete head, and how much of heads they may have sent: ``connections.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from .connections import Connections, network_of
 from .errors import error_body
 from .http_versions import for_version, head_without_upgrade
 from .sending import SendLimit, limit_socket
@@ -44,18 +45,15 @@ MAX_QUEUED = 16
 """Requests that one connection may send behind the one that is being answered."""
 MAX_QUEUED_BYTES = 1 << 20
 """Of the body of a queued request, which nobody reads yet."""
-MAX_WAITING = 4096
-"""Connections without a request, and those whose request's head is not complete."""
 SEND_SECONDS = 60.0
 
 
-def limited_protocol(send_seconds: float) -> type[LimitedProtocol]:
-    """The protocol of one server, whose connections are counted together."""
-    waiting: dict[LimitedProtocol, None] = {}
+def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:
+    """The protocol of one server, whose ``connections`` are counted together."""
 
     class Protocol(LimitedProtocol):
         _send_seconds = send_seconds
-        _waiting = waiting
+        _connections = connections
 
     return Protocol
 
@@ -92,11 +90,12 @@ class Phase(Enum):
 class LimitedProtocol(HttpToolsProtocol):
     """httptools rather than h11 for its speed: these connections carry the streams.
 
-    ``_waiting``: connections of the server that wait for a complete head, the one that has waited longest first.
+    ``_connections``: those of the server. ``network``: the client's, see ``network_of``.
     """
 
     _send_seconds = SEND_SECONDS
-    _waiting: dict[LimitedProtocol, None] = {}  # noqa: RUF012  limited_protocol gives each server its own
+    _connections: Connections
+    network = ""
     _send_limit: SendLimit | None = None
     _phase = Phase.IDLE
     _limit: asyncio.TimerHandle | None = None
@@ -115,11 +114,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._send_limit = SendLimit(transport, self.loop, self._send_seconds)
         self._enter(Phase.HEAD)
         self._watch()
-        self._wait()
+        self.network = network_of(self.client[0] if self.client else "")
+        self._connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._enter(Phase.IDLE)
-        self._waiting.pop(self, None)
+        self._connections.closed(self)
         if self._send_limit is not None:
             self._send_limit.stop()
         if self._running is not None:
@@ -135,8 +135,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_sending()
-        if self._phase is Phase.IDLE and not self._answering and not self.transport.is_closing():
-            self._wait()
+        if not self._answering and not self.transport.is_closing():
+            # Also if a body goes on after its answer: a connection that needs no key may not hold a place by that.
+            self._connections.wait(self)
+            if self._phase is Phase.HEAD:
+                self._connections.hold(self, self._framing_bytes + self._head_bytes)
+
+    def end(self) -> None:
+        """Close the connection, which waits for a request."""
+        if not self.transport.is_closing():
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.IDLE:
@@ -144,6 +152,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
+        if self._phase is Phase.HEAD:
+            self._connections.hold(self, len(data))
         if self._framing_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
         self._watch()
@@ -184,7 +194,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
-        self._waiting.pop(self, None)
+        self._connections.serve(self)
         self._enter(Phase.BODY)
         if self.parser.get_method() == b"CONNECT":
             # To the parser, what follows belongs to a tunnel.
@@ -246,15 +256,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def _watch_sending(self) -> None:
         if self._send_limit is not None:
             self._send_limit.start()
-
-    def _wait(self) -> None:
-        """Wait for a request's head, and end the connection that has waited longest where too many do."""
-        self._waiting[self] = None
-        if len(self._waiting) > MAX_WAITING:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
-            if not oldest.transport.is_closing():
-                oldest.transport.close()
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from .connections import Connections
 from .limited_protocol import limited_protocol
 
 
@@ -22,11 +23,14 @@ class ConnectionOptions(Protocol):
     def keep_alive_timeout(self) -> float: ...
 
 
-def server_config(app: ASGIApp, options: ConnectionOptions, **settings: Any) -> uvicorn.Config:
-    """The settings that router and instance share, and ``settings`` of uvicorn's."""
+def server_config(app: ASGIApp, options: ConnectionOptions, *, files_each: int = 1, **settings: Any) -> uvicorn.Config:
+    """The settings that router and instance share, and ``settings`` of uvicorn's.
+
+    ``files_each``: see ``Connections``.
+    """
     return uvicorn.Config(
         app,
-        http=limited_protocol(options.send_timeout),
+        http=limited_protocol(options.send_timeout, Connections.of_process(files_each)),
         ws="none",
         log_config=None,
         access_log=False,

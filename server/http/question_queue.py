@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from ...messages.error_codes import OVERLOADED
 from .errors import ApiError
 
 A = TypeVar("A")
@@ -59,7 +58,7 @@ class QuestionQueue:
     async def _wait(self, turns: asyncio.Semaphore, request: Request, work: int) -> None:
         if self.waiting >= MAX_WAITING or self.waiting_work + work > MAX_WAITING_WORK:
             message = f"{self.waiting} questions about text wait already, which is the most; try again later"
-            raise ApiError(429, message, code=OVERLOADED)
+            raise ApiError(429, message)
         self.waiting += 1
         self.waiting_work += work
         turn, gone = asyncio.ensure_future(turns.acquire()), asyncio.ensure_future(_disconnected(request))

@@ -12,7 +12,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdserve.runtime.web import limited_protocol
-from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, SEND_SECONDS, LimitedProtocol
+from pdserve.runtime.web.connections import Connections
+from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, SEND_SECONDS
 from pdserve.runtime.web.sending import CHECKS, KERNEL_SEND_BYTES, RESET_ON_CLOSE, limit_socket
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
@@ -82,17 +83,19 @@ class Transport(asyncio.Transport):
 class Connection:
     """One connection to an app that reads its request and then answers when ``go_on`` is set."""
 
-    def __init__(self, sock: socket.socket | None = None) -> None:
+    def __init__(self, sock: socket.socket | None = None, connections: Connections | None = None) -> None:
         self.loop, self.transport = Loop(), Transport(sock)
         self.go_on = asyncio.Event()
+        self.reads = True
         config = uvicorn.Config(self._app, interface="asgi3", log_config=None)
-        self.protocol = LimitedProtocol(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
+        protocol = limited_protocol.limited_protocol(SEND_SECONDS, connections or Connections(100))
+        self.protocol = protocol(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
         self.protocol.connection_made(self.transport)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/early":
             await send({"type": "http.response.start", "status": 200, "headers": []})
-        while (await receive()).get("more_body"):
+        while self.reads and (await receive()).get("more_body"):
             pass
         await self.go_on.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -360,25 +363,82 @@ def test_the_kernel_is_told_the_same() -> None:
     with_connection(run)
 
 
-def test_connections_that_wait_for_a_head_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(first: Connection) -> None:
-        second, third = Connection(), Connection()
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def closed(*connections: Connection) -> list[str]:
+    return [connection.transport.closed for connection in connections]
+
+
+def run(check: Callable[[], Any]) -> None:
+    asyncio.run(check())
+
+
+def test_connections_that_wait_for_a_head_have_a_limit() -> None:
+    async def check() -> None:
+        counted = Connections(100, max_waiting=2)
+        first, second, third = (Connection(connections=counted) for _ in range(3))
         await second.feed(b"GET / HTT")
-        assert (first.transport.closed, second.transport.closed, third.transport.closed) == ("closed", "", "")
+        assert closed(first, second, third) == ["closed", "", ""]
         # A request in progress is not ended, nor counted.
         await second.feed(b"P/1.1\r\nhost: a\r\n\r\n")
-        fourth = Connection()
-        assert [c.transport.closed for c in (second, third, fourth)] == ["", "", ""]
+        fourth = Connection(connections=counted)
+        assert closed(second, third, fourth) == ["", "", ""]
         # Idle again after its answer, it comes last.
         second.go_on.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settle()
         assert second.transport.written.endswith(b"0\r\n\r\n")
-        assert [c.transport.closed for c in (second, third, fourth)] == ["", "closed", ""]
+        assert closed(second, third, fourth) == ["", "closed", ""]
+        for connection in (first, second, third, fourth):
+            connection.protocol.connection_lost(None)
+        assert (counted.waiting, counted.head_bytes) == (0, 0)
 
-    monkeypatch.setattr(limited_protocol, "MAX_WAITING", 2)
-    monkeypatch.setattr(LimitedProtocol, "_waiting", {})
-    with_connection(run)
+    run(check)
+
+
+def test_heads_without_an_end_have_a_limit_in_all() -> None:
+    async def check() -> None:
+        counted = Connections(100, max_head_bytes=150)
+        first, second, third = (Connection(connections=counted) for _ in range(3))
+        await first.feed(b"GET /abc", b"x" * 32)
+        await second.feed(b"GET /" + b"x" * 65)
+        assert counted.head_bytes == 110
+        # What comes at once, and whole, is not held.
+        await third.feed(HEAD + b"a: " + b"x" * 60 + b"\r\n\r\n", b"GET / HT")
+        assert (counted.head_bytes, closed(first, second, third)) == (110, ["", "", ""])
+        await first.feed(b"x" * 41)
+        assert closed(first, second, third) == ["closed", "", ""]
+        assert counted.head_bytes == 70
+        await second.feed(b" HTTP/1.1\r\n\r\n")
+        assert counted.head_bytes == 0
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("parts", "behind"),
+    [
+        ([HEAD + b"\r\nGET /abc HT"], 4),
+        ([b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"], 0),
+    ],
+    ids=["half a head behind a request", "a body that goes on after its answer"],
+)
+def test_what_goes_on_after_an_answer_waits_as_well(parts: list[bytes], behind: int) -> None:
+    async def check() -> None:
+        counted = Connections(100)
+        connection = Connection(connections=counted)
+        connection.reads = False
+        await connection.feed(*parts)
+        await settle()
+        assert counted.waiting == 0
+        connection.go_on.set()
+        await settle()
+        assert connection.transport.written.endswith(b"0\r\n\r\n")
+        assert (counted.waiting, counted.head_bytes >= behind) == (1, True)
+
+    run(check)
 
 
 def test_timers_end_with_the_connection() -> None:
