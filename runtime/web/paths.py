@@ -88,8 +88,6 @@ PATHS = (
     PathFacts("/slots/{id:path}", POST, Access.USER),
     PathFacts("/openapi.json", GET, Access.USER),
     PathFacts("/docs", GET, Access.USER, Server.INSTANCE),
-    PathFacts("/docs/oauth2-redirect", GET, Access.USER, Server.INSTANCE),
-    PathFacts("/redoc", GET, Access.USER, Server.INSTANCE),
     # Hand-overs name the requests of every key.
     PathFacts("/transfers", GET, Access.ADMIN),
     PathFacts("/flush_cache", POST, Access.ADMIN),

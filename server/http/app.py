@@ -60,6 +60,7 @@ from .answers import (
 from .bootstrap_gate import BootstrapGate
 from .chat import chat_completions
 from .completions import completions
+from .docs_page import docs_page
 from .engine_client import EngineClient
 from .errors import install_error_handlers
 from .field_names import FieldNames
@@ -147,7 +148,7 @@ QUERIES = {
 
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
-    app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False)
+    app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False, docs_url=None, redoc_url=None)
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -180,6 +181,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.add_api_route(SESSION_PATH, delete_session, methods=["DELETE"])
     # For instances: who has a ticket needs no other key.
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/docs", docs_page, methods=["GET"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
     return guard(app, options, Server.INSTANCE, counts, epoch=epoch)

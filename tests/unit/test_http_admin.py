@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
 from pdserve.server.http import health as health_module
 from pdserve.server.http.answers import KVHashesAnswer, MemoryReleased, MemoryResumed, TransfersAnswer
+from pdserve.server.http.docs_page import render
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 
@@ -245,6 +247,39 @@ def test_documentation_lists_every_field() -> None:
         assert {"text", "input_ids", "sampling_params", "bootstrap_room"} <= fields.keys()
 
     with_engine(run)
+
+
+def test_the_page_for_people_loads_nothing_and_shows_every_endpoint_and_field() -> None:
+    async def run(engine: FakeEngine) -> None:
+        answer, spec = await engine.get("/docs"), (await engine.get("/openapi.json")).json()
+        assert answer.headers["content-type"].startswith("text/html")
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'unsafe-inline';")
+        links = re.findall(r"""(?:href|src|url)[=(]["']?([^"')>]*)""", answer.text)
+        assert links
+        assert {link for link in links if not link.startswith("#")} == {"openapi.json"}
+        assert "<script" not in answer.text
+        for path in spec["paths"]:
+            assert f"<code>{path}</code></h2>" in answer.text
+        for name, schema in spec["components"]["schemas"].items():
+            assert f'<h2 id="{name}">' in answer.text
+            for field in schema.get("properties", {}):
+                assert f"<td><code>{field}</code></td>" in answer.text
+        assert {link[1:] for link in links if link.startswith("#")} <= set(re.findall(r'id="([^"]*)"', answer.text))
+        for gone in ("/redoc", "/docs/oauth2-redirect"):
+            assert (await engine.get(gone)).status_code == 404
+
+    with_engine(run)
+
+
+def test_the_page_for_people_runs_nothing_that_a_schema_says() -> None:
+    evil = "<script>alert(1)</script>"
+    field = {"type": "string", "description": evil, "default": evil, "enum": [evil]}
+    body = {"required": True, "content": {evil: {"schema": {"$ref": f"#/x/{evil}"}}}}
+    answers = {"200": {"content": {"text/plain": {"schema": {"type": evil}}}}}
+    operation = {"description": evil, "requestBody": body, "responses": answers}
+    schemas = {evil: {"description": evil, "properties": {evil: field}}}
+    page = {"info": {"title": evil, "version": evil}, "paths": {evil: {"get": operation}}}
+    assert "<script" not in render({**page, "components": {"schemas": schemas}})
 
 
 PATHS = st.sampled_from(["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache"])

@@ -1,0 +1,150 @@
+"""``GET /docs``: the OpenAPI page for people, as one HTML page without scripts.
+
+FastAPI's own pages load scripts and styles from another host, and run them with this server's origin: whoever has that
+host could use the API with the reader's access. This page loads nothing, and its policy says so to the browser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {"content-security-policy": POLICY, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem; }
+code { font: 0.9em ui-monospace, monospace; overflow-wrap: anywhere; }
+h2 { border-top: 1px solid #ccc; font-size: 1.1rem; margin: 2rem 0 0.5rem; padding-top: 1rem; }
+table { border-collapse: collapse; margin: 0.5rem 0; width: 100%; }
+td, th { border-bottom: 1px solid #ddd; padding: 0.25rem 0.75rem 0.25rem 0; text-align: left; vertical-align: top; }
+td:first-child { white-space: nowrap; width: 1%; }
+nav { column-width: 17rem; }
+nav a { display: block; }
+.method { display: inline-block; margin-right: 0.5rem; min-width: 4.5rem; font-weight: bold; }
+@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } a { color: #8bf; } }
+"""
+LIMITS = {
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "minLength": "≥ {} characters",
+    "maxLength": "≤ {} characters",
+    "minItems": "≥ {} items",
+    "maxItems": "≤ {} items",
+}
+"""What each limit of a schema reads like."""
+ALTERNATIVES = ("anyOf", "oneOf")
+Schema = Mapping[str, Any]
+
+
+async def docs_page(request: Request) -> HTMLResponse:
+    """Show every endpoint with the fields of its body and its answers."""
+    return HTMLResponse(render(request.app.openapi()), headers=HEADERS)
+
+
+def render(page: Schema) -> str:
+    """The HTML page of an OpenAPI document."""
+    title = f"{page['info']['title']} {page['info']['version']}"
+    operations = [
+        (method, path, operation) for path, methods in page["paths"].items() for method, operation in methods.items()
+    ]
+    schemas = sorted(page["components"]["schemas"].items())
+    links = "".join(f'<a href="#{_anchor(m, p)}">{_method(m)}<code>{escape(p)}</code></a>' for m, p, _ in operations)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        '<p>For programs: <a href="openapi.json">openapi.json</a>. Every answer that is no 200 is an '
+        '<a href="#ErrorAnswer">ErrorAnswer</a>.</p>'
+        f"<nav>{links}</nav>"
+        + "".join(_operation(*operation) for operation in operations)
+        + "<h1>Objects</h1>"
+        + "".join(_object(name, schema) for name, schema in schemas)
+        + "</body></html>\n"
+    )
+
+
+def _operation(method: str, path: str, operation: Schema) -> str:
+    parameters = [
+        _row(f"{told['name']} ({told['in']})", told["schema"], required=told["required"])
+        for told in operation.get("parameters", ())
+    ]
+    body = operation.get("requestBody")
+    taken = f"<p>Body: {_contents(body['content'])}{'' if body['required'] else ', or none'}</p>" if body else ""
+    answer = _contents(operation["responses"]["200"]["content"])
+    return (
+        f'<h2 id="{_anchor(method, path)}">{_method(method)}<code>{escape(path)}</code></h2>'
+        f"{_text(operation.get('description', ''))}{_table(parameters)}{taken}<p>Answer: {answer}</p>"
+    )
+
+
+def _object(name: str, schema: Schema) -> str:
+    required = schema.get("required", ())
+    rows = [_row(field, told, required=field in required) for field, told in schema.get("properties", {}).items()]
+    shown = "" if "properties" in schema else f"<p>{_type(schema)}</p>"
+    return f'<h2 id="{escape(name)}">{escape(name)}</h2>{_text(schema.get("description", ""))}{shown}{_table(rows)}'
+
+
+def _row(name: str, schema: Schema, *, required: bool) -> str:
+    told = _text(schema.get("description", ""))
+    if required:
+        told = f"required{told}"
+    elif schema.get("default") is not None:
+        told = f"default <code>{escape(orjson.dumps(schema['default']).decode())}</code>{told}"
+    return f"<tr><td><code>{escape(name)}</code></td><td>{_type(schema)}</td><td>{told}</td></tr>"
+
+
+def _table(rows: list[str]) -> str:
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _contents(content: Schema) -> str:
+    return " or ".join(f"{_type(told['schema'])} (<code>{escape(kind)}</code>)" for kind, told in content.items())
+
+
+def _type(schema: Schema) -> str:
+    """A schema in few words, with links to objects."""
+    if reference := schema.get("$ref"):
+        name = escape(reference.rsplit("/", 1)[1])
+        return f'<a href="#{name}">{name}</a>'
+    for key in ALTERNATIVES:
+        if key in schema:
+            return " or ".join(dict.fromkeys(map(_type, schema[key])))
+    if "contentSchema" in schema:
+        return f"{_type(schema['contentSchema'])} as text"
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else ()):
+        return " or ".join(f"<code>{escape(orjson.dumps(value).decode())}</code>" for value in values)
+    limits = [words.format(schema[name]) for name, words in LIMITS.items() if name in schema]
+    return _plain(schema) + (escape(f" ({', '.join(limits)})") if limits else "")
+
+
+def _plain(schema: Schema) -> str:
+    kind = escape(str(schema.get("type", "anything")))
+    if "items" in schema:
+        return f"array of [{_type(schema['items'])}]"
+    if fields := schema.get("properties"):
+        return "{ " + ", ".join(f"<code>{escape(name)}</code>: {_type(told)}" for name, told in fields.items()) + " }"
+    if isinstance(of := schema.get("additionalProperties"), Mapping):
+        return f"object of [{_type(of)}]"
+    return kind
+
+
+def _text(text: str) -> str:
+    """Prose with ``code`` marked by backquotes."""
+    marked = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text))
+    return f"<div>{marked}</div>" if text else ""
+
+
+def _method(method: str) -> str:
+    return f'<span class="method">{escape(method.upper())}</span>'
+
+
+def _anchor(method: str, path: str) -> str:
+    return escape(f"{method}-{path.strip('/')}")
