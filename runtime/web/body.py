@@ -17,11 +17,15 @@ MAX_UPLOADS = 8
 MAX_VALUES = 2**22
 """Of JSON in one body, by its commas. As many numbers take a parser 0.1 s and 64 MiB; 32 MiB can hold four times that.
 """
-MAX_CONTAINERS = 2**20
-"""Of lists and objects, by what they open with, which take a parser ten times as much."""
+MAX_CONTAINERS = 2**16
+"""Of lists and objects, which take a parser ten times as much. Prompts, messages and their parts need fewer."""
 MAX_STRINGS = 2**18
 """Of strings, by their quotes, names of fields among them. An object of a million fields takes a parser half a second.
 """
+
+
+STEP = 1 << 20
+"""Bytes that are counted in one turn of the event loop: some 2 ms."""
 
 
 class BodyTooLarge(Exception):
@@ -78,10 +82,8 @@ class Uploads:
         finally:
             self.held -= self._sizes.pop(upload, 0)
         # No parser can be interrupted: whoever streams would wait for it. Counting takes a tenth of the time, or less.
-        if len(body) > MAX_CONTAINERS:
-            containers = body.count(b"[") + body.count(b"{")
-            if containers > MAX_CONTAINERS or body.count(b",") > self._values or _has_too_many_strings(body):
-                raise TooManyValues(self._values)
+        if len(body) > MAX_CONTAINERS and await _has_too_many(body, self._values):
+            raise TooManyValues(self._values)
         return body
 
     @contextmanager
@@ -110,10 +112,36 @@ class Uploads:
             largest.reschedule(asyncio.get_running_loop().time())
 
 
-def _has_too_many_strings(body: bytes) -> bool:
-    most = 2 * MAX_STRINGS
-    # Most bodies need no look at the quotes inside of texts, which are escaped.
-    return (quotes := body.count(b'"')) > most and quotes - body.count(b'\\"') > most
+async def _has_too_many(body: bytes, values: int) -> bool:
+    commas = quotes = brackets = 0
+    for start in range(0, len(body), STEP):
+        end = start + STEP
+        commas += body.count(b",", start, end)
+        quotes += body.count(b'"', start, end) - body.count(b'\\"', start, end + 1)
+        brackets += body.count(b"[", start, end) + body.count(b"{", start, end)
+        if commas > values or quotes > 2 * MAX_STRINGS:
+            return True
+        if end < len(body):
+            await asyncio.sleep(0)
+    return brackets > MAX_CONTAINERS and await _has_too_many_containers(body)
+
+
+async def _has_too_many_containers(body: bytes) -> bool:
+    """Whether there are too many outside of strings: code has many brackets."""
+    containers = start = within = 0
+    while start < len(body):
+        end = start + STEP
+        while body[end - 1 : end] == b"\\":  # no escape is cut
+            end += 1
+        # Without escapes, every second piece between quotes is a string.
+        pieces = body[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        containers += sum(piece.count(b"[") + piece.count(b"{") for piece in pieces[within::2])
+        if containers > MAX_CONTAINERS:
+            return True
+        within ^= (len(pieces) - 1) & 1
+        start = end
+        await asyncio.sleep(0)
+    return False
 
 
 async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:

@@ -19,6 +19,7 @@ is kept secret: against those who read or change the network's traffic, instance
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,8 @@ PROOF_PATH = "/livez"
 CHALLENGE_CHARS = 32
 MAX_PROOF_BYTES = 512
 MAX_PLACES = 4096
+INLINE_BYTES = 256 << 10
+"""Maximum length of a body that is hashed on the event loop."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -46,6 +49,20 @@ class Signed(NamedTuple):
 
     caller: bytes
     digest: bytes
+
+
+async def digest_of(body: Sequence[bytes | memoryview]) -> bytes:
+    """Return the digest of a request's body. Long ones are hashed on a thread: 16 MiB take 20 ms."""
+    if sum(map(len, body)) <= INLINE_BYTES:
+        return _digest(body)
+    return await asyncio.to_thread(_digest, body)
+
+
+def _digest(body: Sequence[bytes | memoryview]) -> bytes:
+    digest = sha256()
+    for piece in body:
+        digest.update(piece)
+    return digest.hexdigest().encode()
 
 
 class ClusterClient:
@@ -82,14 +99,14 @@ class ClusterClient:
         method: str,
         target: str,
         headers: Headers,
-        body: Sequence[bytes | memoryview],
+        digest: bytes,
         now: float,
     ) -> tuple[bytes, bytes]:
-        """The header that vouches for a request to the instance ``epoch``, at Unix time ``now``."""
-        digest = sha256()
-        for piece in body:
-            digest.update(piece)
-        signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest.hexdigest().encode()))
+        """The header that vouches for a request to the instance ``epoch``, at Unix time ``now``.
+
+        ``digest``: of its body, by ``digest_of``.
+        """
+        signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest))
         mac = _mac(self._key, signed, epoch, method.encode(), target.encode(), _caller(headers))
         return SIGNATURE_HEADER, signed + b"." + mac
 

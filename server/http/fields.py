@@ -30,6 +30,10 @@ T = TypeVar("T")
 MAX_PROMPT_IDS = 2**20
 """Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
 MAX_LEVELS = 64
+MAX_FREE_VALUES = 1024
+"""Maximum number of values in an object whose fields no schema knows."""
+MAX_FREE_CHARACTERS = 1 << 16
+"""Maximum length of its names and strings together."""
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 TAG = "|"
@@ -73,21 +77,34 @@ TokenIds = Annotated[
 Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
 
 
-def check_shallow(value: Any, levels: int = MAX_LEVELS) -> Any:
-    """``value``; raises ``ValueError`` where it is nested deeper than messages between processes can be."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in inner:
-        if levels == 0:
-            raise ValueError(f"is nested more than {MAX_LEVELS} levels deep")
-        check_shallow(item, levels - 1)
-    return value
+def check_small(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a free-form object; raise ``ValueError`` if it is large, or nested deeper than messages can be."""
+    values = characters = 0
+    level: list[Any] = [value]
+    for _ in range(MAX_LEVELS + 1):
+        inner: list[Any] = []
+        for container in level:
+            values += len(container)
+            if values > MAX_FREE_VALUES:
+                raise ValueError(f"holds more than {MAX_FREE_VALUES} values")
+            if isinstance(container, dict):
+                characters += sum(map(len, container))
+                inner += container.values()
+            else:
+                inner += container
+        characters += sum(len(item) for item in inner if isinstance(item, str))
+        if characters > MAX_FREE_CHARACTERS:
+            raise ValueError(f"holds more than {MAX_FREE_CHARACTERS} characters")
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"is nested more than {MAX_LEVELS} levels deep")
 
 
 def _check_template_args(args: dict[str, Any]) -> dict[str, Any]:
     if args.get("tools"):
         raise ValueError('holds "tools", which this server does not serve; write them into the messages')
-    check_shallow(args)
-    return args
+    return check_small(args)
 
 
 TemplateArgs = Annotated[dict[str, Any], AfterValidator(_check_template_args)]

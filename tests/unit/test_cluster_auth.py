@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.errors import CannotConnect
 from pdserve.runtime.web.cluster_auth import (
     CHALLENGE_HEADER,
+    INLINE_BYTES,
     PROOF_HEADER,
     SIGNATURE_HEADER,
     ClusterClient,
     ClusterServer,
+    digest_of,
 )
 from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
 from pdserve.runtime.web.paths import PathTable, Server
@@ -41,6 +44,10 @@ def client(*secrets: bytes) -> ClusterClient:
 
 def router(*secrets: bytes) -> ClusterClient:
     return ClusterClient(ClusterSecret(secrets or (OURS,)).for_routers())
+
+
+def digest(*pieces: bytes | memoryview) -> bytes:
+    return sha256(b"".join(pieces)).hexdigest().encode()
 
 
 def server(*secrets: bytes, epoch: str = EPOCH) -> ClusterServer:
@@ -83,12 +90,14 @@ def test_a_secret_can_be_changed_while_requests_come(asks: tuple[bytes, ...], an
     router, instance = client(*asks), server(*answers)
     challenge = router.challenge()
     assert router.proven(challenge, instance.proof([(CHALLENGE_HEADER, challenge)]), URL) == b"e1"
-    _, signature = router.sign(b"e1", "GET", "/metrics", (), (), NOW)
+    _, signature = router.sign(b"e1", "GET", "/metrics", (), digest(), NOW)
     assert not isinstance(instance.check(signature, "GET", b"/metrics", (), NOW), str)
 
 
 def test_a_signature_is_of_one_request_to_one_instance_and_counts_once() -> None:
-    name, signature = client().sign(EPOCH.encode(), "POST", "/generate?a=1", ALICE, (b"ab", memoryview(b"c")), NOW)
+    name, signature = client().sign(
+        EPOCH.encode(), "POST", "/generate?a=1", ALICE, digest(b"ab", memoryview(b"c")), NOW
+    )
     assert name == SIGNATURE_HEADER
     good: dict[str, Any] = {"method": "POST", "target": b"/generate?a=1", "headers": ALICE, "now": NOW}
     for change in (
@@ -125,7 +134,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 async def ask(engine: FakeEngine, path: str, caller: bytes = b"", body: bytes = BODY, **headers: str) -> int:
     """Status of a signed request. ``headers`` come on top, or replace what was signed."""
     named = ((KEY_NAME_HEADER, caller),) if caller else ()
-    signature = client().sign(EPOCH.encode(), "POST", path, named, (body,), time.time())
+    signature = client().sign(EPOCH.encode(), "POST", path, named, digest(body), time.time())
     sent = {name.decode(): value.decode() for name, value in (*named, signature)} | headers
     async with engine.http(**sent) as http:
         return (await http.post(path, content=BODY)).status_code
@@ -312,10 +321,10 @@ def test_a_relayed_proof_is_of_the_challenge_it_was_given_for() -> None:
 
 
 def test_a_routers_key_signs_for_instances_and_stands_in_for_none() -> None:
-    header, signature = router().sign(EPOCH.encode(), "GET", "/x", (), (), NOW)
+    header, signature = router().sign(EPOCH.encode(), "GET", "/x", (), digest(), NOW)
     assert header == SIGNATURE_HEADER
     assert not isinstance(server().check(signature, "GET", b"/x", (), NOW), str)
-    _, foreign = router(THEIRS).sign(EPOCH.encode(), "GET", "/x", (), (), NOW)
+    _, foreign = router(THEIRS).sign(EPOCH.encode(), "GET", "/x", (), digest(), NOW)
     assert isinstance(server().check(foreign, "GET", b"/x", (), NOW), str)
 
     class Impostor(ClusterSecret):
@@ -329,3 +338,17 @@ def test_a_routers_key_signs_for_instances_and_stands_in_for_none() -> None:
     proof = ClusterServer(Impostor(keys), EPOCH, "0.0.0.0", 30000).proof([(CHALLENGE_HEADER, challenge)])
     assert router().proven(challenge, proof, URL) == EPOCH.encode()
     assert client().proven(challenge, proof, URL) is None
+
+
+def test_a_long_body_is_hashed_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    async def to_thread(work: Callable[..., bytes], *args: Any) -> bytes:
+        threads.append(1)
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    for body, aside in ((bytes(INLINE_BYTES), 0), (bytes(INLINE_BYTES + 1), 1)):
+        threads.clear()
+        assert asyncio.run(digest_of([body[:9], memoryview(body)[9:]])) == digest(body)
+        assert len(threads) == aside

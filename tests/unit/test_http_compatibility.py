@@ -16,6 +16,7 @@ from pdserve.messages.requests import ChatMessage, TokenizeReq
 from pdserve.model_files.sampling_defaults import SamplingDefaults
 from pdserve.server.http import models
 from pdserve.server.http.app import make_app
+from pdserve.server.http.fields import MAX_FREE_CHARACTERS, MAX_FREE_VALUES
 from pdserve.server.http.served_model import ServedModel
 
 DEEP: Any = 1
@@ -85,6 +86,8 @@ def test_what_clients_send_is_accepted(fields: dict[str, Any]) -> None:
         ({"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [1] * MAX_FREE_VALUES}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [["x" * (MAX_FREE_CHARACTERS // 2)] * 2]}}, "chat_template_kwargs"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],

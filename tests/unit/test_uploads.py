@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 from starlette.requests import Request
 
+from pdserve.runtime.web import body as body_module
 from pdserve.runtime.web.body import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
+    STEP,
     BodyTooLarge,
     TooManyValues,
     UploadDropped,
@@ -113,19 +116,22 @@ def test_a_body_over_its_own_limit_and_a_client_that_leaves_give_everything_back
     asyncio.run(run())
 
 
+def whole(body: bytes) -> bytes:
+    """``body`` as it is read, or why it is not."""
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop()
+
+    return asyncio.run(Uploads(2**30).read(Request({"type": "http", "headers": []}, receive), 2**30))
+
+
 def test_more_values_than_a_parser_should_be_given_at_once_are_refused() -> None:
-    async def read(body: bytes) -> bytes:
-        parts = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            return parts.pop()
-
-        return await Uploads(2**30).read(Request({"type": "http", "headers": []}, receive), 2**30)
-
     most = b"[" + b"1," * MAX_VALUES + b"1]"
     quoting = b'{"text":"' + b'\\"' * (4 * MAX_STRINGS) + b'"}'
-    for good in (most, quoting):
-        assert asyncio.run(read(good)) == good
+    nested = b"[" + b"{}," * (MAX_CONTAINERS - 1) + b"1]"
+    for good in (most, quoting, nested):
+        assert whole(good) == good
     for much in (
         b"[" + b"1," * MAX_VALUES + b"1,1]",
         b"[" * (MAX_CONTAINERS + 1),
@@ -133,7 +139,44 @@ def test_more_values_than_a_parser_should_be_given_at_once_are_refused() -> None
         b"{" + b'"name":1,' * MAX_STRINGS + b'"a":1}',
     ):
         with pytest.raises(TooManyValues, match="fewer prompts"):
-            asyncio.run(read(much))
+            whole(much)
+
+
+@pytest.mark.parametrize("step", [7, 8, 64])
+def test_brackets_in_texts_do_not_count(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    monkeypatch.setattr(body_module, "MAX_CONTAINERS", 9)
+    monkeypatch.setattr(body_module, "STEP", step)
+    # Texts that end in a backslash, hold quotes, or nothing but brackets.
+    texts = ["{[" * 20, '"[' * 20, "\\", "[\\", '\\"{', "\\" * 20 + "[" * 20, ""]
+    for count, good in ((5, True), (6, False)):
+        # The body itself and its list open two of them, and each object two.
+        raw = orjson.dumps({"text": texts, "rest": [{"a": ["x["]}] * ((count + 1) // 2) + [[]] * (1 - count % 2)})
+        opened = 3 + 2 * ((count + 1) // 2) + 1 - count % 2
+        assert (opened <= 9) is good
+        if good:
+            assert whole(raw) == raw
+        else:
+            with pytest.raises(TooManyValues):
+                whole(raw)
+
+
+def test_counting_leaves_turns_to_others() -> None:
+    async def run() -> None:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        raw = b'{"text":"' + b"[" * (8 * STEP) + b'"}'
+        other = asyncio.create_task(others())
+        assert not await body_module._has_too_many(raw, MAX_VALUES)
+        other.cancel()
+        assert turns >= 16
+
+    asyncio.run(run())
 
 
 def test_complete_bodies_that_wait_for_a_parser_have_a_limit() -> None:

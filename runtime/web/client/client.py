@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ..cluster_auth import CHALLENGE_HEADER, PROOF_HEADER, PROOF_PATH, ClusterClient
+from ..cluster_auth import CHALLENGE_HEADER, PROOF_HEADER, PROOF_PATH, ClusterClient, digest_of
 from .answer import Answer
 from .connection import Connection, Headers
 from .errors import CannotConnect, ClientError, ConnectionGone
@@ -52,6 +52,8 @@ class _Request(NamedTuple):
     path: str
     headers: tuple[tuple[bytes, bytes], ...]
     body: Sequence[bytes | memoryview]
+    digest: bytes = b""
+    """Of the body, for servers of a cluster."""
 
     def head(self, server: _Server, more: SentHeaders = ()) -> bytes:
         """As it is sent; raises ``ValueError`` where it can't be."""
@@ -104,7 +106,8 @@ class HttpClient:
         were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
         """
         server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
-        request, pool = _Request(method, path, tuple(headers), pieces), server.pool
+        digest = b"" if self._cluster is None else await digest_of(pieces)
+        request, pool = _Request(method, path, tuple(headers), pieces, digest), server.pool
         request.head(server)  # what can't be sent is said before anything is
         gone: ConnectionGone | None = None
         kept = pool.take_kept()
@@ -144,7 +147,7 @@ class HttpClient:
         if self._cluster is None:
             return [request.head(server), *request.body]
         signature = self._cluster.sign(
-            connection.epoch, request.method, request.path, request.headers, request.body, time.time()
+            connection.epoch, request.method, request.path, request.headers, request.digest, time.time()
         )
         return [request.head(server, (signature,)), *request.body]
 
