@@ -43,9 +43,12 @@ outgoing request: a computing claim that a peer's reservation waits for. Two rul
 After the revocation nothing but (a), (b) and (c) is between the first computing claim and its memory. So on every
 instance some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
 
-Two instances that ask each other at once both give back, and neither gains. So the patience has a part that differs by
-request, and doubles each time that the request gives memory back, which also ends the wait of one that others revoke
-again and again.
+Instances that ask each other at once would all give back, and none would gain. So a sender that is asked for a prompt
+for which it asks for memory itself refuses if its epoch is smaller than the asking instance's, as if it had begun. In a
+circle not every epoch is smaller than the next one, so one gives back. And who refuses does begin: what it has asked
+for is given back, or comes to its end, or is refused in turn by an instance with a smaller epoch, of which the same is
+true. The patience differs by request, so that few ask at once, and doubles each time that a request gives memory back,
+which ends the wait of one that others revoke again and again.
 
 A reservation of a lower rank is revoked for any claim after ``STALL_SECONDS``, since priorities would not hold
 otherwise; this can't go in circles, because the rank decides.
@@ -103,7 +106,8 @@ class Claims:
         self._memory = memory
         self._admission = admission
         self._running = running
-        self._reservations: dict[str, Reservation] = {}
+        self.reservations: dict[str, Reservation] = {}
+        """Memory of incoming requests whose KV has not landed, by request."""
         self._prefix_limits: dict[str, int] = {}
         """Of incoming claims: how many tokens may come from the prefix cache."""
         self._optional = OptionalClaims(waiting)
@@ -140,7 +144,7 @@ class Claims:
     def forget(self, rid: str) -> None:
         """The request has neither claim nor reservation any more."""
         self._waiting.remove(rid)
-        self._reservations.pop(rid, None)
+        self.reservations.pop(rid, None)
         self._prefix_limits.pop(rid, None)
         self._optional.remove(rid)
         self._yields.pop(rid, None)
@@ -185,7 +189,7 @@ class Claims:
         claim, where nobody runs: peers may wait for what it computes. ``without``: as if these were given back.
         """
         holders = dict.fromkeys(self._running.values())
-        reserved = [one.req for one in self._reservations.values() if one not in without]
+        reserved = [one.req for one in self.reservations.values() if one not in without]
         if not holders and (req.route is not Route.INCOMING or not reserved):
             return NO_RESERVE
         return Reserve(self._admission.reserve(holders | dict.fromkeys(reserved), req))
@@ -225,28 +229,32 @@ class Claims:
 
     def requested(self, req: Req, now: float) -> None:
         """Note that the sender was asked for the KV of this reservation."""
-        self._reservations[req.rid].since = now
+        self.reservations[req.rid].since = now
 
     def began(self, rid: str) -> None:
         """The sender computes, or sends: what is reserved comes free without anybody else's memory."""
-        if (reservation := self._reservations.get(rid)) is not None:
+        if (reservation := self.reservations.get(rid)) is not None:
             reservation.begun, reservation.asked_back = True, False
             self._yields.pop(rid, None)
 
     def is_asked_back(self, rid: str) -> bool:
         """Return whether a request to give this reservation back is unanswered."""
-        reservation = self._reservations.get(rid)
+        reservation = self.reservations.get(rid)
         return reservation is not None and reservation.asked_back
+
+    def asks_for(self, req: Req) -> bool:
+        """Return whether reservations have been asked back for this request, and not all have answered."""
+        return any(one.asked_back and self._yields.get(rid) is req for rid, one in self.reservations.items())
 
     def landed(self, rid: str) -> None:
         """Drop the reservation: the KV has landed, and the request runs here now."""
-        self._reservations.pop(rid, None)
+        self.reservations.pop(rid, None)
 
     def to_revoke(self, now: float) -> list[Req]:
         """Requests whose reservations are to be asked back now: see rule 2. Each reservation is asked back once."""
         stalled = [
             one
-            for one in self._reservations.values()
+            for one in self.reservations.values()
             if not (one.begun or one.asked_back) and now - one.since >= STALL_SECONDS
         ]
         if not stalled:
@@ -278,7 +286,7 @@ class Claims:
         """
         gone = [
             one
-            for one in self._reservations.values()
+            for one in self.reservations.values()
             if one.asked_back and self._yields.get(one.req.rid) is req and now - one.since < STALL_SECONDS
         ]
         victims: list[Reservation] = []
@@ -305,7 +313,7 @@ class Claims:
 
     def revoked(self, req: Req) -> None:
         """The sender has given the reservation back, and its memory is free: the claim is queued again."""
-        reservation = self._reservations.pop(req.rid)
+        reservation = self.reservations.pop(req.rid)
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req, reservation.lane)
 
@@ -315,7 +323,7 @@ class Claims:
             return False
         lane = self._waiting.lane_of(req)
         self._waiting.remove(req.rid)
-        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
+        self.reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now, lane)
         return True
 
     def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:
@@ -326,7 +334,7 @@ class Claims:
         if not self._outgoing:
             return True
         memory = self._memory
-        others = [one for one in self._reservations.values() if not one.begun and one not in without]
+        others = [one for one in self.reservations.values() if not one.begun and one not in without]
         if not others:
             return True
         held = sum(memory.pages_up(memory.hold_of(one.req).kv_len) for one in others)

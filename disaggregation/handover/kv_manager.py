@@ -94,7 +94,7 @@ class KVManager:
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
         self._choice = Choice(options.disaggregation_threshold, scheduler.estimator)
-        self.senders = KVSenders(scheduler, options.page_size, limits, self._choice)
+        self.senders = KVSenders(scheduler, epoch, options.page_size, limits, self._choice)
         self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at, self._choice)
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MovesOut(scheduler, limits, reach)

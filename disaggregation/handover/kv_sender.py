@@ -65,11 +65,13 @@ class KVSenders:
     def __init__(
         self,
         scheduler: Scheduler,
+        epoch: str,
         page_size: int,
         limits: HandoverLimits,
         choice: Choice,
     ) -> None:
         self._scheduler = scheduler
+        self._epoch = epoch
         self._choice = choice
         self._page_size = page_size
         self._limits = limits
@@ -212,7 +214,11 @@ class KVSenders:
         self._try_start(sender, now)
 
     def on_withdraw(self, peer: Peer, msg: Withdraw, now: float) -> None:
-        """A decode needs the memory that it has offered, unless its prompt is begun."""
+        """A decode needs the memory that it has offered, unless its prompt is begun or is about to be.
+
+        It is about to be if this instance asks for memory back for it, which may go in a circle: of instances that ask
+        each other at once, one has a larger epoch than the one that asks it, and gives back; see ``claims.py``.
+        """
         self._now = now
         sender = self.rooms.get(msg.handover.room)
         if sender is None or sender.peer is not peer or sender.handover != msg.handover or sender.request is None:
@@ -220,6 +226,7 @@ class KVSenders:
         req = sender.req
         begun = sender.state not in (SenderState.BOOTSTRAPPING, SenderState.QUEUED)
         begun = begun or (req is not None and (req.hold is not None or req.is_ended))
+        begun = begun or (req is not None and self._epoch < peer.epoch and self._scheduler.planner.claims.asks_for(req))
         if not begun:
             sender.state, sender.request, sender.run, sender.withdrawn = SenderState.BOOTSTRAPPING, None, None, True
             if req is not None:

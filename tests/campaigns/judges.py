@@ -172,16 +172,29 @@ class WaitsAreBounded(Judge):
     """A request waits no longer than the work that is ahead of it takes, one request after the other.
 
     Ahead are requests that are not of lower priority and live while it waits, at any instance, and those of lower
-    priority that run when it comes. What a lost leg of a hand-over holds is free only after a timeout.
+    priority that run when it comes. What a lost leg of a hand-over holds is free only after a timeout. Instances that
+    wait for each other compute nothing until a reservation is given back, which is seen when it is.
     """
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+        self._asked_back: dict[str, dict[str, float]] = {}
+        """For each instance, the reservations that were asked back when it was last seen, with their patience."""
+        self._standoffs: list[tuple[float, float]] = []
+        """When instances may have waited for each other."""
         self._came: dict[tuple[str, str], tuple[float, GenerateReq]] = {}
 
     def arrives(self, node: Node, msg: GenerateReq) -> None:
         """See ``Judge``."""
         self._came[node.epoch, msg.rid] = node.world.now, msg
+
+    def after_turn(self, node: Node) -> None:
+        """See ``Judge``."""
+        now, held = node.world.now, node.scheduler.planner.claims.reservations
+        for rid, patience in self._asked_back.get(node.epoch, {}).items():
+            if rid not in held:
+                self._standoffs.append((now - patience - LONGEST_TURN, now))
+        self._asked_back[node.epoch] = {rid: one.patience for rid, one in held.items() if one.asked_back}
 
     def at_end(self) -> None:
         """See ``Judge``."""
@@ -193,10 +206,20 @@ class WaitsAreBounded(Judge):
                 continue
             where = {other.epoch for other in lives if other.rid == life.rid}
             ahead = [other for other in lives if other.epoch in where and other.is_ahead_of(life)]
-            bound = SPARE_SECONDS + sum(other.seconds for other in ahead)
+            bound = SPARE_SECONDS + sum(other.seconds for other in ahead) + self._standoff(life.came, life.served)
             if life.served - life.came > bound:
                 waited = f"waited for {life.served - life.came:.2f} s"
                 raise Violation(f"{life.epoch}: {life.rid} {waited}, the work ahead of it takes {bound:.2f} s at most")
+
+    def _standoff(self, begin: float, end: float) -> float:
+        """Return for how many seconds of this time instances may have waited for each other."""
+        seconds = 0.0
+        for since, until in sorted(self._standoffs):
+            begin = max(begin, since)
+            if begin < min(until, end):
+                seconds += min(until, end) - begin
+                begin = until
+        return seconds
 
     def _life(self, node: Node, rid: str) -> Life | None:
         if (node.epoch, rid) not in self._came:

@@ -84,7 +84,7 @@ class SimSide(SimInstance):
         super().__init__(make_options(disaggregation_mode=mode, **changes), window=window, host_pages=host_pages)
         self.pair = pair
         self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.estimator)
-        self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS, self.choice)
+        self.senders = KVSenders(self.scheduler, mode, self.options.page_size, LIMITS, self.choice)
         reach = lambda host, port, now: pair.link if pair.is_closing else pair.open_link()  # noqa: E731
         self.receivers = KVReceivers(self.scheduler, mode, LIMITS, reach, self.choice)
         self.scheduler.handovers = self

@@ -18,9 +18,7 @@ from pdserve.scheduler.waiting import WaitingQueue
 HANDOVERS = 16
 """Of a short campaign."""
 SEED = 1
-KNOWN_TO_FAIL: dict[str, str] = {
-    "burst-halves-equals": "prompts of half a pool at two equals wait longer than the work ahead of them takes",
-}
+KNOWN_TO_FAIL: dict[str, str] = {}
 """Mixes that fail today, with the reason."""
 
 

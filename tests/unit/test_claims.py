@@ -18,7 +18,7 @@ from support.world.node import HOST, Node
 from pdserve.messages.handover import Abort, Forecast, TransferRequest, Withdraw, Withdrawn
 from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
-from pdserve.scheduler.claims import STALL_SECONDS
+from pdserve.scheduler.claims import STALL_SECONDS, Claims
 from pdserve.scheduler.optional_claims import MOST_OPTIONAL
 from pdserve.scheduler.req import Foreseen, Req, ReqState, Route
 
@@ -262,6 +262,15 @@ def test_two_that_ask_each_other_for_memory_at_once_do_not_go_on_for_ever(seed: 
     c.release()
     assert c.seconds() < 10
     assert sum(node.manager.receivers.withdrawn for node in c._nodes()) >= 1
+
+
+def test_of_two_that_ask_each_other_in_the_same_moment_one_gives_back(monkeypatch) -> None:
+    monkeypatch.setattr(Claims, "_patience", lambda claims, req: STALL_SECONDS)
+    c = BothWays(1, max_total_tokens=192)
+    c.exchange("large", 120, 4)
+    c.release()
+    assert c.seconds() < 3 * STALL_SECONDS
+    assert sum(node.manager.receivers.withdrawn for node in c._nodes()) == 1
 
 
 def test_two_whose_next_hand_over_lacks_memory_for_outputs_do_not_wait_for_each_other() -> None:

@@ -110,7 +110,7 @@ class CrowdedRooms:
 
     def make_and_tell(self, move: int) -> frozenset[str]:
         """See ``PartialScene``."""
-        self._reserved = [set(node.scheduler.planner.claims._reservations) for node in self.nodes]
+        self._reserved = [set(node.scheduler.planner.claims.reservations) for node in self.nodes]
         self._touched = set()
         ready = self.world.ready()
         if move < len(ready):
@@ -216,7 +216,7 @@ class CrowdedRooms:
         now, claims = self.world.now, node.scheduler.planner.claims
         ages = [
             (rid, round(min(now - one.since, max(one.patience, STALL_SECONDS)) if one.since < math.inf else -1.0, 3))
-            for rid, one in claims._reservations.items()
+            for rid, one in claims.reservations.items()
         ]
         held = round(max(0.0, claims._held_until - now), 3) if claims._held_for is not None else 0.0
         # Who came first decides among requests of one rank only.
@@ -248,7 +248,7 @@ class CrowdedRooms:
         planner, memory = node.scheduler.planner, node.scheduler.memory
         outgoing = [r.prompt_len for r in node.scheduler.reqs.values() if r.route is Route.OUTGOING]
         waits = [one.req.prompt_len for one in _reservations(node) if not one.begun]
-        if outgoing and len(waits) > 1 and planner.claims._reservations.keys() - before:
+        if outgoing and len(waits) > 1 and planner.claims.reservations.keys() - before:
             tokens = sum(map(memory.pages_up, [*waits, max(outgoing)]))
             if tokens > memory.max_total_tokens:
                 raise Violation(f"{node.epoch}: reservations and an outgoing request need {tokens} tokens")
@@ -334,7 +334,7 @@ def _moments(node: Node, now: float) -> Iterator[float]:
 
 
 def _reservations(node: Node) -> list[Reservation]:
-    return list(node.scheduler.planner.claims._reservations.values())
+    return list(node.scheduler.planner.claims.reservations.values())
 
 
 def _first(node: Node) -> Req | None:
