@@ -43,6 +43,8 @@ class Loop:
         self.inbox = Sender(self._zmq_ctx, self._ctx.address("scheduler"))
 
     def close(self) -> None:
+        # That the process is ready is sent by a socket that lingers: it keeps the context until somebody has it.
+        assert self.process._scheduler is None or self.supervisor.recv(60_000)
         self._zmq_ctx.destroy(linger=0)
 
 
