@@ -28,6 +28,7 @@ MOST_SECRETS = 2
 FRESH_SECONDS = 120.0
 """How far the clocks of router and instance may be apart, the way of a request included."""
 MAX_REMEMBERED = 1 << 18
+OPTION = "--cluster-secret-file"
 ROUTER_KEY = b"router-key-"
 """What the line of a router key begins with, before the key in hexadecimal digits."""
 ROUTER_KEY_LINE = re.compile(ROUTER_KEY + rb"[0-9a-f]{64}")
@@ -60,12 +61,12 @@ class RouterKeys(KeyRing):
         """
         if path is None:
             return None
-        lines = _lines(path)
+        lines = _lines(OPTION, path)
         given = [line for line in lines if line.startswith(ROUTER_KEY)]
         if not given:
-            return _secret(path, lines).for_routers()
+            return ClusterSecret(_secrets(OPTION, path, lines)).for_routers()
         if len(given) < len(lines) or not all(map(ROUTER_KEY_LINE.fullmatch, given)):
-            raise ClusterSecretError(f"--cluster-secret-file {path}: write whole lines of `pdserve router-key` alone")
+            raise ClusterSecretError(f"{OPTION} {path}: write whole lines of `pdserve router-key` alone")
         return cls([bytes.fromhex(line.removeprefix(ROUTER_KEY).decode()) for line in given])
 
     def text(self) -> str:
@@ -81,13 +82,13 @@ class ClusterSecret(KeyRing):
         """Read a file of secrets, None without one; raises ``ClusterSecretError``."""
         if path is None:
             return None
-        lines = _lines(path)
+        lines = _lines(OPTION, path)
         if any(line.startswith(ROUTER_KEY) for line in lines):
             raise ClusterSecretError(
-                f"--cluster-secret-file {path} has a router's key, which is of no use to an instance: "
+                f"{OPTION} {path} has a router's key, which is of no use to an instance: "
                 "give it the secret that the key was made of"
             )
-        return _secret(path, lines)
+        return cls(_secrets(OPTION, path, lines))
 
     def for_routers(self) -> RouterKeys:
         """The part of it that a router needs."""
@@ -99,26 +100,30 @@ def inherited_descriptors(*paths: str | None) -> tuple[int, ...]:
     return tuple(int(found[1]) for path in paths if path and (found := INHERITED.fullmatch(path)))
 
 
-def _lines(path: str) -> list[bytes]:
+def read_key_ring(option: str, path: str | None) -> KeyRing | None:
+    """Read a file of one secret a line that ``option`` names, two at most; None without one.
+
+    Raises ``ClusterSecretError``.
+    """
+    return None if path is None else KeyRing(_secrets(option, path, _lines(option, path)))
+
+
+def _lines(option: str, path: str) -> list[bytes]:
     try:
         lines = [line.strip() for line in Path(path).expanduser().read_bytes().splitlines()]
     except OSError as e:
-        raise ClusterSecretError(f"--cluster-secret-file {path}: {e.strerror}") from None
+        raise ClusterSecretError(f"{option} {path}: {e.strerror}") from None
     lines = [line for line in lines if line and not line.startswith(b"#")]
     if not 1 <= len(lines) <= MOST_SECRETS:
-        raise ClusterSecretError(
-            f"--cluster-secret-file {path} has {len(lines)} secrets: write one a line, two while you change it"
-        )
+        raise ClusterSecretError(f"{option} {path} has {len(lines)} secrets: write one a line, two while you change it")
     return lines
 
 
-def _secret(path: str, lines: list[bytes]) -> ClusterSecret:
+def _secrets(option: str, path: str, lines: list[bytes]) -> list[bytes]:
     if any(len(line) < MIN_CHARS for line in lines):
         advice = f"""make one with: python -c 'import secrets; print(secrets.token_urlsafe({MIN_CHARS}))'"""
-        raise ClusterSecretError(
-            f"--cluster-secret-file {path}: a secret has at least {MIN_CHARS} characters; {advice}"
-        )
-    return ClusterSecret(lines)
+        raise ClusterSecretError(f"{option} {path}: a secret has at least {MIN_CHARS} characters; {advice}")
+    return lines
 
 
 class OnceOnly:

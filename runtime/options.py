@@ -213,9 +213,12 @@ class ServerOptions:
         A third tier behind it, which outlives the server and may be shared by several: file (a folder) or redis (Redis
         or Valkey).
     hicache_storage_url
-        The folder, or redis://HOST:PORT/DB. Who may write to it is trusted.
+        The folder, or redis://HOST:PORT/DB. Who may write to it is trusted, unless pages are sealed with a key.
     hicache_storage_url_file
         A file that holds --hicache-storage-url, for one with a password: arguments can be read by other users.
+    hicache_storage_key_file
+        File with a secret that stored pages are sealed with, the same for all instances that share the store; two lines
+        while it changes. A page that was not written with it counts as not there. Pages are not encrypted.
     hicache_storage_size
         Most GB that the folder's pages take together; the longest unused go. Redis has a limit of its own (maxmemory).
     hicache_storage_timeout
@@ -415,6 +418,7 @@ class ServerOptions:
     hicache_storage_backend: Literal["file", "redis"] | None = None
     hicache_storage_url: str | None = None
     hicache_storage_url_file: str | None = None
+    hicache_storage_key_file: str | None = None
     hicache_storage_size: float = 10.0
     hicache_storage_timeout: float = 2.0
     hicache_storage_prefetch_policy: Literal["auto", "best_effort", "wait_complete", "timeout"] = "auto"

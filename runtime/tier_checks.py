@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from .cluster_secret import ClusterSecretError, read_key_ring
 from .options import ServerOptions
 
 
@@ -37,6 +38,12 @@ def tier_complaints(options: ServerOptions) -> Iterator[str]:
         yield f"--hicache-folder {options.hicache_folder}: there is no such folder"
     if options.hicache_storage_backend is not None and not options.enable_hierarchical_cache:
         yield "--hicache-storage-backend is the third tier, behind the second: add --enable-hierarchical-cache"
+    if options.hicache_storage_key_file is not None and options.hicache_storage_backend is None:
+        yield "--hicache-storage-key-file is for pages in a store: add --hicache-storage-backend, or leave it out"
+    try:
+        read_key_ring("--hicache-storage-key-file", options.hicache_storage_key_file)
+    except ClusterSecretError as e:
+        yield str(e)
     if options.hicache_storage_url and options.hicache_storage_url_file:
         yield "--hicache-storage-url and --hicache-storage-url-file say the same: drop one of the two"
     try:

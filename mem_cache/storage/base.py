@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .frame import Checksummed, Framing
+
 
 class StoreError(Exception):
     """The store did not do what it was asked for. The message says what to look at."""
@@ -42,8 +44,10 @@ class StoreUsage(NamedTuple):
 class PageStore(ABC):
     """Pages of ``page_bytes`` by hash (``page_hash.py``). Calls block; they come from one thread at a time."""
 
-    def __init__(self, page_bytes: int) -> None:
+    def __init__(self, page_bytes: int, framing: Framing | None = None) -> None:
+        """``framing``: what stands before each page; without it, a checksum."""
         self.page_bytes = page_bytes
+        self.framing = framing or Checksummed()
 
     @abstractmethod
     def exists(self, hashes: Sequence[bytes]) -> int:

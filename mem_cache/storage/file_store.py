@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ...runtime.trusted_path import distrust, make_private_folder
 from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
-from .frame import HEADER_BYTES, BadFrame, check, header
+from .frame import BadFrame, Framing
 
 SUFFIX = ".page"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -48,8 +48,8 @@ class _Found(NamedTuple):
 class FileStore(PageStore):
     """See the module. ``limit``: bytes that the folder's pages may take together."""
 
-    def __init__(self, folder: Path, page_bytes: int, limit: int) -> None:
-        super().__init__(page_bytes)
+    def __init__(self, folder: Path, page_bytes: int, limit: int, framing: Framing | None = None) -> None:
+        super().__init__(page_bytes, framing)
         self._folder, self._limit = folder, limit
         # Others who write here may have our process id, in containers of their own.
         self._own = secrets.token_hex(8)
@@ -170,9 +170,9 @@ class FileStore(PageStore):
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or distrust(state):
                 raise BadFrame("no file of ours")
-            head = bytearray(HEADER_BYTES)
+            head = bytearray(self.framing.header_bytes)
             got = _read_all(fd, [memoryview(head), page])
-            check(bytes(head[:got]), page_hash, page[: max(0, got - HEADER_BYTES)])
+            self.framing.check(bytes(head[:got]), page_hash, page[: max(0, got - len(head))])
         except BadFrame:
             return self._spoilt(path, state.st_size)
         finally:
@@ -202,7 +202,7 @@ class FileStore(PageStore):
         unfinished = self._folder / f"unfinished-{self._own}-{next(self._names)}"
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, [memoryview(header(page_hash, page)), page])
+            _write_all(fd, [memoryview(self.framing.header(page_hash, page)), page])
             path.parent.mkdir(mode=0o700, exist_ok=True)
             os.replace(unfinished, path)
         except BaseException:  # whatever ended the write, its half is of no use
@@ -211,7 +211,7 @@ class FileStore(PageStore):
         finally:
             os.close(fd)
         self._pages += 1
-        self._nbytes += HEADER_BYTES + page.nbytes
+        self._nbytes += self.framing.header_bytes + page.nbytes
 
     def _evict(self, goal: int) -> None:
         """Count the folder anew, and remove the longest unused until ``goal`` bytes are left, if it is over the limit

@@ -1,12 +1,14 @@
 """The few bytes before a stored page by which it is known to be the right one, and whole.
 
 ``magic, version, hash of the page's prefix, length, xxh3_64 of the bytes``. The checksum finds what disks and networks
-do; it is no signature: who may write to a store is trusted, as docs/security.md says.
+do; it is no signature: who may write to a store is trusted, as docs/security.md says, unless pages are sealed with a
+key (``sealed_frame.py``).
 """
 
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 
 import xxhash
 
@@ -38,3 +40,33 @@ def check(head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
         raise BadFrame(f"a page of {nbytes} bytes in the place of one of {page.nbytes}")
     if xxhash.xxh3_64_intdigest(page) != checksum:
         raise BadFrame("its bytes are not those that were written")
+
+
+class Framing(ABC):
+    """How pages are framed in a store."""
+
+    version: int
+    header_bytes: int
+
+    @abstractmethod
+    def header(self, page_hash: bytes, page: memoryview) -> bytes:
+        """What stands before ``page`` in a store."""
+
+    @abstractmethod
+    def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
+        """Raise ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
+
+
+class Checksummed(Framing):
+    """With a checksum, as this module says."""
+
+    version = VERSION
+    header_bytes = HEADER_BYTES
+
+    def header(self, page_hash: bytes, page: memoryview) -> bytes:
+        """See the base class."""
+        return header(page_hash, page)
+
+    def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
+        """See the base class."""
+        check(head, page_hash, page)

@@ -14,9 +14,8 @@ from typing import Any
 import redis
 
 from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
-from .frame import HEADER_BYTES, VERSION, BadFrame, check, header
+from .frame import BadFrame, Framing
 
-PREFIX = f"pdserve:kv:{VERSION}:".encode()
 BATCH_BYTES = 16 << 20
 """Of one request to the server: it answers others in between."""
 
@@ -24,8 +23,9 @@ BATCH_BYTES = 16 << 20
 class RedisStore(PageStore):
     """``url``: ``redis://[user:password@]host:port/db``, or ``rediss://`` for TLS. ``timeout``: seconds of a wait."""
 
-    def __init__(self, url: str, page_bytes: int, timeout: float) -> None:
-        super().__init__(page_bytes)
+    def __init__(self, url: str, page_bytes: int, timeout: float, framing: Framing | None = None) -> None:
+        super().__init__(page_bytes, framing)
+        self._prefix = b"pdserve:kv:%d:" % self.framing.version
         try:
             # One try: whether it is worth another is the breaker's to say.
             self._client = redis.Redis.from_url(
@@ -42,7 +42,7 @@ class RedisStore(PageStore):
         def ask() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
             for page_hash in hashes:
-                pipeline.exists(PREFIX + page_hash)
+                pipeline.exists(self._prefix + page_hash)
             return pipeline.execute()
 
         found = self._ask(ask)
@@ -52,7 +52,7 @@ class RedisStore(PageStore):
         """See the base class."""
         for begin in range(0, len(hashes), self._batch):
             part = hashes[begin : begin + self._batch]
-            values = self._ask(lambda: list(self._client.mget([PREFIX + page_hash for page_hash in part])))  # noqa: B023
+            values = self._ask(lambda: list(self._client.mget([self._prefix + page_hash for page_hash in part])))  # noqa: B023
             for i, page_hash in enumerate(part):
                 value = values[i] if i < len(values) else None
                 if value is None or not self._take(page_hash, value, into[begin + i]):
@@ -65,13 +65,13 @@ class RedisStore(PageStore):
             end = begin + self._batch
             pipeline = self._client.pipeline(transaction=False)
             for page_hash, page in zip(hashes[begin:end], pages[begin:end], strict=True):
-                pipeline.set(PREFIX + page_hash, header(page_hash, page) + bytes(page))
+                pipeline.set(self._prefix + page_hash, self.framing.header(page_hash, page) + bytes(page))
             self._ask(pipeline.execute)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
         """See the base class."""
         if hashes:
-            self._ask(lambda: self._client.delete(*(PREFIX + page_hash for page_hash in hashes)))
+            self._ask(lambda: self._client.delete(*(self._prefix + page_hash for page_hash in hashes)))
 
     def probe(self) -> None:
         """See the base class."""
@@ -91,15 +91,16 @@ class RedisStore(PageStore):
 
     def _take(self, page_hash: bytes, value: object, page: memoryview) -> bool:
         try:
-            if not isinstance(value, bytes) or len(value) != HEADER_BYTES + page.nbytes:
+            begin = self.framing.header_bytes
+            if not isinstance(value, bytes) or len(value) != begin + page.nbytes:
                 raise BadFrame("something else in the place of a page")
             view = memoryview(value)
-            check(view[:HEADER_BYTES], page_hash, view[HEADER_BYTES:])
+            self.framing.check(view[:begin], page_hash, view[begin:])
         except BadFrame:
             self._bad += 1
             self.remove([page_hash])
             return False
-        page[:] = view[HEADER_BYTES:]
+        page[:] = view[begin:]
         return True
 
     def _ask(self, work: Callable[[], Any]) -> Any:

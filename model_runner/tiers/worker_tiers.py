@@ -13,6 +13,7 @@ from ...mem_cache.storage.registry import make_store
 from ...messages.base import unpack_i32
 from ...messages.tiers import CopyPages, PagesCopied, TierCommand
 from ...model_files.errors import UnsupportedModel
+from ...runtime.cluster_secret import ClusterSecretError, read_key_ring
 from ...runtime.options import ServerOptions
 from ..model_runner import ModelRunner
 from .host_pool import Bytes, HostPool
@@ -62,8 +63,9 @@ class WorkerTiers:
                     page_bytes,
                     int(options.hicache_storage_size * GB),
                     options.hicache_storage_timeout,
+                    read_key_ring("--hicache-storage-key-file", options.hicache_storage_key_file),
                 )
-            except StoreMisconfigured as e:
+            except (StoreMisconfigured, ClusterSecretError) as e:
                 raise UnsupportedModel(str(e)) from e
             self._store = StoreEngine(store, self._host, make_emit()).start()
 

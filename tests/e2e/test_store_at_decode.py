@@ -34,6 +34,7 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
     secret = ["--cluster-secret-file", str(tmp_path / "secret")]
     tiers = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
     tiers += ["--hicache-storage-url", str(tmp_path / "kv"), "--hicache-storage-prefetch-policy", "wait_complete"]
+    tiers += ["--hicache-storage-key-file", str(tmp_path / "secret")]
     auto = ["--disaggregation-threshold", "auto"]
     with pd_pair(tmp_path, backend, *slow_args, *secret, *tiers, *auto, router_args=secret) as pair:
         instances = (pair.prefill, pair.decode)

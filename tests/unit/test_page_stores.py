@@ -17,8 +17,12 @@ from pdserve.mem_cache.storage import file_store
 from pdserve.mem_cache.storage.base import StoreFull, StoreMisconfigured, StoreUnavailable
 from pdserve.mem_cache.storage.breaker import FAILURES, MOST_SECONDS, Breaker, BreakerState
 from pdserve.mem_cache.storage.file_store import FileStore
-from pdserve.mem_cache.storage.frame import HEADER_BYTES
+from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.storage.registry import make_store
+from pdserve.mem_cache.storage.sealed_frame import Sealed
+from pdserve.runtime.cluster_secret import KeyRing
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
 
 PAGE = 5_000
 FILE_BYTES = HEADER_BYTES + PAGE
@@ -116,6 +120,105 @@ def test_what_is_not_right_is_not_there_and_makes_way(request, tmp_path, kind, d
     keep(store, 1)
     assert fetch(store, 0, 1) == pages(0, 1)
     store.close()
+
+
+@pytest.fixture(params=["file", "redis"])
+def sealed(request, tmp_path):
+    """Makes stores at one place, with these secrets; and reads and writes what lies there for page 1."""
+    url = str(tmp_path / "kv") if request.param == "file" else request.getfixturevalue("redis_url")
+    with contextlib.ExitStack() as stack:
+
+        def make(*secrets: bytes):
+            ring = KeyRing(secrets) if secrets else None
+            store = make_store(request.param, url, PAGE, 1 << 30, 5.0, ring)
+            stack.callback(store.close)
+            return store
+
+        def raw(store, i: int, change=None) -> bytes:
+            where = _file(tmp_path / "kv", i)
+            key = b"pdserve:kv:%d:" % store.framing.version + page_hash(i)
+            now = where.read_bytes() if request.param == "file" else store._client.get(key)
+            if change is not None:
+                where.write_bytes(change(now)) if request.param == "file" else store._client.set(key, change(now))
+            return now
+
+        if request.param == "redis":  # other tests leave pages there
+            make()._client.flushdb()
+        yield make, raw
+
+
+OURS, NEXT, THEIRS = b"o" * 32, b"n" * 32, b"t" * 32
+
+
+def test_sealed_pages_are_there_for_who_has_the_key(sealed):
+    make, _ = sealed
+    keep(make(OURS), 0, 1)
+    assert fetch(make(OURS), 0, 1) == pages(0, 1)
+    changing = make(NEXT, OURS)
+    assert fetch(changing, 0, 1) == pages(0, 1)
+    keep(changing, 2)
+    assert fetch(make(NEXT), 2) == pages(2)
+    assert fetch(make(THEIRS), 0) == []
+    keep(make(OURS), 0)
+    assert fetch(make(), 0) == []
+
+
+@pytest.mark.parametrize("writer", [(), (THEIRS,)], ids=["no key", "another key"])
+def test_what_somebody_without_the_key_put_there_counts_as_not_there(sealed, writer):
+    make, raw = sealed
+    planted, store = make(*writer), make(OURS)
+    keep(planted, 1)
+    theirs = raw(planted, 1)
+    assert fetch(store, 1) == []
+    keep(store, 0, 1)
+    assert fetch(store, 0, 1) == pages(0, 1)
+    raw(store, 1, lambda _: theirs)
+    assert fetch(store, 0, 1) == pages(0)
+    assert store.usage().bad_pages >= 1
+    keep(store, 1)
+    assert fetch(store, 0, 1) == pages(0, 1)
+
+
+def _forgeries():
+    begin = Sealed.header_bytes
+    return {
+        "one bit of the page": lambda raw, other: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:],
+        "one bit of the tag": lambda raw, other: raw[: begin - 1] + bytes([raw[begin - 1] ^ 1]) + raw[begin:],
+        "one bit of the nonce": lambda raw, other: raw[:32] + bytes([raw[32] ^ 1]) + raw[33:],
+        "another page": lambda raw, other: other,
+        "another page under this one's name": lambda raw, other: other.replace(page_hash(2), page_hash(1)),
+        "another page with this one's tag": lambda raw, other: raw[:begin] + other[begin:],
+        "its end": lambda raw, other: raw[:-1],
+        "its end, and its header": lambda raw, other: raw[: begin - 1],
+        "a version without a tag": lambda raw, other: raw[:4] + b"\1" + raw[5:],
+        "a checksum": lambda raw, other: header(page_hash(1), page(1)) + bytes(page(1)),
+    }
+
+
+@pytest.mark.parametrize("forgery", _forgeries())
+def test_a_sealed_page_that_was_changed_counts_as_not_there(sealed, forgery):
+    make, raw = sealed
+    store = make(OURS)
+    keep(store, 0, 1, 2)
+    other = raw(store, 2)
+    raw(store, 1, lambda now: _forgeries()[forgery](now, other))
+    assert fetch(store, 0, 1) == pages(0)
+    assert (store.usage().bad_pages, store.exists([page_hash(1)])) == (1, 0)
+
+
+def test_a_key_file_is_checked_before_anything_starts(tmp_path):
+    path = tmp_path / "key"
+    tiers = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_url": str(tmp_path)}
+    for content, told in (("short", "32 characters"), ("", "has 0 secrets"), (None, "No such file")):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(OptionError, match=f"--hicache-storage-key-file .*{told}"):
+            check_options(ServerOptions(**tiers, hicache_storage_key_file=str(path)))
+    path.write_bytes(OURS)
+    check_options(ServerOptions(**tiers, hicache_storage_key_file=str(path)))
+    with pytest.raises(OptionError, match="--hicache-storage-backend"):
+        check_options(ServerOptions(hicache_storage_key_file=str(path)))
 
 
 def _ages(folder, **seconds: float) -> None:
