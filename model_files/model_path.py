@@ -21,13 +21,32 @@ class ModelSource(NamedTuple):
     path: Path
 
 
-def resolve_model(path: str, *, weights: bool = True, download: bool = True) -> ModelSource:
+def resolve_model(
+    path: str, *, revision: str | None = None, weights: bool = True, download: bool = True
+) -> ModelSource:
     """Find the model that ``path`` names.
 
     ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name, which is
     downloaded into the hub's cache unless it is there already, without the weights if ``weights`` is False.
+    ``revision``: the commit, tag or branch of a hub name; its newest commit without one.
     Raises ``ModelNotFound``, and ``NotDownloaded`` for a hub name that it may not ``download``.
     """
+    source = _local_source(path)
+    if source is None:
+        return _resolve_folder(_from_hub(path, revision, weights, download))
+    if revision is not None:
+        raise ModelNotFound(f"{path!r} is not from the hub: it has no revision {revision!r}")
+    return source
+
+
+def commit_of(source: ModelSource) -> str | None:
+    """The commit that a model from the hub's cache is of, None for any other."""
+    folder = source.path if source.kind == "hf" else source.path.parent
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
+def _local_source(path: str) -> ModelSource | None:
+    """What ``path`` names on this machine, None where it may be a hub name."""
     if path == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf())
     local = Path(path).expanduser()
@@ -37,7 +56,7 @@ def resolve_model(path: str, *, weights: bool = True, download: bool = True) -> 
         return _resolve_folder(local)
     if local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1:
         raise ModelNotFound(f"there is no file or folder {path!r}; check --model-path")
-    return _resolve_folder(_from_hub(path, weights, download))
+    return None
 
 
 def _embedded_gguf() -> Path:
@@ -71,7 +90,7 @@ def _resolve_folder(folder: Path) -> ModelSource:
     raise ModelNotFound(f"{folder} holds neither a config.json nor a .gguf file")
 
 
-def _from_hub(name: str, weights: bool, download: bool) -> Path:
+def _from_hub(name: str, revision: str | None, weights: bool, download: bool) -> Path:
     """The folder of hub model ``name`` in the hub's cache, filled from the network where it can and may be."""
     # Imported here: it costs a quarter of a second, and only hub names need it.
     from huggingface_hub import snapshot_download
@@ -81,7 +100,13 @@ def _from_hub(name: str, weights: bool, download: bool) -> Path:
 
     patterns = list(TOKENIZER_FILES + WEIGHT_FILES if weights else TOKENIZER_FILES)
     try:
-        folder = snapshot_download(name, allow_patterns=patterns, tqdm_class=DownloadLog, local_files_only=not download)
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            tqdm_class=DownloadLog,
+            local_files_only=not download,
+        )
     except LocalEntryNotFoundError as e:
         if not download:
             raise NotDownloaded(f"{name!r} is neither a local path nor in the hub's cache") from e

@@ -24,7 +24,7 @@ from ..model_files.context_length import choose_context_length, with_context, wi
 from ..model_files.errors import InvalidWeights, UnsupportedModel
 from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
-from ..model_files.model_path import ModelSource, resolve_model
+from ..model_files.model_path import ModelSource, commit_of, resolve_model
 from ..model_files.sharding import Shard
 from ..model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..model_files.spec_reader import read_spec
@@ -103,7 +103,10 @@ class ModelRunner:
         self._ranks = ranks
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
-            source = resolve_model(options.model_path, weights=options.load_format != "dummy")
+            has_weights = options.load_format != "dummy"
+            source = resolve_model(options.model_path, revision=options.revision, weights=has_weights)
+            if (commit := commit_of(source)) is not None:
+                log.info("%s is that of commit %s; --revision pins it", options.model_path, commit)
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(
                 options.device, options.base_gpu_id + (0 if ranks is None else ranks.place.local)

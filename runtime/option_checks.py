@@ -46,7 +46,16 @@ ABOVE_ZERO = (
     "watchdog_timeout",
     "startup_timeout",
 )
-NOT_EMPTY = ("model_path", "tokenizer_path", "served_model_name", "host", "api_key", "advertise_host")
+NOT_EMPTY = (
+    "model_path",
+    "revision",
+    "tokenizer_path",
+    "tokenizer_revision",
+    "served_model_name",
+    "host",
+    "api_key",
+    "advertise_host",
+)
 
 
 class OptionError(ValueError):
@@ -101,6 +110,8 @@ def _texts(options: ServerOptions) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and not value.strip():
             yield f"{_flag(name)} is empty: give a value or leave the flag out"
+    if options.tokenizer_revision is not None and options.tokenizer_path is None:
+        yield "--tokenizer-revision is of --tokenizer-path: the model's own tokenizer has the model's --revision"
     try:
         read_keys(options)
     except KeyFileError as e:

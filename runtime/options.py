@@ -25,6 +25,11 @@ class ServerOptions:
         Face folder, or a hub name.
     tokenizer_path
         Folder, .gguf file or hub name of the tokenizer; default: the model's own.
+    revision
+        Commit, tag or branch of a hub model and of its tokenizer. Only a commit's whole hash (40 digits) pins what is
+        served; without it, each start takes the newest. The log says which commit it is.
+    tokenizer_revision
+        The same of --tokenizer-path, where that is a hub name.
     load_format
         Where weights come from: "auto" finds out, "dummy" draws random weights for the model's config.
     model_impl
@@ -347,6 +352,8 @@ class ServerOptions:
 
     model_path: str = "smollm2"
     tokenizer_path: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     served_model_name: str | None = None

@@ -51,7 +51,7 @@ class Routed(NamedTuple):
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
-    source = resolve_model(options.model_path, weights=False)
+    source = resolve_model(options.model_path, revision=options.revision, weights=False)
     limits = read_limits(source, options.context_length, options.model_impl)
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now

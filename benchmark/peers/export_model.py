@@ -16,14 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 def export_model(gguf: Path, folder: Path) -> None:
     """Write weights (safetensors), config and tokenizer."""
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    dequantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    dequantised = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False, dtype=torch.bfloat16
+    )
     # A model that was loaded from a GGUF counts as quantised and refuses to be saved; one of the same shape does not.
-    config = AutoConfig.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict(dequantised.state_dict())
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False).save_pretrained(folder)
 
 
 if __name__ == "__main__":

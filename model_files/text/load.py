@@ -37,12 +37,12 @@ def load_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> Chat
 def _find_tokenizer(options: ServerOptions) -> ModelSource:
     path = options.tokenizer_path
     if path is None:
-        return resolve_model(options.model_path, weights=False)
+        return resolve_model(options.model_path, revision=options.revision, weights=False)
     folder = Path(path).expanduser()
     # A folder with only a tokenizer is no model, but all that is needed here.
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return ModelSource("hf", folder)
     try:
-        return resolve_model(path, weights=False)
+        return resolve_model(path, revision=options.tokenizer_revision, weights=False)
     except ModelNotFound as e:
         raise TokenizerLoadError(f"--tokenizer-path leads nowhere: {e}") from e

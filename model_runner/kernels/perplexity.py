@@ -132,10 +132,10 @@ def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if source.kind == "gguf":
-        config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name, trust_remote_code=False)
     else:
-        config = AutoConfig.from_pretrained(source.path)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     theirs = as_theirs(config.to_dict(), list(model.state_dict()), weights)
     missing, unexpected = model.load_state_dict(theirs, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:

@@ -25,7 +25,9 @@ class ServedModel:
         """From the options and the model's files; raises ``ModelError``."""
         defaults = NO_DEFAULTS
         if options.sampling_defaults == "model":
-            defaults = read_sampling_defaults(resolve_model(options.model_path, weights=False))
+            defaults = read_sampling_defaults(
+                resolve_model(options.model_path, revision=options.revision, weights=False)
+            )
         return ServedModel(options.model_names, options.model_path, defaults)
 
     @property

@@ -26,7 +26,8 @@ def store(request, tmp_path):
     """The options that name one."""
     if request.param == "file":
         (tmp_path / "kv").mkdir(mode=0o700)
-        yield ["file", str(tmp_path / "kv")]
+        (tmp_path / "key").write_text("k" * 32)
+        yield ["file", str(tmp_path / "kv"), "--hicache-storage-key-file", str(tmp_path / "key")]
     elif SERVER is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")
     else:
@@ -34,9 +35,9 @@ def store(request, tmp_path):
             yield ["redis", url]
 
 
-def args(tiny_args, kind: str, url: str) -> list[str]:
+def args(tiny_args, kind: str, url: str, *sealed: str) -> list[str]:
     tier = ["--enable-hierarchical-cache", "--hicache-storage-backend", kind, "--hicache-storage-url", url]
-    return [*ONE_THREAD, *tiny_args, *POOL, *tier]
+    return [*ONE_THREAD, *tiny_args, *POOL, *tier, *sealed]
 
 
 def test_a_conversation_goes_on_after_a_kill(tmp_path, tiny_args, alone, store):

