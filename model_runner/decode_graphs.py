@@ -16,7 +16,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -80,6 +80,13 @@ def why_no_graphs(options: ServerOptions, device: Device, model: object, is_safe
     return model.why_no_graphs
 
 
+class _Captured(NamedTuple):
+    """A graph, and the batch whose tensors it reads: a graph knows addresses and keeps nothing of what it reads."""
+
+    graph: Graph[Tensor]
+    batch: ForwardBatch
+
+
 class DecodeGraphs:
     """Graphs of ``sizes``; none before ``capture``."""
 
@@ -87,7 +94,7 @@ class DecodeGraphs:
         self._device = device
         self._model = model
         self._sizes = sizes
-        self._graphs: dict[int, Graph[Tensor]] = {}
+        self._graphs: dict[int, _Captured] = {}
 
     def capture(self, batch_of: Callable[[int], ForwardBatch]) -> None:
         """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay."""
@@ -97,7 +104,8 @@ class DecodeGraphs:
             self._model.prepare(batch)
             # Whatever is compiled, tuned or allocated at first use must be so before.
             self._model.compute(batch)
-            self._graphs[size] = self._device.capture(lambda batch=batch: self._model.compute(batch))  # type: ignore[misc]
+            graph = self._device.capture(lambda batch=batch: self._model.compute(batch))  # type: ignore[misc]
+            self._graphs[size] = _Captured(graph, batch)
         log.info("captured %d graphs of decode steps in %.1f s", len(self._graphs), time.monotonic() - begin)
 
     def size_for(self, count: int) -> int | None:
@@ -107,7 +115,7 @@ class DecodeGraphs:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Logits of all entries, [S, V] float32, where the graph left them: valid until a graph runs again."""
         self._model.prepare(batch)
-        graph = self._graphs[len(batch.q_lens)]
+        graph = self._graphs[len(batch.q_lens)].graph
         graph.replay()
         return graph.output
 

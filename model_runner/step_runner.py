@@ -130,6 +130,8 @@ class StepRunner:
             self._window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
         self._arrays = StepArrays(device, max_reqs)
         self._graphs = DecodeGraphs(device, model, model.graph_sizes)
+        # Graphs read it at every replay, so it is made once and stays.
+        self._all_entries = torch.arange(max(model.graph_sizes, default=0), device=device.torch)
         self._queued = choose_sampler(device, self._rows)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
@@ -271,7 +273,7 @@ class StepRunner:
             starts=[0] * size,
             q_lens=[1] * size,
             req_to_token=self._req_to_token,
-            logit_indices=torch.arange(size, device=self._device.torch),
+            logit_indices=self._all_entries[:size],
             window_pages=self._window_pages,
             begun_at=there.input_ids[:0],
             host_rows=np.zeros(size, dtype=np.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -30,10 +31,11 @@ from tests.unit.test_kernels_engine import ROWS, save_model
 
 
 @pytest.fixture
-def device(monkeypatch) -> Device:
+def device(monkeypatch) -> Iterator[Device]:
     """One that raises where the host waits for it."""
     if not INTERPRETED:
-        return open_device(DEVICE, strict=True)
+        yield open_device(DEVICE, strict=True)
+        return
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
@@ -43,7 +45,8 @@ def device(monkeypatch) -> Device:
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", unguarded)
-    return RecordingDevice()
+    with RecordingDevice() as device:
+        yield device
 
 
 @pytest.mark.slow

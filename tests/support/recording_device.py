@@ -1,23 +1,30 @@
 """A device that computes on the host and behaves as one that computes beside it: what happens is recorded, waiting
-where one must not raises, and a captured graph repeats just the operations that it recorded, on the tensors that they
-were recorded on. What the host knew while it was captured is frozen in it, as in a real one.
+where one must not raises, and a captured graph repeats just the operations that it recorded, at the addresses that they
+were recorded at. What the host knew while it was captured is frozen in it, as in a real one.
+
+It is no kinder than a real one. A graph holds what it returns and computes in between, and nothing that it reads: if
+that is freed, its replay raises. Work that is queued is done as late as it may be: tensors are fetched when they are
+waited for. Memory is that of ``poisoned_memory.py``: of what is computed within ``no_sync``, and within the device
+itself (``with device: ...``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pdserve.model_runner.device.base import Device, HostSync
 from pdserve.runtime.machine.memory import Memory
+
+from .poisoned_memory import Address, FreedMemory, PoisonedMemory, overwrite, tensors_in
 
 READS = {"cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 """Of values: the host waits for them."""
@@ -47,49 +54,73 @@ class _NoSync(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Call(NamedTuple):
+    """An operation. ``args`` and ``kwargs`` have an ``Address`` in each tensor's place."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+    out: Any
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable, tuple, dict, Any]] = []
+        self.calls: list[_Call] = []
+        self.made: list[Tensor] = []
+        """The graph's own memory: every tensor that an operation made."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        self.made += [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in given]
+        self.calls.append(_Call(func, *(tree_map_only(Tensor, Address, part) for part in (args, kwargs or {}, out))))
         return out
 
 
 class RecordedGraph:
-    """``output`` and everything in between stay where they are."""
+    """``output`` and everything in between stay where they are. The latter is other graphs' memory between replays."""
 
-    def __init__(self, device: RecordingDevice, number: int, calls: list[tuple], output: Any) -> None:
+    def __init__(self, device: RecordingDevice, number: int, recorder: _Recorder, output: Any) -> None:
         self._device = device
         self._number = number
-        self._calls = calls
+        self._calls = recorder.calls
+        self._made = recorder.made
         self.output = output
 
     @torch.inference_mode()
     def replay(self) -> None:
         self._device.log.append(f"replay {self._number}")
-        for func, args, kwargs, old in self._calls:
-            new = func(*args, **kwargs)
-            if func.namespace == "c10d":
-                # A device's own work would be queued behind it.
-                new[-1].wait()
-            for before, after in zip(tree_leaves(old), tree_leaves(new), strict=True):
-                if isinstance(before, Tensor) and before.data_ptr() != after.data_ptr():
-                    before.copy_(after)
+        with _disable_current_modes():
+            for made in self._made:
+                overwrite(made)
+            for call in self._calls:
+                self._repeat(call)
+
+    def _repeat(self, call: _Call) -> None:
+        try:
+            args, kwargs, old = tree_map_only(Address, Address.tensor, (call.args, call.kwargs, call.out))
+        except FreedMemory as e:
+            raise FreedMemory(f"graph {self._number}, {call.func}: {e}") from None
+        new = call.func(*args, **kwargs)
+        if call.func.namespace == "c10d":
+            # A device's own work would be queued behind it.
+            new[-1].wait()
+        for before, after in zip(tree_leaves(old), tree_leaves(new), strict=True):
+            if isinstance(before, Tensor) and before.data_ptr() != after.data_ptr():
+                before.copy_(after)
 
 
 class _Fetched:
     def __init__(self, device: RecordingDevice, tensors: Sequence[Tensor]) -> None:
         self._device = device
-        self._arrays = [tensor.clone().numpy() for tensor in tensors]
+        self._tensors = tensors
 
     def wait(self) -> list[np.ndarray]:
         if self._device.is_guarded:
             raise HostSync("wait")
         self._device.log.append("wait")
-        return self._arrays
+        return [tensor.clone().numpy() for tensor in self._tensors]
 
 
 class RecordingDevice(Device):
@@ -103,8 +134,19 @@ class RecordingDevice(Device):
         self.log: list[str] = []
         self.is_guarded = False
         self._is_capturing = False
+        self._memory = PoisonedMemory()
+        self._depth = 0
         self._hosts: set[int] = set()
         self._host_memory: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        self._memory.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._depth -= 1
+        self._memory.__exit__(*raised)
 
     def memory(self) -> Memory:
         return Memory(2**30, 2**29)
@@ -124,7 +166,7 @@ class RecordingDevice(Device):
 
     def upload(self, array: np.ndarray) -> Tensor:
         self._note("upload")
-        return torch.from_numpy(np.array(array))
+        return self._memory.moved(torch.from_numpy(np.array(array)))
 
     def staged(self, array: np.ndarray) -> Tensor:
         self._note("staged")
@@ -134,8 +176,7 @@ class RecordingDevice(Device):
 
     def fetch(self, tensors: Sequence[Tensor]) -> _Fetched:
         self._note("fetch")
-        with torch._C.DisableTorchFunction():
-            return _Fetched(self, tensors)
+        return _Fetched(self, tensors)
 
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._note("transfer")
@@ -152,7 +193,7 @@ class RecordingDevice(Device):
     def no_sync(self) -> Iterator[None]:
         before, self.is_guarded = self.is_guarded, True
         try:
-            with _NoSync(self._hosts):
+            with nullcontext() if self._depth else self, _NoSync(self._hosts):
                 yield
         finally:
             self.is_guarded = before
@@ -166,7 +207,7 @@ class RecordingDevice(Device):
                 output = run()
         finally:
             self._is_capturing = False
-        return RecordedGraph(self, number, recorder.calls, output)
+        return RecordedGraph(self, number, recorder, output)
 
     def synchronize(self) -> None:
         if self.is_guarded:

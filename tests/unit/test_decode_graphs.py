@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def device() -> RecordingDevice:
-    return RecordingDevice()
+def device() -> Iterator[RecordingDevice]:
+    with RecordingDevice() as device:
+        yield device
 
 
 def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> ModelRunner:

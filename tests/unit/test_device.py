@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
+from support.poisoned_memory import FreedMemory
 from support.recording_device import RecordingDevice
 
 from pdserve.model_files.errors import UnsupportedModel
@@ -77,6 +80,47 @@ def test_nothing_is_sent_or_fetched_while_capturing() -> None:
     graph = device.capture(lambda: X.reshape(2, 3).sum(0))
     graph.replay()
     assert graph.output.tolist() == [3.0, 5.0, 7.0]
+
+
+def test_a_graph_does_not_keep_what_it_reads() -> None:
+    device, x, at = RecordingDevice(), torch.arange(6.0), torch.tensor([1, 4])
+    graph = device.capture(lambda: (x * 2).index_select(0, at))
+    x += 1
+    graph.replay()
+    assert graph.output.tolist() == [4.0, 10.0]
+    at = torch.tensor([1, 4])
+    with pytest.raises(FreedMemory, match=r"graph 0, aten.index_select.default: torch.int64 \[2\] was freed"):
+        graph.replay()
+
+
+def test_what_graphs_compute_in_between_is_not_theirs_between_replays() -> None:
+    device, kept = RecordingDevice(), []
+    graph = device.capture(lambda: kept.append(X * 2) or kept[0] + 1)
+    graph.replay()
+    assert graph.output.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+    [between] = kept
+    graph.replay()
+    between[0] = 99
+    graph.replay()
+    assert (graph.output[0].item(), between[0].item()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32], ids=str)
+def test_memory_that_was_freed_or_never_written_is_poison(dtype: torch.dtype) -> None:
+    with RecordingDevice():
+        here = torch.arange(4).to(dtype)
+        assert here.data_ptr() % 16 == 8
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * here.nbytes).from_address(here.data_ptr()))
+        del here
+        for read in (torch.from_numpy(memory).view(dtype), torch.empty(4, dtype=dtype)):
+            assert bool((read.isnan() if dtype.is_floating_point else read > 2**30).all())
+
+
+def test_tensors_that_are_fetched_are_read_when_they_are_waited_for() -> None:
+    device, x = RecordingDevice(), torch.ones(2)
+    fetched = device.fetch([x])
+    x += 1
+    assert fetched.wait()[0].tolist() == [2.0, 2.0]
 
 
 def test_which_gpu_is_a_number_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

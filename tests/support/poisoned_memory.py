@@ -1,0 +1,106 @@
+"""Memory of a simulated device: what is freed is overwritten, and nothing begins at a multiple of 16 bytes.
+
+A caching allocator gives a freed block to the next tensor of its size, so work that still reads it computes from other
+numbers. Here such work computes from ``POISON``, which is NaN in every float type and beyond every index as an integer,
+and so is memory that nobody has written yet. Blocks begin 8 bytes behind a multiple of 64: slices of one copy lie at
+any multiple of an element, and nothing may rely on more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+POISON = 0x7FFF
+"""Of 16 bits."""
+LINE, BEHIND = 64, 8
+KEPT_BACK = 64
+"""Freed blocks of a size that wait before one of them is used again: until then whoever reads it reads ``POISON``."""
+
+
+class FreedMemory(RuntimeError):
+    """A graph reads memory that was freed after its capture."""
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """Within it, results of operations lie in this memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: dict[int, deque[np.ndarray]] = defaultdict(deque)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        written = "empty" not in func.__name__
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if tensor.untyped_storage().data_ptr() in given else self.moved(tensor, written)
+
+        return tree_map_only(Tensor, moved, out)
+
+    def moved(self, tensor: Tensor, written: bool = True) -> Tensor:
+        """The tensor, in a block of this memory; its values only if it is ``written``."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or tensor.device.type != "cpu":
+            return tensor
+        block = self._block(storage.nbytes())
+        there = torch.from_numpy(block).view(tensor.dtype)
+        if written:
+            there.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, there.shape))
+        return there.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _block(self, nbytes: int) -> np.ndarray:
+        size = -(-nbytes // LINE) * LINE
+        free = self._free[size]
+        memory = free.popleft() if len(free) > KEPT_BACK else _aligned(size)
+        # The tensor's storage holds this view and nothing else does.
+        block = memory[:nbytes]
+        weakref.finalize(block, self._take_back, memory).atexit = False
+        return block
+
+    def _take_back(self, memory: np.ndarray) -> None:
+        memory.view(np.uint16)[:] = POISON
+        self._free[len(memory)].append(memory)
+
+
+class Address:
+    """A tensor as captured work knows it: where it lies, not whether it is still there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor:
+        """What lies there; raises ``FreedMemory``."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise FreedMemory(f"{self._dtype} {list(self._layout[1])} was freed")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those among its leaves."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def overwrite(tensor: Tensor) -> None:
+    """Fill all of its memory with ``POISON``."""
+    torch.empty(0, dtype=torch.int16).set_(tensor.untyped_storage()).fill_(POISON)
+
+
+def _aligned(size: int) -> np.ndarray:
+    room = np.empty(size + 2 * LINE, dtype=np.uint8)
+    begin = -room.ctypes.data % LINE + BEHIND
+    memory = room[begin : begin + size]
+    memory.view(np.uint16)[:] = POISON
+    return memory
