@@ -1,11 +1,12 @@
 """What keeps the keys and prompts in a process's memory, and the files it writes, from other users.
 
 - ``umask 077``: files and folders that a server makes are its user's alone.
-- ``RLIMIT_CORE`` 0: the kernel writes no core dump. Children inherit both.
-- ``PR_SET_DUMPABLE`` 0: no core dump goes to a program that ``core_pattern`` names (the limit does not stop that), and
-  no other process of the same user attaches to this one or reads its memory, environment and descriptors in ``/proc``.
-  The kernel resets it when a program is executed, so each process says it for itself. Signals, pidfds, ``SCM_RIGHTS``,
-  ``SO_PEERCRED`` and a process's own ``/proc/self`` work as before.
+- ``RLIMIT_CORE`` 1 byte: the kernel writes no core dump, and, unlike with 0, hands none to a program that
+  ``core_pattern`` names. Children inherit both.
+- ``PR_SET_DUMPABLE`` 0: no other process of the same user attaches to this one or reads its memory, environment and
+  descriptors in ``/proc``, and the kernel dumps no core whatever the limit. It is reset when a program is executed, so
+  each process says it for itself. Signals, pidfds, ``SCM_RIGHTS``, ``SO_PEERCRED`` and a process's own ``/proc/self``
+  work as before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import resource
 
 PR_SET_DUMPABLE = 4
+CORE_BYTES = 1
 
 
 def prctl(option: int, value: int) -> None:
@@ -35,6 +37,8 @@ def harden(*, allow_dumps: bool, shares_descriptors: bool = False) -> None:
     os.umask(0o077)
     if allow_dumps:
         return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = CORE_BYTES if hard == resource.RLIM_INFINITY else min(hard, CORE_BYTES)
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
     if not shares_descriptors:
         prctl(PR_SET_DUMPABLE, 0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -156,6 +158,13 @@ def test_the_secret_is_in_no_command_line_and_no_environment(pair):
         with contextlib.suppress(psutil.AccessDenied):  # but for root: no other process reads it
             seen += " ".join(process.environ().values())
         assert "secret" not in seen.lower()
+
+
+def test_every_process_makes_private_files_and_dumps_no_core(pair):
+    for process in (*pair.prefill.family().values(), *pair.router.family().values()):
+        status, limits = (Path(f"/proc/{process.pid}/{name}").read_text() for name in ("status", "limits"))
+        assert re.search(r"^Umask:\s+0077$", status, flags=re.MULTILINE), process
+        assert re.search(r"^Max core file size +[01] +[01] ", limits, flags=re.MULTILINE), process
 
 
 def test_a_stranger_that_became_a_peer_gets_no_room_of_others_and_leaves_nothing_behind(pair):

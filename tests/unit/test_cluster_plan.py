@@ -1,13 +1,16 @@
 """What ``pdserve up`` starts, and with which flags."""
 
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from pdserve.router.options import RouterOptions, RouterTargets
+from pdserve.runtime.cluster_secret import ClusterSecret, inherited_descriptors
 from pdserve.runtime.machine.topology import Machine
 from pdserve.runtime.options import ServerOptions
+from pdserve.server import cluster
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
 from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
@@ -182,3 +185,34 @@ def test_clusters_that_cannot_work_are_refused(options):
 def test_cores_that_are_not_there_are_refused():
     with pytest.raises(ClusterOptionsError, match="may not use core 7"):
         plan_cluster(ClusterOptions(cpus="0,7"), machine(2))
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_router_inherits_a_routers_key_and_instances_the_secret(monkeypatch, tmp_path, is_given):
+    (tmp_path / "secret").write_text("s" * 32)
+    read = {}
+
+    class Planned:
+        """Looks at what each process is about to be given, in the place of starting it."""
+
+        def __init__(self, options, plan):
+            for process in plan.processes:
+                path = understood(process).cluster_secret_file
+                read[process.name] = Path(path).read_text(), process.descriptors, inherited_descriptors(path)
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(cluster, "Cluster", Planned)
+    for name in ("harden", "configure_logging"):  # of this process
+        monkeypatch.setattr(cluster, name, lambda *args, **options: None)
+    monkeypatch.setattr(cluster.setproctitle, "setproctitle", lambda title: None)
+    secret_file = str(tmp_path / "secret") if is_given else None
+    assert cluster.run_cluster(ClusterOptions(port=0, cluster_secret_file=secret_file)) == 0
+    secrets = {read[name][0] for name in ("prefill-0", "decode-0")}
+    assert len(secrets) == 1
+    key = ClusterSecret([secrets.pop().encode()]).for_routers().text()
+    assert read["router"][0] == key
+    for name, (_, inherited, needed) in read.items():
+        assert inherited == needed
+        assert len(needed) == (0 if is_given and name != "router" else 1)

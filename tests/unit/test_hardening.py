@@ -51,6 +51,8 @@ from pdserve.runtime.child import start_child
 start_child(sys.argv)
 """
 PRIVATE = 0o077
+NO_CORE = [1, 1]
+"""Less than a page, which is the least that the kernel writes; and it starts no program of ``core_pattern`` then."""
 
 
 def seen(code: str, *argv: str) -> tuple[int, int, list[int], bool]:
@@ -66,7 +68,7 @@ def seen(code: str, *argv: str) -> tuple[int, int, list[int], bool]:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_servers_first_process_is_hardened_unless_told_otherwise(start: str) -> None:
-    assert seen(STARTS[start].format(allow=False)) == (0, PRIVATE, [0, 0], True)
+    assert seen(STARTS[start].format(allow=False)) == (0, PRIVATE, NO_CORE, True)
     dumpable, umask, core, _ = seen(STARTS[start].format(allow=True))
     assert (dumpable, umask) == (1, PRIVATE)
     assert core[0] == core[1]
@@ -76,7 +78,26 @@ def test_a_servers_first_process_is_hardened_unless_told_otherwise(start: str) -
 def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Path, name: str, dumpable: int) -> None:
     spec = tmp_path / "spec.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
-    assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, [0, 0], True)
+    assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
+
+
+def test_a_limit_that_is_lower_already_stays(tmp_path: Path) -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))" + STARTS["router"].format(allow=False)
+    assert seen(code) == (0, PRIVATE, [0, 0], True)
+
+
+@pytest.mark.parametrize("name", ["http", "worker"])
+def test_a_crash_leaves_no_core(tmp_path: Path, name: str) -> None:
+    """Told by the status: whether a core was dumped is a bit of it."""
+    spec = tmp_path / "spec.json"
+    spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
+    # A process that is not hardened would leave its core there.
+    shell = 'cd "$1"; ulimit -c "$(ulimit -H -c)"; exec "$2" -P -c "$3" "$4"'
+    argv = ["sh", "-c", shell, "sh", str(tmp_path), sys.executable, CHILD + "import os; os.kill(os.getpid(), 11)"]
+    pid = os.posix_spawn("/bin/sh", [*argv, str(spec)], os.environ)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == 11
+    assert not os.WCOREDUMP(status)
 
 
 def test_a_run_dir_stays_as_long_as_its_supervisor_lives_wherever_that_is(tmp_path, monkeypatch) -> None:
