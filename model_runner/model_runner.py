@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -93,14 +93,17 @@ class ModelRunner:
         spin_us: int = SPIN_US,
         cpus: tuple[int, ...] | None = None,
         ranks: HostRanks | None = None,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``spin_us``, ``cpus``: see ``Placement``; with ``cpus`` the calling thread is bound to the first already.
+        ``compiling``: within it, compilers are started that are not to inherit the thread's cores.
 
         ``ranks``: the tensor-parallel rank that this is, None for the only one.
         """
         self._spin_us = spin_us
         self._cpus = cpus
         self._ranks = ranks
+        self._compiling = compiling
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             has_weights = options.load_format != "dummy"
@@ -168,7 +171,7 @@ class ModelRunner:
                 )
             labels = choose_channels(options, spec)
         shard = self._shard(options, spec)
-        with self._timed("kernels"):
+        with self._timed("kernels"), self._compiling():
             self.attention_backend = choose_attention_backend(
                 options.attention_backend, spec if shard is None else shard.spec, self.device, self.dtype, kv_dtype
             )

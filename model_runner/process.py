@@ -112,6 +112,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
     steps.capture_graphs()
+    started.settle()
     freeze()
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
@@ -129,12 +130,12 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
-    """Wait for the next frame and do what its messages say, in order; while there is none, tell the results of steps
-    that are open, and with nothing open, prepare KV memory.
+    """Wait for the next frame and do what its messages say, in order. If the oldest open step ends first, tell its
+    result; with nothing open and nothing to do, prepare KV memory.
     """
     steps = worker.steps
     try:
-        commands = receiver.recv(0 if len(steps) else worker.prefault.wait_ms)
+        commands = _next_commands(receiver, worker)
     except UndeclaredMessage as e:
         log.error("%s", e)
         return
@@ -166,6 +167,17 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             worker.engine.submit(command)
         else:
             raise RuntimeError(f"an instance without hand-overs was sent {type(command).__name__}")
+
+
+def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[WorkerCommand]:
+    """The next frame's messages; [] if a step has ended first, or if nothing has come within the time to wait."""
+    steps = worker.steps
+    if not len(steps):
+        return receiver.recv(worker.prefault.wait_ms)
+    # Looks by turns, as waiting for an event does in the driver. Each look into the channel lets other threads run.
+    while not (commands := receiver.recv(0)) and not steps.has_result:
+        pass
+    return commands
 
 
 def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -18,9 +18,11 @@ from ..messages.routes import ToFollower, ToLead
 from ..messages.worker import FollowerCommand, MachineUse, RankLoaded
 from ..runtime.child import ChildContext
 from ..runtime.collector import uncollected
+from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
 from ..runtime.ranks import RankPlace, places, worker_name
+from .gpu_placement import beside_gpu, prefer_node, stay_near
 from .placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
 from .tensor_parallel.rank_placement import plan_rank_placement
 
@@ -50,7 +52,10 @@ RankChannels = LeadChannels | FollowerChannels
 
 
 class Started(NamedTuple):
-    """``ranks``: None where there is one rank only. ``seconds``: what was spent where."""
+    """``ranks``: None where there is one rank only. ``seconds``: what was spent where.
+
+    ``settle``: moves the calling thread to where it stays, when nothing is left to compile.
+    """
 
     model: ModelRunner
     steps: StepRunner
@@ -58,6 +63,7 @@ class Started(NamedTuple):
     machine: MachineUse
     ranks: HostRanks | None
     seconds: dict[str, float]
+    settle: Callable[[], None]
 
 
 def open_channels(ctx: ChildContext) -> RankChannels:
@@ -81,12 +87,11 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
     """Place the threads, load the model or this rank's part; raises ``ModelError`` or ``PlacementError``."""
     options, place = ctx.options, own_place(ctx)
     begin = time.monotonic()
-    placement = plan_rank_placement(options.threads, options.cpus, read_machine(), place)
-    machine = machine_use(placement, host_memory())
-    if place.size > 1:
-        machine = msgspec.structs.replace(machine, reason=f"rank {place.rank} of {place.size}: {machine.reason}")
-    log.info("%s", machine.reason)
-    confine(placement)
+    cores = read_machine()
+    placement = plan_rank_placement(options.threads, options.cpus, cores, place)
+    may_be_gpu = may_use_gpu(options.device)
+    if not may_be_gpu:
+        confine(placement)
     yield_cores(options.compute_nice or 0)
     with uncollected():
         import torch
@@ -94,10 +99,21 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
         from .kernels.build import choose_level
         from .model_runner import ModelRunner
 
+    if may_be_gpu and torch.cuda.is_available():
+        placement = beside_gpu(placement, named=options.cpus is not None)
+    if may_be_gpu:
+        # Of torch alone the kernel's files don't tell whether it knows the GPU.
+        confine(placement)
+    machine = machine_use(placement, host_memory())
+    if place.size > 1:
+        machine = msgspec.structs.replace(machine, reason=f"rank {place.rank} of {place.size}: {machine.reason}")
+    log.info("%s", machine.reason)
     bind_compute_threads(placement)
     imported = time.monotonic()
     ranks = None if place.size == 1 else _make_ranks(ctx, begin, place, placement, channels)
-    model = ModelRunner(options, placement.spin_us, placement.cpus, ranks)
+    model = ModelRunner(options, placement.spin_us, placement.cpus, ranks, lambda: floating(placement))
+    node = None if options.cpus is not None else model.hardware.numa_node()
+    prefer_node(node, cores)
     if model.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
@@ -105,7 +121,7 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
         machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
     steps = _make_steps(model, options.max_running_requests, ranks)
     seconds = {"imports": imported - begin, **model.load_seconds}
-    return Started(model, steps, placement, machine, ranks, seconds)
+    return Started(model, steps, placement, machine, ranks, seconds, lambda: stay_near(node, cores))
 
 
 def freeze() -> None:

@@ -2,7 +2,9 @@
 
 A processor that computes steps itself is through with one when its launch returns, and tells the result at once. A
 device that computes beside the worker is given one step more before the worker waits for it, so that it never runs out
-of work while the host packs a result, or plans.
+of work while the host packs a result, or plans. The worker waits for the next step or the end of the oldest one,
+whichever is first (``has_result``): the scheduler sends a step only after it was told a result, so a worker that waits
+for an end alone finds the next step's message when the device has nothing left to do.
 
 Pages that a step pushes to a peer may go layer by layer while it is computed, on a CPU; all of it is there when the
 result is.
@@ -44,6 +46,11 @@ class StepQueue:
     def is_full(self) -> bool:
         """Whether the oldest result should be waited for before anything else is launched."""
         return len(self._open) > self._ahead
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the oldest step has ended, so that ``collect`` does not wait. There is one."""
+        return self._steps.is_done(self._open[0].launched)
 
     def launch(self, step: ForwardStep) -> None:
         """Have the step computed."""

@@ -201,6 +201,10 @@ class StepRunner:
         for pending in self._open[: max(0, len(self._open) - open_steps)]:
             self._wait(pending)
 
+    def is_done(self, launched: Launched) -> bool:
+        """Whether ``collect`` would return without waiting for the device."""
+        return isinstance(launched, StepResult) or bool(launched.arrays) or launched.fetched.is_done()
+
     def collect(self, launched: Launched) -> StepResult:
         """The step's result; waits for the device, and with it for the pages that are pushed to a peer next.
 

@@ -282,7 +282,7 @@ class ServerOptions:
         out, and no more than the control groups' CPU quota.
     cpus
         Cores that the model worker's threads are bound to, like "0,2-3"; default: bound to none, they float over those
-        that --threads counts.
+        that --threads counts. With a GPU none is bound: they float over these.
     tp_size
         Tensor-parallel ranks, each a process with a part of every layer; --threads and --cpus are of all on this host,
         and divided among them. Where the host has as many NUMA nodes, each rank takes one. On GPUs (not tried on any

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from ..router.options import RouterOptions, RouterTargets
 from ..runtime.cluster_secret import inherited_descriptors
 from ..runtime.cpu_list import format_cores, parse_cpus
 from ..runtime.machine.choose_cores import compute_cores, quota_note
+from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.topology import Machine
 from ..runtime.options import DisaggregationMode, ServerOptions
 from ..runtime.web.ports import LOOPBACK, free_ports, http_url
@@ -208,4 +208,4 @@ def memory_share(options: ClusterOptions, instances: int) -> float | None:
 
 
 def _on_gpu(options: ClusterOptions) -> bool:
-    return options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+    return may_use_gpu(options.device)

@@ -30,6 +30,10 @@ class HostSync(RuntimeError):
 class Fetch(Protocol):
     """Tensors on their way to the host."""
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once; never waits itself."""
+        ...
+
     def wait(self) -> list[npt.NDArray[Any]]:
         """The arrays, and with them everything that was queued before ``fetch``: waits for it."""
         ...
@@ -58,6 +62,10 @@ class Device(ABC):
     def name(self) -> str:
         """What it is: alike devices have the same."""
         return self.torch.type
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is attached to; None if it has none or it is not known."""
+        return None
 
     @abstractmethod
     def memory(self) -> Memory:

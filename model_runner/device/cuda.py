@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...runtime.machine.gpus import numa_node_of
 from ...runtime.machine.memory import Memory
 from .base import Device, Fetch, Graph, T, as_tensor
 
@@ -21,6 +22,10 @@ class _Pinned:
         self._tensors: Sequence[Tensor] | None = tensors
         self._copies = copies
         self._done = done
+
+    def is_done(self) -> bool:
+        done: bool = self._done.query()  # type: ignore[no-untyped-call]
+        return done
 
     def wait(self) -> list[npt.NDArray[Any]]:
         self._done.synchronize()
@@ -60,6 +65,13 @@ class CudaDevice(Device):
     def name(self) -> str:
         """See the base class."""
         return torch.cuda.get_device_name(self.torch)
+
+    def numa_node(self) -> int | None:
+        """See the base class."""
+        properties = torch.cuda.get_device_properties(self.torch)
+        # Older ones of torch do not tell.
+        domain, bus, number = (int(getattr(properties, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device"))
+        return None if min(domain, bus, number) < 0 else numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
     def memory(self) -> Memory:
         """See the base class; what torch holds for later is given back first."""

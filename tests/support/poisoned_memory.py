@@ -31,10 +31,11 @@ class FreedMemory(RuntimeError):
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Within it, results of operations lie in this memory."""
+    """Within it, results of operations lie in this memory. ``behind``: bytes of a block's begin beyond a line."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: int = BEHIND) -> None:
         super().__init__()
+        self._behind = behind
         self._free: dict[int, deque[np.ndarray]] = defaultdict(deque)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -61,7 +62,7 @@ class PoisonedMemory(TorchDispatchMode):
     def _block(self, nbytes: int) -> np.ndarray:
         size = -(-nbytes // LINE) * LINE
         free = self._free[size]
-        memory = free.popleft() if len(free) > KEPT_BACK else _aligned(size)
+        memory = free.popleft() if len(free) > KEPT_BACK else _memory(size, self._behind)
         # The tensor's storage holds this view and nothing else does.
         block = memory[:nbytes]
         weakref.finalize(block, self._take_back, memory).atexit = False
@@ -98,9 +99,9 @@ def overwrite(tensor: Tensor) -> None:
     torch.empty(0, dtype=torch.int16).set_(tensor.untyped_storage()).fill_(POISON)
 
 
-def _aligned(size: int) -> np.ndarray:
+def _memory(size: int, behind: int) -> np.ndarray:
     room = np.empty(size + 2 * LINE, dtype=np.uint8)
-    begin = -room.ctypes.data % LINE + BEHIND
+    begin = -room.ctypes.data % LINE + behind
     memory = room[begin : begin + size]
     memory.view(np.uint16)[:] = POISON
     return memory

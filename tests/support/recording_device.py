@@ -115,6 +115,12 @@ class _Fetched:
     def __init__(self, device: RecordingDevice, tensors: Sequence[Tensor]) -> None:
         self._device = device
         self._tensors = tensors
+        self._asked = 0
+
+    def is_done(self) -> bool:
+        """Not when it is first asked."""
+        self._asked += 1
+        return self._asked > 1
 
     def wait(self) -> list[np.ndarray]:
         if self._device.is_guarded:
@@ -129,12 +135,12 @@ class RecordingDevice(Device):
     beside = True
     can_capture = True
 
-    def __init__(self) -> None:
+    def __init__(self, memory: PoisonedMemory | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self.log: list[str] = []
         self.is_guarded = False
         self._is_capturing = False
-        self._memory = PoisonedMemory()
+        self._memory = memory or PoisonedMemory()
         self._depth = 0
         self._hosts: set[int] = set()
         self._host_memory: list[Tensor] = []
