@@ -1,4 +1,9 @@
-"""Where an instance's processes keep their sockets and small files."""
+"""The private folder of a running server: its sockets and small files.
+
+It is locked (flock) as long as its server lives. A folder that is not locked was left behind by a server that was
+killed, and the next server of the same user removes it. A process number would not tell: containers may share /tmp and
+not their processes. systemd-tmpfiles leaves a locked folder alone, too.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,51 @@ from pathlib import Path
 
 SOCKET_PATH_CHARS = 107
 """The longest name of a Unix socket."""
-PREFIX = "pdserve-"
+RUN_DIR_PREFIX = "pdserve-"
 RUN_DIR_CHARS = len("/pdserve-4194304-abcdefgh/worker_events.ipc")
 """The longest path of an instance's socket, within the folder for temporary files."""
 SHORT_FOLDER = Path("/tmp")
+
+
+class RunDir:
+    """A new folder that only this user can enter, until ``remove``. Raises ``OSError`` where it can't be made."""
+
+    def __init__(self) -> None:
+        remove_stale_run_dirs()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}-", dir=run_dir_parent()))
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # a server that starts at this moment took it for one left behind
+                continue
+            with suppress(OSError):  # a file system without locks: there, nobody can lock it to remove it either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete the folder, and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_stale_run_dirs() -> None:
+    """Delete the run directories of this user's servers that were killed too hard to remove their own."""
+    for path in run_dir_parent().glob(f"{RUN_DIR_PREFIX}*-*"):
+        # Another server that starts at this moment may have removed it; a living one holds the lock.
+        with suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def run_dir_parent() -> Path:
@@ -24,44 +70,3 @@ def run_dir_parent() -> Path:
     """
     folder = Path(tempfile.gettempdir())
     return folder if len(str(folder)) <= SOCKET_PATH_CHARS - RUN_DIR_CHARS else SHORT_FOLDER
-
-
-def make_run_dir() -> tuple[Path, int]:
-    """Make a directory that only this user can enter, and lock it.
-
-    Returns the directory, and the descriptor that holds the lock until this process closes it or dies.
-    """
-    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=run_dir_parent()))
-    lock = _open(path)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return path, lock
-
-
-def remove_stale_run_dirs() -> None:
-    """Remove the run directories of supervisors that were killed too hard to remove their own.
-
-    Such a supervisor's process is gone and its lock free. Neither says enough alone: a live supervisor is not seen in
-    ``/proc`` from another container that shares the folder, nor with ``hidepid``; one that has just made its directory
-    has not locked it yet.
-    """
-    for path in run_dir_parent().glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).split("-")[0]
-        # Another process that starts at this moment may have removed it.
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if pid.isdecimal() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                _remove_unlocked(path)
-
-
-def _remove_unlocked(path: Path) -> None:
-    lock = _open(path)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass  # its supervisor lives
-    finally:
-        os.close(lock)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -43,7 +42,7 @@ from .options import ServerOptions
 from .output import copy_to_stderr
 from .python import python_command
 from .ranks import is_worker
-from .run_dir import make_run_dir, remove_stale_run_dirs
+from .run_dir import RunDir
 from .signals import FAILED, STOP, handle_signals
 from .web.ports import check_port_free, hold_free_port, http_url
 
@@ -91,8 +90,8 @@ class Supervisor:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        remove_stale_run_dirs()
-        self.run_dir, self._run_dir_lock = make_run_dir()
+        self._own_dir = RunDir()
+        self.run_dir = self._own_dir.path
         self.children: list[Child] = []
         self._ctx: zmq.Context[Any] = zmq.Context()
         self._inbox: Receiver[Any] = Receiver(self._ctx, ipc_address(self.run_dir, "supervisor"), ToSupervisor)
@@ -124,8 +123,7 @@ class Supervisor:
             self._inbox.close()
             # The children are gone: nothing that is still queued has a reader.
             self._ctx.destroy(linger=0)
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-            os.close(self._run_dir_lock)
+            self._own_dir.remove()
         # Said last, so that it is what a log's reader sees first.
         if code:
             log.error("%s", failure)

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from support.machine import limit
 
-from pdserve.runtime import run_dir
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
 
@@ -98,16 +97,3 @@ def test_a_crash_leaves_no_core(tmp_path: Path, name: str) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.WTERMSIG(status) == 11
     assert not os.WCOREDUMP(status)
-
-
-def test_a_run_dir_stays_as_long_as_its_supervisor_lives_wherever_that_is(tmp_path, monkeypatch) -> None:
-    """Its process may be one that ``/proc`` does not show: of another container, or hidden."""
-    monkeypatch.setattr(run_dir, "run_dir_parent", lambda: tmp_path)
-    monkeypatch.setattr(os, "getpid", lambda: 2**30)
-    path, lock = run_dir.make_run_dir()
-    assert path.stat().st_mode & 0o777 == 0o700
-    run_dir.remove_stale_run_dirs()
-    assert path.exists()
-    os.close(lock)
-    run_dir.remove_stale_run_dirs()
-    assert not path.exists()
