@@ -54,10 +54,13 @@ def make_client(options: RouterOptions) -> HttpClient:
     return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS, cluster)
 
 
-def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> ASGIApp:
+def make_app(
+    options: RouterOptions, on_fault: Callable[[BaseException], None], own_admin_key: str | None = None
+) -> ASGIApp:
     """The application. Its lifespan runs the health checks.
 
     ``on_fault`` is told when these break; the instances' states are then no longer true, so it must end the process.
+    ``own_admin_key``: see ``guard``.
     """
     fleet = Fleet(options)
     client = make_client(options)
@@ -113,7 +116,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         },
         lifespan=lifespan,
     )
-    return guard(app, options, Server.ROUTER, visits, metrics.visited)
+    return guard(app, options, Server.ROUTER, visits, metrics.visited, own_admin_key=own_admin_key)
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:

@@ -25,7 +25,10 @@ from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
+from ..runtime.run_dir import RunDir
 from ..runtime.signals import STOP, ignore_stray_signals, unignored
+from ..runtime.web.keys import read_keys
+from ..runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 from ..runtime.web.ports import http_url, listen
 from ..runtime.web.server import server_config
 from .app import make_app
@@ -101,15 +104,37 @@ def run_router(options: RouterOptions) -> int:
     def on_fault(error: BaseException) -> None:
         server.end_on_fault(error)
 
-    config = server_config(
-        make_app(options, on_fault),
-        options,
-        files_each=FILES_EACH,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=int(options.drain_timeout),
-    )
-    server = RouterServer(config)
-    counts = len(parse_prefill(options.prefill)), len(options.decode), len(options.worker)
-    logger.info("%s: %d prefill, %d decode, %d unified", http_url(options.host, options.port), *counts)
-    uvloop.run(server.serve(sockets=[listener]))
+    with own_key(options) as key:
+        config = server_config(
+            make_app(options, on_fault, key),
+            options,
+            files_each=FILES_EACH,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=int(options.drain_timeout),
+        )
+        server = RouterServer(config)
+        counts = len(parse_prefill(options.prefill)), len(options.decode), len(options.worker)
+        logger.info("%s: %d prefill, %d decode, %d unified", http_url(options.host, options.port), *counts)
+        uvloop.run(server.serve(sockets=[listener]))
     return 1 if server.failed else 0
+
+
+@contextlib.contextmanager
+def own_key(options: RouterOptions) -> Iterator[str | None]:
+    """The admin key that this router draws, None where it was given one, or has no cluster secret: it can give orders
+    only to instances that know it.
+    """
+    if options.cluster_secret_file is None or read_keys(options).has_admin:
+        yield None
+        return
+    try:
+        run_dir = RunDir()
+    except OSError as e:
+        logger.warning("no folder for an admin key (%s): nobody is the admin, unless --admin-key-file names a key", e)
+        yield None
+        return
+    try:
+        draw_own_admin_key(options, run_dir.path)
+        yield own_admin_key(run_dir.path)
+    finally:
+        run_dir.remove()

@@ -44,6 +44,7 @@ from .python import python_command
 from .ranks import is_worker
 from .run_dir import RunDir
 from .signals import FAILED, STOP, handle_signals
+from .web.own_admin_key import draw_own_admin_key
 from .web.ports import check_port_free, hold_free_port, http_url
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Supervisor:
         try:
             if self._answers:
                 check_address(self.options.host, self.options.port, "--port")
+                draw_own_admin_key(self.options, self.run_dir)
             self._start_children()
             self._wait_until_ready()
             if self._signalled is None:

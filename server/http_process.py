@@ -27,6 +27,7 @@ from ..runtime.open_files import allow_many_connections
 from ..runtime.signals import FAILED, STOP
 from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.keys import caches_by_key
+from ..runtime.web.own_admin_key import own_admin_key
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
@@ -58,7 +59,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
         max_requests=options.max_queued_requests + options.max_running_requests,
     )
     config = server_config(
-        make_app(options, engine, ctx.epoch, model),
+        make_app(options, engine, ctx.epoch, model, own_admin_key(ctx.run_dir)),
         options,
         log_level="error",  # it warns of each request that is none: any stranger could fill the log
         timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,

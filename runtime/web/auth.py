@@ -9,7 +9,7 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .cluster_auth import PROOF_HEADER, PROOF_PATH, SIGNATURE_HEADER, ClusterServer
-from .keys import ADMIN, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
+from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
 from .visits import Visit
@@ -17,6 +17,10 @@ from .visits import Visit
 KEY_HEADERS = (b"authorization", b"x-api-key")
 NO_KEY = 'this server needs a key; send the header "Authorization: Bearer KEY"'
 NO_ADMIN = "this key may not use this path, which shows or changes what is others': it needs the --admin-key-file's"
+NO_ADMIN_KEY = (
+    'this needs the admin\'s key: send the header "Authorization: Bearer KEY" with the key of --admin-key-file, or of '
+    "the file that the server's log names at its start"
+)
 
 
 class ApiKeyAuth:
@@ -74,17 +78,25 @@ class ApiKeyAuth:
             if access not in self._open:
                 await error_answer(401, NO_KEY)(scope, receive, send)
                 return
-            caller = Caller("", is_admin=False)
+            caller = ANYBODY
+        elif self._needs_admin(access) and not caller.is_admin:
+            Visit.of(scope).is_known = bool(caller.name)
+            refusal = error_answer(403, NO_ADMIN) if caller.name else error_answer(401, NO_ADMIN_KEY)
+            await refusal(scope, receive, send)
+            return
         else:
             Visit.of(scope).is_known = True
-            if access is Access.ADMIN and not caller.is_admin:
-                await error_answer(403, NO_ADMIN)(scope, receive, send)
-                return
         if caller.name:
             Visit.of(scope).details["key"] = caller.name
         scope[SCOPE_KEY] = caller
         scope["headers"] = self._headers(scope["headers"], caller)
         await self._app(scope, receive, send)
+
+    def _needs_admin(self, access: Access) -> bool:
+        """Whether a path is the admin's alone. A router that was given no keys leaves that to the instances."""
+        if self._is_router and not self._keys:
+            return False
+        return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))
 
     def _proving(self, scope: Scope, send: Send) -> Send:
         if self._cluster is None or scope["path"] != PROOF_PATH:
@@ -101,11 +113,11 @@ class ApiKeyAuth:
         headers = [header for header in headers if header[0] != KEY_NAME_HEADER]
         if not self._is_router:
             return headers
-        if not caller.is_admin:
+        if self._keys and not caller.is_admin:
             headers.append((KEY_NAME_HEADER, caller.name.encode()))
         if self._signs:
-            # A router that asks for no keys leaves it to the instances.
-            if self._keys:
+            # A router that was given no keys leaves it to the instances, but for the admin key that it drew.
+            if self._keys or caller.is_admin:
                 headers = [header for header in headers if header[0] not in KEY_HEADERS]
                 if caller.is_admin:
                     headers.append((KEY_NAME_HEADER, ADMIN.encode()))

@@ -45,17 +45,21 @@ def guard(
     counts: VisitCounts,
     on_end: Callable[[Visit, float], None] | None = None,
     epoch: str = "",
+    own_admin_key: str | None = None,
 ) -> ASGIApp:
     """Return ``app`` behind the access log and every check that comes before a request is read.
 
-    ``on_end`` is told of each request, and how many seconds it took. ``epoch``: of an instance. Raises
-    ``KeyFileError``, ``ClusterSecretError``, and ``ValueError`` for an address that is none.
+    ``on_end`` is told of each request, and how many seconds it took. ``epoch``: of an instance. ``own_admin_key``: the
+    key that the server drew at its start; it counts where ``options`` name no admin's. Raises ``KeyFileError``,
+    ``ClusterSecretError``, and ``ValueError`` for an address that is none.
     """
     is_router, secret = server is Server.ROUTER, None
     if not is_router:
         secret = ClusterSecret.read(options.cluster_secret_file)
     cluster = ClusterServer(secret, epoch, options.host, options.port) if secret is not None else None
     keys, table = read_keys(options), PathTable.of(server)
+    if own_admin_key is not None:
+        keys = keys.with_own_admin(own_admin_key)
     limited = RequestLimit(app, table, options.max_concurrent_requests)
     checked = ApiKeyAuth(
         PathGuard(limited, table),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -45,8 +45,8 @@ class Caller(NamedTuple):
         return cast(Caller, scope.get(SCOPE_KEY, ANYBODY))
 
 
-ANYBODY = Caller("", is_admin=True)
-"""Where no keys are asked for, everybody is the one who runs the server."""
+ANYBODY = Caller("", is_admin=False)
+"""A client without a key, where none is asked for: all of them are one user, and none is the admin."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,35 @@ class Keys:
     """The keys that a server takes; ``users``: by name. Without any, everybody is a user.
 
     Without an admin key, the holder of the only key is the admin: of several users none may flush what all have cached.
+    ``own_admin``: the admin key that the server drew itself, where the options name no admin. It counts for nothing
+    else: where no other key is given, the server asks for none.
     """
 
     users: dict[str, str]
     admin: str | None = None
+    own_admin: str | None = None
     _by_digest: dict[bytes, Caller] = field(init=False, repr=False, compare=False)
     """Callers by the SHA-256 of their key: finding one takes the same time however many there are."""
 
     def __post_init__(self) -> None:
         only_key = self.admin is None and len(self.users) == 1
         callers = {_digest(key.encode()): Caller(user, is_admin=only_key) for user, key in self.users.items()}
-        if self.admin is not None:
-            callers[_digest(self.admin.encode())] = Caller(ADMIN, is_admin=True)
+        for key in (self.admin, self.own_admin):
+            if key is not None:
+                callers[_digest(key.encode())] = Caller(ADMIN, is_admin=True)
         object.__setattr__(self, "_by_digest", callers)
 
     def __bool__(self) -> bool:
         return bool(self.users or self.admin)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether one of the keys that were given is an admin's."""
+        return self.admin is not None or len(self.users) == 1
+
+    def with_own_admin(self, key: str) -> Keys:
+        """These keys, and the admin key that the server drew where it was given none."""
+        return self if self.has_admin else replace(self, own_admin=key)
 
     @property
     def are_several(self) -> bool:
@@ -89,11 +102,13 @@ class Keys:
                 given = given or value
             elif name == KEY_NAME_HEADER:
                 speaks_for = value.decode("latin-1")
-        found = ANYBODY if not self else None if self.users else Caller("", is_admin=False)
+        found = None if self.users else ANYBODY
         # What the time of this lookup tells is about digests, from which no key follows.
-        if self and given:
+        if given:
             found = self._by_digest.get(_digest(given), found)
-        if speaks_for is not None and found in (ANYBODY, Caller(ADMIN, is_admin=True)):
+        # Where no key is asked for, whoever comes may be a router that asks for keys, and knows whose request it is.
+        speaker = ANYBODY if self.admin is None else Caller(ADMIN, is_admin=True)
+        if speaks_for is not None and found == speaker:
             return Caller(speaks_for if NAME.fullmatch(speaks_for) else "", is_admin=False)
         return found
 

@@ -21,8 +21,10 @@ class Access(Enum):
     """Everybody with ``--metrics-without-key``, else every key."""
     USER = auto()
     """Every key; everybody where no key is asked for."""
+    CACHE = auto()
+    """The admin key, the only key, or everybody where no key was given: what they compute empties a cache as well."""
     ADMIN = auto()
-    """The admin key, the only key, or everybody where no key is asked for."""
+    """The admin key or the only key. A server that was given neither draws an admin key at its start."""
 
 
 class Server(Flag):
@@ -90,7 +92,7 @@ PATHS = (
     PathFacts("/docs", GET, Access.USER, Server.INSTANCE),
     # Hand-overs name the requests of every key.
     PathFacts("/transfers", GET, Access.ADMIN),
-    PathFacts("/flush_cache", POST, Access.ADMIN),
+    PathFacts("/flush_cache", POST, Access.CACHE),
     PathFacts("/kv/resize", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/kv/hashes", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/release_memory_occupation", POST, Access.ADMIN, Server.INSTANCE),

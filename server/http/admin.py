@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq, Transfers, TransfersReq
 from ...messages.sampling import SamplingParams
+from ...runtime.web.auth import NO_ADMIN_KEY
 from ...runtime.web.json_response import json_response
-from ...runtime.web.keys import Caller
+from ...runtime.web.keys import ANYBODY, Caller
 from .admin_schemas import AbortBody
 from .engine_response import watch_disconnect
 from .errors import ApiError, ClientGone
@@ -129,9 +130,11 @@ async def flush_cache(request: Request) -> Response:
 async def abort_request(request: Request) -> Response:
     """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short.
 
-    Whoever is not the admin means requests with its own key.
+    Whoever is not the admin means requests with its own key; without a key, one whose name it knows.
     """
     engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
     body = await parse_body(request, AbortBody)
+    if body.abort_all and caller == ANYBODY:
+        raise ApiError(401, f"abort_all: {NO_ADMIN_KEY}", param="abort_all")  # without a key nothing is one's own
     count = engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)
     return json_response(count._asdict())

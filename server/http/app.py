@@ -146,8 +146,17 @@ QUERIES = {
 """The parameters behind a path's question mark."""
 
 
-def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
-    """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
+def make_app(
+    options: ServerOptions,
+    engine: EngineClient,
+    epoch: str,
+    model: ServedModel | None = None,
+    own_admin_key: str | None = None,
+) -> ASGIApp:
+    """The application in front of ``engine``; ``model`` None: what the options say of it, without its files.
+
+    ``own_admin_key``: see ``guard``.
+    """
     app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False, docs_url=None, redoc_url=None)
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
@@ -184,4 +193,4 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.add_api_route("/docs", docs_page, methods=["GET"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
-    return guard(app, options, Server.INSTANCE, counts, epoch=epoch)
+    return guard(app, options, Server.INSTANCE, counts, epoch=epoch, own_admin_key=own_admin_key)

@@ -9,6 +9,7 @@ import threading
 
 import httpx
 import pytest
+from support.admin_key import as_admin
 from support.fake_cuda_driver import IMPORT_PATH
 from support.import_path import with_inherited
 from support.libraries import is_missing
@@ -200,6 +201,7 @@ def moved_stream(router) -> list[int]:
             url + "/migrate",
             json={"rid": "moves", "bootstrap_host": "127.0.0.1", "bootstrap_port": other["bootstrap_port"]},
             timeout=limit(30),
+            auth=as_admin(),
         )
         for url, other in zip(decodes, reversed(told), strict=True)
     ]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.admin_key import ADMIN_KEY
 from support.doc_examples import Command, Kind, commands, kind_of
 from support.machine import limit
 from support.processes import ONE_THREAD, Pair, launched, pd_pair
@@ -62,6 +63,7 @@ def script(command: Command, pair: Pair) -> str:
 def run(command: Command, pair: Pair, folder: Path) -> str:
     """What the example prints; it must succeed."""
     (folder / "questions.txt").write_text(f"{QUESTION}\n")
+    (folder / "admin-key").write_text(f"{ADMIN_KEY}\n")
     ran = subprocess.run(
         ["bash", "-c", script(command, pair)],
         cwd=folder,
@@ -132,7 +134,7 @@ ANSWERS: dict[str, Callable[[str, Path], None]] = {
     "curl -N http://127.0.0.1:8000/generate": is_stream_about_paris,
     "curl http://127.0.0.1:8000/v1/chat/completions": is_paris,
     "curl http://127.0.0.1:8000/server_info": has_keys("role", "router", "instances"),
-    "curl -s localhost:30000/server_info | jq .kv_debug": has_keys("compared_pages"),
+    "ask localhost:30000/server_info | jq .kv_debug": has_keys("compared_pages"),
     "diff <(hashes": is_empty,
     'curl http://127.0.0.1:30000/generate -d "$BODY" &': are_two_legs,
     "pdserve chat": is_said_paris,

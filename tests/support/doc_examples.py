@@ -134,7 +134,7 @@ def kind_of(command: Command) -> Kind:
     text = command.text
     if text in NOT_RUN:
         return Kind.NOT_RUN
-    if re.search(r"\bcurl\b|\bhashes\b|pdserve chat|pdserve check --url|pdserve completion|^\w+='", text):
+    if re.search(r"\bcurl\b|\bhashes\b|^ask |pdserve chat|pdserve check --url|pdserve completion|^\w+='", text):
         return Kind.LIVE
     for prefix, kind in (("pdserve ", Kind.OPTIONS), ("nohup pdserve ", Kind.OPTIONS), ("python -c ", Kind.PYTHON)):
         if text.startswith(prefix):

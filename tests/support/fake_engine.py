@@ -43,6 +43,7 @@ from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.keys import caches_by_key
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
+from support.admin_key import ADMIN_KEY, as_admin
 from support.machine import limit
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class FakeEngine:
             max_logprobs=self.options.max_logprobs_per_request,
             max_requests=self.options.max_queued_requests + self.options.max_running_requests,
         )
-        self.app: ASGIApp = make_app(self.options, self.client, epoch="e1")
+        self.app: ASGIApp = make_app(self.options, self.client, "e1", own_admin_key=ADMIN_KEY)
         self.hold = hold
         self.mute = mute
         self.pong = Pong(0, True)
@@ -194,9 +195,12 @@ class FakeEngine:
         asyncio.get_running_loop().call_soon(self.client.dispatch, [message])
 
     def http(self, **headers: str | bytes) -> httpx.AsyncClient:
-        """A client of the app, without sockets; an error that the app doesn't handle is raised here."""
-        transport = httpx.ASGITransport(app=self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+        """A client of the app, without sockets; an error that the app doesn't handle is raised here.
+
+        Without headers of its own it shows the admin key where that is needed.
+        """
+        transport, auth = httpx.ASGITransport(app=self.app), None if headers else as_admin()
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, auth=auth)
 
     async def post(self, path: str, body: Any) -> httpx.Response:
         """POST ``body`` as JSON."""

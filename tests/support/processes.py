@@ -21,6 +21,7 @@ import psutil
 
 from pdserve.runtime.python import python_command
 
+from .admin_key import ADMIN_KEY, as_admin
 from .hostile_folder import hostile_folder
 from .machine import limit
 
@@ -124,7 +125,9 @@ class Launched:
     enter: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     client: httpx.Client = field(
-        default_factory=lambda: httpx.Client(timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False)
+        default_factory=lambda: httpx.Client(
+            timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False, auth=as_admin()
+        )
     )
 
     @property
@@ -134,8 +137,9 @@ class Launched:
 
     def start(self) -> None:
         """Launch; doesn't wait."""
+        args = [*self.args, *self._admin_args()]
         with self.log_path.open("ab") as log:
-            argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *self.args, python=self.python)]
+            argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *args, python=self.python)]
             if self.groups:
                 enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
                 argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]
@@ -148,6 +152,16 @@ class Launched:
                 env=folder.environment(self.env),
                 cwd=folder.path,
             )
+
+    def _admin_args(self) -> list[str]:
+        """One admin key for all instances, so that a router without keys can pass it on; the rest is as without."""
+        if self.args[0] == "router" or any(arg.startswith(("--api-key", "--admin-key")) for arg in self.args):
+            return []
+        file = self.log_path.with_name("admin-key")
+        if not file.exists():
+            file.touch(0o600)
+            file.write_text(ADMIN_KEY)
+        return ["--admin-key-file", str(file), "--cache-by-key=false"]
 
     def is_healthy(self) -> bool:
         """Whether /health says 200; fails the test when the process has died."""

@@ -232,6 +232,26 @@ def test_a_router_without_keys_passes_the_clients_on(files: dict[str, str]) -> N
     assert dict(seen[0]) == {b"authorization": b"Bearer a-key"}
 
 
+def test_the_key_that_a_router_without_keys_drew_is_the_admins_at_every_instance(files: dict[str, str]) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    keys = Keys({}).with_own_admin("drawn")
+    auth = ApiKeyAuth(app, keys, PathTable.of(Server.ROUTER), is_router=True, signs=True)
+    headers = [(b"authorization", b"Bearer drawn"), (KEY_NAME_HEADER, b"alice")]
+    scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": headers, **visited()}
+    asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]
+    assert seen == [[(KEY_NAME_HEADER, b"(admin)")]]
+
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/drain", b"(admin)", body=BODY) == 400  # it was let in: a prompt is no order
+        assert await ask(engine, "/drain") == 401
+
+    with_engine(run, cluster_secret_file=files["cluster_secret_file"])
+
+
 # --- a stranger at an instance's port ---
 
 Answer = Callable[[bytes], bytes]

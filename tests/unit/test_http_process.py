@@ -19,13 +19,14 @@ import zmq
 from support.machine import limit
 
 from pdserve.messages.channel import Receiver, Sender, ipc_address
-from pdserve.messages.control import Ready
+from pdserve.messages.control import Ready, StopAsked
 from pdserve.messages.outputs import FinishReason, FinishType, ReqMeta, ReqText, TextBatch, Timing
 from pdserve.messages.requests import TokenizeReq
 from pdserve.messages.routes import ToSupervisor, ToTokenizer
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.signals import STOP
+from pdserve.runtime.web.own_admin_key import draw_own_admin_key
 
 TIMEOUT_MS = 30_000
 
@@ -97,6 +98,18 @@ def test_serves_survives_strange_frames_and_ends_when_told(tmp_path: Path) -> No
         assert it.process.returncode == 0
         assert log.count("dropped a frame") == 2
         assert "Traceback" not in log
+
+
+def test_only_the_user_who_runs_it_can_end_it(tmp_path: Path) -> None:
+    """Whoever reaches the port can't: the key of such orders is in a file that others can't read."""
+    draw_own_admin_key(ServerOptions(), tmp_path)
+    key = (tmp_path / "admin-key").read_text().strip()
+    with ring(tmp_path, free_port()) as it, httpx.Client(timeout=limit(30)) as client:
+        it.supervisor.recv(TIMEOUT_MS)
+        assert client.post(it.url + "/drain").status_code == 401
+        assert client.post(it.url + "/drain", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        [asked] = it.supervisor.recv(TIMEOUT_MS)
+        assert isinstance(asked, StopAsked)
 
 
 def test_a_port_in_use_ends_it_with_a_clear_line(tmp_path: Path) -> None:

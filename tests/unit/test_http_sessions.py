@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 import msgspec
 import pytest
+from support.admin_key import ADMIN_KEY
 from support.fake_engine import FakeEngine, events, with_engine
 from support.sim import make_generate
 
@@ -343,7 +344,7 @@ def test_an_owner_is_a_key_and_no_path(options, tmp_path, owner):
     other.write_text("not ours")
 
     async def run(engine: FakeEngine) -> None:
-        async with engine.http() as client:
+        async with engine.http(authorization=f"Bearer {ADMIN_KEY}") as client:
             assert (await client.delete(f"/kv/sessions/s?owner={owner}")).status_code == 400
             body = {"name": "s", "owner": unquote(owner)}
             assert (await client.post("/kv/restore", json=body)).status_code in (400, 422)

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 import uvloop
+from support.admin_key import as_admin
 from support.fake_engine import FakeEngine
 from support.machine import limit
 from support.router_rig import FLOOD_EVENTS, Rig
@@ -252,6 +253,7 @@ def test_more_requests_than_the_limit_are_refused_and_polls_are_not() -> None:
     async def run() -> None:
         engine = FakeEngine(hold=True, max_concurrent_requests=2)
         async with serving(engine) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            client.auth = as_admin()
             asked = [asyncio.create_task(client.post("/generate", json={"text": "a"})) for _ in range(2)]
             await engine.wait_for(lambda: len(engine.requests) == 2)
             refused = await client.post("/generate", json={"text": "a"})

@@ -13,6 +13,7 @@ from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, read_keys
+from pdserve.runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 
 ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
 
@@ -111,9 +112,72 @@ def test_an_only_key_may_do_everything_and_several_may_not(files: dict[str, Any]
     assert not any(caller(several, bearer(key)).is_admin for key in ("one", "a-key"))  # type: ignore[union-attr]
 
 
-def test_without_keys_everybody_is_the_admin_and_may_speak_for_somebody() -> None:
-    assert caller(Keys({})) == ANYBODY
-    assert caller(Keys({}), (b"x-pdserve-key-name", b"alice")) == Caller("alice", is_admin=False)
+def test_without_keys_everybody_is_one_user_and_may_speak_for_somebody() -> None:
+    for keys in (Keys({}), Keys({}).with_own_admin("drawn")):
+        assert caller(keys) == caller(keys, bearer("anything")) == ANYBODY == Caller("", is_admin=False)
+        assert caller(keys, (b"x-pdserve-key-name", b"alice")) == Caller("alice", is_admin=False)
+
+
+def test_a_key_that_was_drawn_is_the_admins_only_where_no_other_is(files: dict[str, Any]) -> None:
+    several = read_keys(Options(api_key_file=files["api_key_file"]))
+    for keys in (Keys({}), several):
+        assert caller(keys.with_own_admin("drawn"), bearer("drawn")) == Caller(ADMIN, is_admin=True)
+        assert bool(keys.with_own_admin("drawn")) == bool(keys)
+        assert keys.with_own_admin("drawn").are_several == keys.are_several
+    for keys in (read_keys(Options("one")), read_keys(Options(**files)), Keys({}, "the-admin")):
+        assert keys.with_own_admin("drawn") == keys
+
+
+def test_the_key_that_was_drawn_can_be_read_by_the_user_who_runs_the_server(
+    files: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    draw_own_admin_key(Options(**files), tmp_path)
+    assert own_admin_key(tmp_path) is None
+    draw_own_admin_key(Options(), tmp_path)
+    file = tmp_path / "admin-key"
+    assert (own_admin_key(tmp_path), file.stat().st_mode & 0o777) == (file.read_text().strip(), 0o600)
+    assert str(file) in caplog.text
+    assert file.read_text().strip() not in caplog.text
+
+
+STRANGER = {"rid": "r", "bootstrap_host": "127.0.0.1", "bootstrap_port": 1}
+ORDERS: list[tuple[str, dict[str, Any]]] = [
+    ("/drain", {}),
+    ("/migrate", STRANGER),
+    ("/role", {"role": "decode"}),
+    ("/release_memory_occupation", {}),
+    ("/resume_memory_occupation", {}),
+    ("/kv/resize", {"max_total_tokens": 16}),
+    ("/abort_request", {"abort_all": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ORDERS)
+def test_without_keys_nobody_ends_or_changes_an_instance(path: str, body: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        for key in ("", "Bearer anything"):
+            async with engine.http(authorization=key) as client:
+                refused = await client.post(path, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert "--admin-key-file" in refused.json()["error"]["message"]
+        assert (engine.questions, engine.aborts) == ([], [])
+
+    with_engine(run)
+
+
+def test_without_keys_everybody_may_generate_look_flush_and_abort_what_they_can_name() -> None:
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http(authorization="") as client:
+            running = asyncio.create_task(client.post("/generate", json=ONE | {"rid": "mine"}))
+            await engine.wait_for(lambda: bool(engine.requests))
+            assert (await client.post("/abort_request", json={"rid": "mine"})).json()["aborted"] == 1
+            assert (await running).status_code == 200
+            assert (await client.post("/flush_cache")).status_code == 200
+            info = (await client.get("/server_info")).json()
+            assert (info["role"], "epoch" in info) == ("unified", False)
+
+    with_engine(run, hold=True)
 
 
 def test_with_an_admin_key_alone_everybody_is_a_user(files: dict[str, Any]) -> None:

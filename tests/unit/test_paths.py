@@ -33,12 +33,14 @@ MAY = {
     Access.OPEN: {"none", "wrong", "user", "admin"},
     Access.METRICS: {"user", "admin"},
     Access.USER: {"user", "admin"},
+    Access.CACHE: {"admin"},
     Access.ADMIN: {"admin"},
 }
 NOT_THE_USERS = {
     Access.OPEN: {"/health", "/readyz", "/livez", "/moved"},
     Access.METRICS: {"/metrics", "/metrics/targets"},
-    Access.ADMIN: {"/transfers", "/flush_cache", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
+    Access.CACHE: {"/flush_cache"},
+    Access.ADMIN: {"/transfers", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
     | {"/release_memory_occupation", "/resume_memory_occupation"},
 }
 ERROR_FIELDS = {"message", "type", "code", "param", "status"}
@@ -132,6 +134,25 @@ def test_who_may_do_what(keys: dict[str, str]) -> None:
                     assert reached == (answer.status_code == 200), case
 
     on_both(check, **keys)
+
+
+def test_without_keys_nobody_is_the_admin_and_a_router_leaves_it_to_the_instances() -> None:
+    async def check(front: Front) -> None:
+        is_instance = front.table.find("/drain") is not None
+        for facts in front.table.paths:
+            for name, headers in KEYS.items():
+                async with front.http(**headers) as client:
+                    answer = await client.request(
+                        facts.methods[0], facts.path.partition("{")[0] + "x" * ("{" in facts.path)
+                    )
+                case = (facts.path, name)
+                if is_instance and facts.access is Access.ADMIN:
+                    assert is_error(answer, 401), case
+                    assert "--admin-key-file" in answer.json()["error"]["message"]
+                else:
+                    assert answer.status_code == 200, case
+
+    on_both(check)
 
 
 def test_head_is_answered_wherever_get_is() -> None:

@@ -1,22 +1,27 @@
 """The router as an OS process: its title, its end, and what it does not load."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 from support.machine import limit
 from support.processes import wait_until
 
+from pdserve.runtime.signals import STOP
+
 RUN = """
 import sys
 from pdserve.router.options import RouterOptions
 from pdserve.router.process import run_router
-code = run_router(RouterOptions(worker=["http://127.0.0.1:9"], port=int(sys.argv[1])))
+secret = sys.argv[2] if sys.argv[2:] else None
+code = run_router(RouterOptions(worker=["http://127.0.0.1:9"], port=int(sys.argv[1]), cluster_secret_file=secret))
 assert "torch" not in sys.modules
 print("exit", code, flush=True)
 """
@@ -30,9 +35,9 @@ def port():
 
 
 @contextmanager
-def start(port):
+def start(port, *secret):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", RUN, str(port)], **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", RUN, str(port), *secret], **pipes) as process:
         try:
             yield process
         finally:
@@ -55,6 +60,20 @@ def test_a_signal_ends_it_with_exit_code_0(port, number):
         process.send_signal(number)
         out, err = process.communicate(timeout=limit(20))
     assert (out, process.returncode) == ("exit 0\n", 0), err
+
+
+def test_with_a_cluster_secret_it_draws_an_admin_key_which_goes_when_it_ends(port, tmp_path):
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("a-secret-of-thirty-two-characters")
+    with start(port, str(secret)) as process:
+        [file] = re.findall(r"need the key in (/\S+/admin-key)", process.stderr.readline())
+        assert Path(file).stat().st_mode & 0o777 == 0o600
+        assert Path(file).parent.stat().st_mode & 0o777 == 0o700
+        assert any("is unhealthy" in line for line in process.stderr)  # it serves, and knows signals
+        process.send_signal(STOP)
+        out, err = process.communicate(timeout=limit(20))
+    assert (out, Path(file).parent.exists()) == ("exit 0\n", False), err
 
 
 def test_a_head_that_is_too_long_is_refused(port):

@@ -49,7 +49,7 @@ def main():
     for _ in range(4096):
         os.write(2, b"x" * 1023 + b"\\n")
     ctx.report_ready()
-    pathlib.Path(os.environ["TOLD"]).touch()
+    pathlib.Path(os.environ["TOLD"]).write_text(str((ctx.run_dir / "admin-key").stat().st_mode & 0o777))
     while True:
         signal.pause()
 """
@@ -127,6 +127,7 @@ def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_p
             # The supervisor may not have read that the child is ready; an end without a drain is as good.
             os.killpg(process.pid, signal.SIGTERM)
             assert process.wait(limit(20)) == 0
+            assert told.read_text() == str(0o600)
         finally:
             process.kill()
 

@@ -1,0 +1,27 @@
+"""The admin key of servers that tests start, and clients that show it where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+
+from pdserve.runtime.web.paths import PATHS, Access
+
+ADMIN_KEY = "the-admin-key-of-tests"
+NEEDS_ADMIN = {
+    *(facts.path for facts in PATHS if facts.access in (Access.ADMIN, Access.CACHE)),
+    *("/server_info", "/get_server_info", "/abort_request"),
+}
+"""Paths that do more for an admin, or nothing for others."""
+
+
+def as_admin(key: str = ADMIN_KEY) -> Callable[[httpx.Request], httpx.Request]:
+    """An ``auth`` for httpx: shows the admin key to paths that need it, unless the request shows a key of its own."""
+
+    def add_key(request: httpx.Request) -> httpx.Request:
+        if request.url.path in NEEDS_ADMIN and not {"authorization", "x-api-key"} & request.headers.keys():
+            request.headers["authorization"] = f"Bearer {key}"
+        return request
+
+    return add_key
