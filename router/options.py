@@ -124,6 +124,8 @@ class RouterOptions(RoutingOptions, RouterTargets):
     admin_key_file
         File with the key that it takes to flush the caches and to abort what others asked for. Instances that have the
         same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
+        With a cluster secret they see none. Without it the only key is the admin's; without one, a key is drawn at the
+        start where there is a cluster secret, and the log says where it is.
     allowed_hosts
         Names, with commas in between, that clients may call this server by in their Host header where it listens on a
         loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.

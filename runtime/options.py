@@ -58,7 +58,8 @@ class ServerOptions:
     api_key_file
         File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
     admin_key_file
-        File with the key that it takes to flush the cache and to abort what others asked for.
+        File with the key that it takes to end or change this server, to flush the cache and to abort what others asked
+        for. Without it the only key is the admin's; without one, a key is drawn at the start, and the log says where.
     cache_by_key
         Keep the cached prefixes of each key apart: how soon an answer begins, and how many of its tokens were cached,
         then tells nothing of others' prompts. Default: where there are several keys, or an admin key; =false for never.
