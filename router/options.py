@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
-from ..runtime.web.keys import KeyFileError, read_keys
+from ..runtime.web.keys import KeyFileError, check_keys
 from ..runtime.web.proxies import TrustedProxies
 
 
@@ -126,6 +126,9 @@ class RouterOptions(RoutingOptions, RouterTargets):
         same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
         With a cluster secret they see none. Without it the only key is the admin's; without one, a key is drawn at the
         start where there is a cluster secret, and the log says where it is.
+    no_keys
+        Ask nobody for a key although --host is no loopback address: whoever reaches it may use this server. Where keys
+        are given, they are asked for all the same.
     allowed_hosts
         Names, with commas in between, that clients may call this server by in their Host header where it listens on a
         loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
@@ -165,6 +168,7 @@ class RouterOptions(RoutingOptions, RouterTargets):
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    no_keys: bool = False
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
     trusted_proxies: str | None = None
@@ -190,7 +194,7 @@ class RouterOptions(RoutingOptions, RouterTargets):
         if not self.prefill and not self.worker:
             raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
         try:
-            read_keys(self)
+            check_keys(self)
         except KeyFileError as exc:
             raise RouterOptionsError(str(exc)) from None
         try:

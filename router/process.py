@@ -26,6 +26,7 @@ from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
 from ..runtime.run_dir import RunDir
+from ..runtime.secret_files import warn_of_exposed_files
 from ..runtime.signals import STOP, ignore_stray_signals, unignored
 from ..runtime.web.keys import read_keys
 from ..runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
@@ -98,6 +99,7 @@ def run_router(options: RouterOptions) -> int:
         place = f"{options.host}:{options.port}"
         logger.error("can't listen on %s (%s); choose another address with --host and --port", place, failure)
         return 1
+    warn_of_exposed_files(options)
     allow_many_connections()
     return_freed_memory()
 

@@ -18,10 +18,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import orjson
+
+from .trusted_path import read_secret
 
 MIN_CHARS = 32
 MOST_SECRETS = 2
@@ -110,7 +111,7 @@ def read_key_ring(option: str, path: str | None) -> KeyRing | None:
 
 def _lines(option: str, path: str) -> list[bytes]:
     try:
-        lines = [line.strip() for line in Path(path).expanduser().read_bytes().splitlines()]
+        lines = [line.strip() for line in read_secret(path).splitlines()]
     except OSError as e:
         raise ClusterSecretError(f"{option} {path}: {e.strerror}") from None
     lines = [line for line in lines if line and not line.startswith(b"#")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from .cluster_secret import ClusterSecret, addresses
@@ -11,7 +12,7 @@ from .cpu_list import PlacementError, parse_cpus
 from .kv_event_checks import kv_event_complaints
 from .options import RECENT_TOKENS, ServerOptions
 from .tier_checks import session_complaints, tier_complaints
-from .web.keys import KeyFileError, read_keys
+from .web.keys import KeyFileError, check_keys
 from .web.ports import is_loopback
 from .web.proxies import TrustedProxies
 
@@ -113,7 +114,8 @@ def _texts(options: ServerOptions) -> Iterator[str]:
     if options.tokenizer_revision is not None and options.tokenizer_path is None:
         yield "--tokenizer-revision is of --tokenizer-path: the model's own tokenizer has the model's --revision"
     try:
-        read_keys(options)
+        # Of an instance on several hosts, the first one answers.
+        check_keys(options if not options.node_rank else replace(options, no_keys=True))
     except KeyFileError as e:
         yield str(e)
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from .trusted_path import read_secret
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -60,6 +61,9 @@ class ServerOptions:
     admin_key_file
         File with the key that it takes to end or change this server, to flush the cache and to abort what others asked
         for. Without it the only key is the admin's; without one, a key is drawn at the start, and the log says where.
+    no_keys
+        Ask nobody for a key although --host is no loopback address: whoever reaches it may use this server. Where keys
+        are given, they are asked for all the same.
     cache_by_key
         Keep the cached prefixes of each key apart: how soon an answer begins, and how many of its tokens were cached,
         then tells nothing of others' prompts. Default: where there are several keys, or an admin key; =false for never.
@@ -367,6 +371,7 @@ class ServerOptions:
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    no_keys: bool = False
     cache_by_key: bool | None = None
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
@@ -507,7 +512,7 @@ class ServerOptions:
         """What ``hicache_storage_url`` or its file says; raises ``OSError`` where that can't be read."""
         if self.hicache_storage_url_file is None:
             return self.hicache_storage_url
-        return Path(self.hicache_storage_url_file).read_text(encoding="utf-8").strip()
+        return read_secret(self.hicache_storage_url_file).decode().strip()
 
     @property
     def hands_over(self) -> bool:

@@ -43,6 +43,7 @@ from .output import copy_to_stderr
 from .python import python_command
 from .ranks import is_worker
 from .run_dir import RunDir
+from .secret_files import warn_of_exposed_files
 from .signals import FAILED, STOP, handle_signals
 from .web.own_admin_key import draw_own_admin_key
 from .web.ports import check_port_free, hold_free_port, http_url
@@ -357,6 +358,7 @@ def run_server(options: ServerOptions) -> int:
     if failure:
         log.error("%s", failure)
         return 1
+    warn_of_exposed_files(options)
     try:
         return Supervisor(options).run()
     finally:

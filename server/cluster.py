@@ -250,6 +250,7 @@ def private_file(name: str, text: str) -> Iterator[str]:
     Not in a folder for temporary files, which others tidy up while the cluster runs.
     """
     with open(os.memfd_create(name), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         yield f"/proc/self/fd/{file.fileno()}"

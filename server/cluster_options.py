@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from ..router.options import RouterOptions, RouterOptionsError, RoutingOptions
 from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.web.keys import KeyFileError, check_keys
 
 
 class ClusterOptionsError(ValueError):
@@ -93,7 +94,8 @@ class ClusterOptions(RoutingOptions, ServerOptions):
             raise ClusterOptionsError("--max-restarts must be 0 or more")
         try:
             self.check_routing()
-        except RouterOptionsError as exc:
+            check_keys(self)
+        except (RouterOptionsError, KeyFileError) as exc:
             raise ClusterOptionsError(str(exc)) from None
 
     def instance_options(self, **changes: Any) -> ServerOptions:

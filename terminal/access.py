@@ -31,7 +31,7 @@ def read_api_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return read_key_lines(KEY_FLAG, file)[0].key
+        return read_key_lines(KEY_FLAG, file, is_server=False)[0].key
     except KeyFileError as e:
         raise AccessError(str(e)) from None
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from functools import cache
+from hashlib import scrypt, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from ..trusted_path import read_secret
+from .ports import is_loopback
 
 if TYPE_CHECKING:  # every command reads options, and few of them serve
     from starlette.types import Scope
@@ -114,8 +118,12 @@ class Keys:
 
 
 class KeyOptions(Protocol):
-    """The options of a server that say which keys it takes."""
+    """The options of a server that say which keys it takes, and where it listens."""
 
+    @property
+    def host(self) -> str: ...
+    @property
+    def no_keys(self) -> bool: ...
     @property
     def api_key(self) -> str | None: ...
     @property
@@ -127,8 +135,8 @@ class KeyOptions(Protocol):
 def read_keys(options: KeyOptions) -> Keys:
     """The keys that ``options`` say. Raises ``KeyFileError``.
 
-    A line of a file is a key, or a name and a key; the admin's file has one. What begins with # is a remark. A key
-    without a name is called after its digest, which is the same wherever it is used.
+    A line of a file is a key, or a name and a key; the admin's file has one. What begins with # is a remark. For a key
+    without a name see ``_digest_name``.
     """
     users: dict[str, str] = {}
     if options.api_key is not None:
@@ -154,6 +162,15 @@ def read_keys(options: KeyOptions) -> Keys:
     return Keys(users, admin)
 
 
+def check_keys(options: KeyOptions) -> None:
+    """Raise ``KeyFileError`` for keys that can't be used, and where other hosts could use the server without any."""
+    if not (read_keys(options).users or options.no_keys or is_loopback(options.host)):
+        raise KeyFileError(
+            f"--host {options.host} lets everybody who reaches it use this server: ask for keys (--api-key-file), "
+            "or say --no-keys if nobody else reaches it"
+        )
+
+
 def caches_by_key(options: ServerOptions) -> bool:
     """Whether the cached prefixes of each key are kept apart: as ``--cache-by-key`` says, else for several users."""
     return read_keys(options).are_several if options.cache_by_key is None else options.cache_by_key
@@ -163,8 +180,15 @@ def _digest(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
+@cache
 def _digest_name(key: str) -> str:
-    return "key-" + sha256(key.encode()).hexdigest()[:8]
+    """The name of a key that has none, in logs, in cached prefixes and as an owner of sessions.
+
+    It depends on the key alone, so that it is the same at router and instances and after a restart, and so that nobody
+    inherits sessions by moving up a line. Whoever sees it can try keys until one has this name: slowly (some 50 ms and
+    16 MiB each), which also is what each such key costs at the start.
+    """
+    return "key-" + scrypt(key.encode(), salt=b"pdserve key name", n=2**14, r=8, p=1, dklen=4).hex()
 
 
 class KeyLine(NamedTuple):
@@ -179,10 +203,13 @@ class KeyLine(NamedTuple):
         return KeyFileError(f"{self.where}: {message}")
 
 
-def read_key_lines(flag: str, file: str | Path) -> list[KeyLine]:
-    """The lines of ``file`` that say anything, at least one; ``flag`` named it. Raises ``KeyFileError``."""
+def read_key_lines(flag: str, file: str | Path, *, is_server: bool = True) -> list[KeyLine]:
+    """The lines of ``file`` that say anything, at least one; ``flag`` named it. Raises ``KeyFileError``.
+
+    ``is_server``: the keys are those that are accepted, so that nobody else may own the file.
+    """
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
+        text = (read_secret(file) if is_server else Path(file).expanduser().read_bytes()).decode()
     except (OSError, UnicodeDecodeError) as e:
         raise KeyFileError(f"{flag} {file} can't be read: {e}") from e
     found = []

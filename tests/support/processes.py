@@ -137,7 +137,7 @@ class Launched:
 
     def start(self) -> None:
         """Launch; doesn't wait."""
-        args = [*self.args, *self._admin_args()]
+        args = [*self.args, *self._admin_args(), *self._open_args()]
         with self.log_path.open("ab") as log:
             argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *args, python=self.python)]
             if self.groups:
@@ -162,6 +162,10 @@ class Launched:
             file.touch(0o600)
             file.write_text(ADMIN_KEY)
         return ["--admin-key-file", str(file), "--cache-by-key=false"]
+
+    def _open_args(self) -> list[str]:
+        """Networks of ours, where nobody else is, need no keys."""
+        return ["--no-keys"] if "--host" in self.args else []
 
     def is_healthy(self) -> bool:
         """Whether /health says 200; fails the test when the process has died."""

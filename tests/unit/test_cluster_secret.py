@@ -180,13 +180,13 @@ def test_what_is_no_address_is_not_allowed(text):
 
 def test_who_lets_others_reach_its_ports_needs_a_secret_or_says_that_it_wants_none(tmp_path):
     (tmp_path / "secret").write_text(OLD)
-    open_to_all = {"disaggregation_mode": "decode", "host": "0.0.0.0"}
+    open_to_all = {"disaggregation_mode": "decode", "host": "0.0.0.0", "no_keys": True}
     with pytest.raises(OptionError, match="--insecure-cluster"):
         check_options(ServerOptions(**open_to_all))
     check_options(ServerOptions(**open_to_all, insecure_cluster=True))
     check_options(ServerOptions(**open_to_all, cluster_secret_file=str(tmp_path / "secret")))
     check_options(ServerOptions(disaggregation_mode="decode", host="localhost"))
-    check_options(ServerOptions(host="0.0.0.0"))  # it exchanges no KV
+    check_options(ServerOptions(host="0.0.0.0", no_keys=True))  # it exchanges no KV
     with pytest.raises(OptionError, match="--insecure-cluster"):
         check_options(ServerOptions(host="10.0.0.1", handover="on"))
     with pytest.raises(OptionError, match="nothing to do"):

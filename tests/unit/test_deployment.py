@@ -115,7 +115,7 @@ def test_the_unit_starts_what_exists_with_the_keys_that_it_loads(tmp_path):
     loaded = re.findall(r"^LoadCredential=([\w-]+):", UNIT.read_text(), flags=re.MULTILINE)
     assert {word.partition("=%d/")[2] for word in words if "%d" in word} == set(loaded)
     for name in loaded:
-        (tmp_path / name).write_text("k" * 64)
+        (tmp_path / name).write_text(f"{name}-{'k' * 64}")
     check_command([word.replace("%d", str(tmp_path)) for word in words])
 
 

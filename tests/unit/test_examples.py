@@ -60,6 +60,7 @@ def dry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         monkeypatch.setitem(sys.modules, module, fake)
     (tmp_path / "cluster-secret").write_text("0123456789abcdef0123456789abcdef\n")
     (tmp_path / "cluster-secret").chmod(0o600)
+    (tmp_path / "keys").write_text("alice a-key\n")
     monkeypatch.chdir(tmp_path)
     return options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from hashlib import blake2b, md5, sha1, sha256, sha512
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.router.options import RouterOptions, RouterOptionsError
+from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, read_keys
+from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, check_keys, read_keys
 from pdserve.runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
+from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
 
+QUICK_DIGESTS = (md5, sha1, sha256, sha512, blake2b)
 ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
 
 
@@ -23,6 +28,8 @@ class Options:
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    host: str = "127.0.0.1"
+    no_keys: bool = False
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -48,7 +55,7 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 
 def test_files_and_an_option_are_read_together(files: dict[str, Any]) -> None:
     keys = read_keys(Options("third", **files))
-    assert keys == Keys({"key-b1e99324": "third", "alice": "a-key", "bob": "b-key"}, "the-admin")
+    assert keys == Keys({"key-4ef4b2ce": "third", "alice": "a-key", "bob": "b-key"}, "the-admin")
     assert not read_keys(Options())
 
 
@@ -80,6 +87,52 @@ def test_a_file_that_is_no_good_is_refused_with_the_line(
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=r"--admin-key-file .*nowhere can't be read"):
         read_keys(Options(None, None, str(tmp_path / "nowhere")))
+
+
+OPEN_HOSTS = ["0.0.0.0", "::", "10.0.0.1", "example.org"]
+
+
+@pytest.mark.parametrize("host", OPEN_HOSTS)
+def test_what_other_hosts_reach_asks_for_keys_or_says_that_it_does_not(files: dict[str, Any], host: str) -> None:
+    for given in ({}, {"admin_key_file": files["admin_key_file"]}):
+        with pytest.raises(KeyFileError, match=f"--host {host} lets everybody .*--api-key-file.*--no-keys"):
+            check_keys(Options(host=host, **given))
+        check_keys(Options(host=host, no_keys=True, **given))
+        check_keys(Options(host="localhost", **given))
+    check_keys(Options("one", host=host))
+    check_keys(Options(host=host, api_key_file=files["api_key_file"]))
+
+
+def test_every_command_that_listens_checks_that() -> None:
+    with pytest.raises(OptionError, match="--no-keys"):
+        check_options(ServerOptions(host="0.0.0.0"))
+    with pytest.raises(RouterOptionsError, match="--no-keys"):
+        RouterOptions(host="0.0.0.0", worker=["http://127.0.0.1:1"]).check()
+    with pytest.raises(ClusterOptionsError, match="--no-keys"):
+        ClusterOptions(host="0.0.0.0").check()
+    check_options(ServerOptions(host="0.0.0.0", no_keys=True))
+    RouterOptions(host="0.0.0.0", no_keys=True, worker=["http://127.0.0.1:1"]).check()
+    ClusterOptions(host="0.0.0.0", no_keys=True).check()
+    # The other hosts of an instance answer nobody.
+    check_options(ServerOptions(host="10.0.0.2", nnodes=2, node_rank=1, tp_size=2, dist_init_addr="10.0.0.1:5000"))
+
+
+def test_keys_are_asked_for_where_they_are_given_whatever_else_is_said(files: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http(authorization="") as client:
+            assert (await client.post("/generate", json=ONE)).status_code == 401
+
+    with_engine(run, no_keys=True, **files)
+
+
+def test_the_name_of_a_key_without_one_lasts_and_is_slow_to_guess_by(tmp_path: Path) -> None:
+    file = written(tmp_path, "users", "first\nsecond\n")
+    names = {key: name for name, key in read_keys(Options(api_key_file=file)).users.items()}
+    # Sessions are their owner's after a restart, and also when the line before is gone.
+    again = read_keys(Options(api_key_file=written(tmp_path, "users", "second\n")))
+    assert again.users == {names["second"]: "second"}
+    for key, name in names.items():
+        assert not any(name.removeprefix("key-") in new(key.encode()).hexdigest() for new in QUICK_DIGESTS)
 
 
 def test_who_is_who(files: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ FOREIGN_FLAGS |= {
     "--seeds",
 }  # of benchmarks of a module, and vLLM's
 """Flags that are not options, or not ours, and that the pages mention."""
-SECRET_FILE = r"^(--cluster-secret-file=)?(?:\S*cluster(?:-secret)?|/run/secrets/router)"
+SECRET_FILE = r"^(--cluster-secret-file=)?(?:\S*cluster(?:-secret)?|/run/secrets/router|keys)"
 
 
 def check_command(words: list[str]) -> None:

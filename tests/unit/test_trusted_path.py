@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,13 @@ from pdserve.mem_cache.storage.file_store import FileStore
 from pdserve.model_files.checkpoint import checkpoint_files
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.kernels import build
-from pdserve.runtime.trusted_path import distrust, make_private_folder
+from pdserve.router.options import RouterOptions
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.secret_files import warn_of_exposed_files
+from pdserve.runtime.trusted_path import distrust, make_private_folder, read_secret
 from pdserve.server.http.session_files import Limits, SessionFiles
+from pdserve.terminal.access import read_api_key
 from pdserve.terminal.check import kernels
 
 LIMITS = Limits(total=1 << 20, quota=1 << 20, ttl=60.0)
@@ -65,6 +71,61 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         FileStore(tmp_path, PAGE, 1 << 20)
     with pytest.raises(PermissionError, match="belongs to user 1234"):
         SessionFiles(tmp_path, LIMITS)
+
+
+KEYS = {"api_key_file": "alice a-key", "admin_key_file": "the-admin", "cluster_secret_file": "x" * 32}
+KEYS["hicache_storage_url_file"] = "redis://127.0.0.1/0"
+
+
+@pytest.fixture
+def secret_files(tmp_path: Path) -> dict[str, Any]:
+    for name, text in KEYS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    return {name: str(tmp_path / name) for name in KEYS}
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_or_secret_that_others_may_read_or_write_is_warned_of_once(
+    secret_files: dict[str, Any], mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServerOptions(**secret_files)
+    warn_of_exposed_files(options)
+    assert caplog.messages == []
+    for path in secret_files.values():
+        Path(path).chmod(mode)
+    warn_of_exposed_files(options)
+    assert len(caplog.messages) == len(secret_files)
+    for name, path, line in zip(KEYS, secret_files.values(), caplog.messages, strict=True):
+        assert line.startswith(f"--{name.replace('_', '-')} {path}: others than its owner may read or write it")
+        assert line.endswith(f"chmod 600 {path}")
+    caplog.clear()
+    router = RouterOptions(api_key_file=secret_files["api_key_file"])
+    warn_of_exposed_files(router)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("somebody_else")
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_or_secret_of_somebody_else_is_refused(secret_files: dict[str, Any], name: str) -> None:
+    store = {"hicache_storage_backend": "redis", "enable_hierarchical_cache": True}
+    options = {name: secret_files[name]} | (store if name.startswith("hicache") else {})
+    with pytest.raises(OptionError, match="belongs to user 1234, not to 4321 who runs this server"):
+        check_options(ServerOptions(**options))
+
+
+def test_a_key_through_a_pipe_is_read_whoever_owns_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("somebody_else")
+    read, write = os.pipe()
+    os.write(write, b"a-key")
+    os.close(write)
+    assert read_secret(f"/proc/self/fd/{read}") == b"a-key"
+    os.close(read)
+
+
+def test_a_client_reads_the_key_that_it_was_given(secret_files: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("somebody_else")
+    assert read_api_key(Path(secret_files["admin_key_file"])) == "the-admin"
 
 
 def test_a_page_that_somebody_else_put_there_is_no_hit(tmp_path: Path, request: pytest.FixtureRequest) -> None:
