@@ -8,7 +8,10 @@ from .trusted_path import exposure
 
 log = logging.getLogger(__name__)
 
-OPTIONS = ("api_key_file", "admin_key_file", "cluster_secret_file", "hicache_storage_url_file")
+OPTIONS = (
+    *("api_key_file", "admin_key_file", "cluster_secret_file"),
+    *("hicache_storage_url_file", "hicache_storage_key_file"),
+)
 
 
 def warn_of_exposed_files(options: object) -> None:

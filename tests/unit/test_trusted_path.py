@@ -74,7 +74,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 KEYS = {"api_key_file": "alice a-key", "admin_key_file": "the-admin", "cluster_secret_file": "x" * 32}
-KEYS["hicache_storage_url_file"] = "redis://127.0.0.1/0"
+KEYS |= {"hicache_storage_url_file": "redis://127.0.0.1/0", "hicache_storage_key_file": "x" * 32}
 
 
 @pytest.fixture
@@ -109,6 +109,7 @@ def test_a_key_or_secret_that_others_may_read_or_write_is_warned_of_once(
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_or_secret_of_somebody_else_is_refused(secret_files: dict[str, Any], name: str) -> None:
     store = {"hicache_storage_backend": "redis", "enable_hierarchical_cache": True}
+    store |= {} if name.endswith("url_file") else {"hicache_storage_url": "redis://127.0.0.1/0"}
     options = {name: secret_files[name]} | (store if name.startswith("hicache") else {})
     with pytest.raises(OptionError, match="belongs to user 1234, not to 4321 who runs this server"):
         check_options(ServerOptions(**options))
