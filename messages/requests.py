@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from .base import Message
+from .conversation import Conversation
 from .sampling import SamplingParams
 
 INT63 = 2**63
 """Seeds and bootstrap rooms are below this."""
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
-
-    role: str
-    content: str
-    name: str | None = None
-    reasoning_content: str | None = None
-
-
-class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a chat template renders. ``template_args``: its variables beyond the usual ones.
-
-    ``add_generation_prompt``: end where the assistant begins to speak. ``continue_final_message``: end within the last
-    message, which the answer goes on with. One of the two at most.
-    """
-
-    messages: list[ChatMessage]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_args: dict[str, Any] = {}
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Message
-from .requests import Conversation
+from .conversation import Conversation
 
 
 class EncodeReq(Message):

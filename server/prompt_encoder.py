@@ -6,10 +6,10 @@ A text that can't is refused before all of it is encoded: that would hold up eve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from ..messages.requests import Conversation
+from ..messages.conversation import Conversation
 from ..model_files.model_limits import ModelLimits
-from ..model_files.text.chat_template import ChatTemplate
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
 
@@ -22,10 +22,17 @@ THE_LIMIT = "this model's maximum context length is"
 """OpenAI's words: clients that know no code, litellm and what stands on it, look for them."""
 
 
+class RendersChats(Protocol):
+    """A model's chat template."""
+
+    def render(self, chat: Conversation) -> str:
+        """Return the text that the model is to continue; raises ``PromptError``."""
+
+
 class PromptEncoder:
     """Renders, checks and encodes prompts; raises ``PromptError`` where one can't be served."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: RendersChats | None, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._context_length = limits.context_length

@@ -15,12 +15,11 @@ from ..messages.outputs import ReqError
 from ..messages.requests import GenerateReq, TokenizeReq
 from ..messages.sampling import SamplingParams
 from ..model_files.model_limits import ModelLimits
-from ..model_files.text.chat_template import ChatTemplate
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
 from ..runtime.options import DEFAULT_MAX_LOGPROBS
 from .logprob_budget import UNLIMITED, fit_logprobs
-from .prompt_encoder import THE_LIMIT, TOO_LONG, PromptEncoder
+from .prompt_encoder import THE_LIMIT, TOO_LONG, PromptEncoder, RendersChats
 from .text_questions import TextQuestions
 
 BAD_REQUEST = 400
@@ -34,7 +33,7 @@ class RequestTokenizer:
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        template: ChatTemplate | None,
+        template: RendersChats | None,
         limits: ModelLimits,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     ) -> None:

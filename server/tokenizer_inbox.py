@@ -16,7 +16,8 @@ import logging
 from collections import deque
 
 from ..messages.channel import Receiver, UndeclaredMessage
-from ..messages.requests import AbortReq, Conversation, TokenizeReq
+from ..messages.conversation import Conversation
+from ..messages.requests import AbortReq, TokenizeReq
 from ..messages.routes import ToTokenizer
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from ..model_files.errors import ModelError
 from ..model_files.model_limits import read_limits
 from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
-from ..model_files.text.load import load_chat_template, load_tokenizer
+from ..model_files.text.limited_template import LimitedTemplate
+from ..model_files.text.load import find_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.options import ServerOptions
@@ -53,10 +54,16 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
     source = resolve_model(options.model_path, revision=options.revision, weights=False)
     limits = read_limits(source, options.context_length, options.model_impl)
+    renderer = LimitedTemplate()  # its process starts meanwhile
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
-    template = load_chat_template(options, tokenizer)
-    return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request)
+    if (template := find_chat_template(options, tokenizer)) is not None:
+        renderer.load(template, tokenizer.special_tokens)
+    else:
+        renderer.close()
+    return RequestTokenizer(
+        tokenizer, renderer if template is not None else None, limits, options.max_logprobs_per_request
+    )
 
 
 def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Routed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,13 +14,15 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ...messages.requests import ChatMessage, Conversation
+from ...messages.conversation import ChatMessage, Conversation
 from .errors import PromptError, TokenizerLoadError
 
 FIELD = "messages"
 ARGS_FIELD = "chat_template_kwargs"
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 """Variables of every template that a request has fields of its own for."""
+MAX_CHARACTERS = 1 << 24
+"""Maximum length of what a template makes of a conversation: more than any context holds."""
 # What running a template on a conversation that it was not written for can raise.
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -75,9 +77,21 @@ class ChatTemplate:
         usual = {"tools": None, "documents": None, **self._special_tokens, **chat.template_args}
         generation = chat.add_generation_prompt and not chat.continue_final_message
         try:
-            return self._template.render(usual, messages=turns, add_generation_prompt=generation)
+            return _joined(self._template.generate(usual, messages=turns, add_generation_prompt=generation))
         except RENDER_ERRORS as e:
-            raise PromptError(FIELD, f"the model's chat template refuses this conversation: {e}") from e
+            reason = str(e) or type(e).__name__
+            raise PromptError(FIELD, f"the model's chat template refuses this conversation: {reason}") from e
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Join a template's output, as far as it has an end."""
+    parts, size = list[str](), 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"it makes more than {MAX_CHARACTERS} characters of it")
+        parts.append(piece)
+    return "".join(parts)
 
 
 def _turn(message: ChatMessage) -> dict[str, str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from ...runtime.options import ServerOptions
 from ..errors import ModelNotFound
 from ..model_path import ModelSource, resolve_model
-from .chat_template import ChatTemplate
 from .errors import TokenizerLoadError
 from .gguf_metadata import read_gguf_metadata
 from .gguf_tokenizer import tokenizer_from_gguf
@@ -23,15 +22,14 @@ def load_tokenizer(options: ServerOptions) -> TextTokenizer:
     return tokenizer_from_folder(source.path)
 
 
-def load_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> ChatTemplate | None:
+def find_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> str | None:
     """The template that the options name, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
-    source = tokenizer.chat_template
-    if options.chat_template is not None:
-        try:
-            source = Path(options.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise TokenizerLoadError(f"--chat-template {options.chat_template} can't be read: {e}") from e
-    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+    if options.chat_template is None:
+        return tokenizer.chat_template
+    try:
+        return Path(options.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise TokenizerLoadError(f"--chat-template {options.chat_template} can't be read: {e}") from e
 
 
 def _find_tokenizer(options: ServerOptions) -> ModelSource:

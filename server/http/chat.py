@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...messages.conversation import Conversation
 from ...messages.outputs import NamedLogprob
-from ...messages.requests import Conversation, LogprobOptions
+from ...messages.requests import LogprobOptions
 from .conversation import read_conversation
 from .engine_response import EngineResponse
 from .errors import bad_request

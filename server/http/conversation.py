@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...messages.requests import ChatMessage, Conversation
+from ...messages.conversation import ChatMessage, Conversation
 from .openai_schemas import Message
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from ...messages.requests import Bootstrap, Conversation, LogprobOptions
+from ...messages.conversation import Conversation
+from ...messages.requests import Bootstrap, LogprobOptions
 from ...messages.sampling import SamplingParams
 from ...model_files.sampling_defaults import SamplingDefaults
 from .bootstrap_gate import BootstrapGate

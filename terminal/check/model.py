@@ -15,8 +15,9 @@ from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
+from ...model_files.text.chat_template import ChatTemplate
 from ...model_files.text.errors import TokenizerLoadError
-from ...model_files.text.load import load_chat_template, load_tokenizer
+from ...model_files.text.load import find_chat_template, load_tokenizer
 from ...model_runner.errors import NotEnoughMemory
 from ...model_runner.pool_size import (
     PoolRequest,
@@ -138,7 +139,9 @@ def _texts(options: ServerOptions, source: ModelSource) -> Iterator[Finding]:
         tokenizer = load_tokenizer(options)
         tokens = len(tokenizer.encode_batch(["The capital of France is"], add_special_tokens=True)[0])
         yield ok("tokenizer", f"reads 5 words as {tokens} tokens")
-        template = load_chat_template(options, tokenizer)
+        template = find_chat_template(options, tokenizer)
+        if template is not None:
+            ChatTemplate(template, tokenizer.special_tokens)
     except TokenizerLoadError as e:
         yield problem("tokenizer", str(e))
         return

@@ -14,12 +14,11 @@ from support.sim_ring import CONTEXT, SimRing, SimTokenizer
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.channel import encode
+from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import (
     AbortReq,
     Bootstrap,
-    ChatMessage,
-    Conversation,
     ForkedReq,
     GenerateReq,
     TokenizeReq,

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from support.fake_engine import CONTEXT_LENGTH, FakeEngine, events, with_engine
 
-from pdserve.messages.requests import ChatMessage, TokenizeReq
+from pdserve.messages.conversation import ChatMessage
+from pdserve.messages.requests import TokenizeReq
 from pdserve.model_files.sampling_defaults import SamplingDefaults
 from pdserve.server.http import models
 from pdserve.server.http.app import make_app

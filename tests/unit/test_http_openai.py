@@ -9,8 +9,9 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine, events, with_engine
 
+from pdserve.messages.conversation import ChatMessage
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
-from pdserve.messages.requests import Bootstrap, ChatMessage, LogprobOptions
+from pdserve.messages.requests import Bootstrap, LogprobOptions
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 

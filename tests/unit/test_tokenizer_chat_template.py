@@ -2,11 +2,11 @@
 
 import pytest
 
-from pdserve.messages.requests import ChatMessage, Conversation
+from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.model_files.text import chat_template
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
-from pdserve.model_files.text.load import load_chat_template, load_tokenizer
+from pdserve.model_files.text.load import find_chat_template, load_tokenizer
 from pdserve.runtime.options import ServerOptions
 
 HI = [ChatMessage("user", "Hi <b>é</b>")]
@@ -17,7 +17,8 @@ def render(source, messages=HI, **options):
 
 
 def test_the_embedded_models_template():
-    template = load_chat_template(ServerOptions(), load_tokenizer(ServerOptions()))
+    tokenizer = load_tokenizer(ServerOptions())
+    template = ChatTemplate(find_chat_template(ServerOptions(), tokenizer), tokenizer.special_tokens)
     assert template.render(Conversation([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")])) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -64,6 +65,13 @@ def test_a_template_that_runs_out_of_memory_refuses_the_conversation(monkeypatch
     monkeypatch.setattr(chat_template, "_strftime_now", too_much)
     with pytest.raises(PromptError, match="refuses this conversation"):
         render("{{ strftime_now('%Y') }}")
+
+
+def test_what_a_template_makes_of_a_conversation_has_a_limit(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 10)
+    assert render("{% for i in range(5) %}ab{% endfor %}") == "ababababab"
+    with pytest.raises(PromptError, match="more than 10 characters"):
+        render("{% for i in range(99999) %}{% for j in range(99999) %}ab{% endfor %}{% endfor %}")
 
 
 def test_there_is_no_text_without_end():

@@ -7,9 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pdserve.messages.requests import Conversation
 from pdserve.model_files.text.errors import TokenizerLoadError
-from pdserve.model_files.text.load import load_chat_template, load_tokenizer
+from pdserve.model_files.text.load import find_chat_template, load_tokenizer
 from pdserve.runtime.options import ServerOptions
 
 
@@ -85,14 +84,11 @@ def test_chat_template_file_of_the_folder_and_of_the_options_come_first(tmp_path
     folder = make_folder(tmp_path, tokenizer_config={"chat_template": "config"})
     (folder / "chat_template.jinja").write_text("file")
     tokenizer = load(folder)
-    assert load_chat_template(ServerOptions(), tokenizer).render(Conversation([])) == "file"
+    assert find_chat_template(ServerOptions(), tokenizer) == "file"
     (folder / "mine.jinja").write_text("mine")
-    assert (
-        load_chat_template(ServerOptions(chat_template=str(folder / "mine.jinja")), tokenizer).render(Conversation([]))
-        == "mine"
-    )
+    assert find_chat_template(ServerOptions(chat_template=str(folder / "mine.jinja")), tokenizer) == "mine"
     with pytest.raises(TokenizerLoadError, match="--chat-template"):
-        load_chat_template(ServerOptions(chat_template=str(folder / "gone.jinja")), tokenizer)
+        find_chat_template(ServerOptions(chat_template=str(folder / "gone.jinja")), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config"])

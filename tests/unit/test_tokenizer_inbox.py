@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.messages.control import Ping
-from pdserve.messages.requests import AbortReq, ChatMessage, Conversation, TokenizeReq
+from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.messages.requests import AbortReq, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.sessions import SnapshotReq
 from pdserve.messages.text import DecodeReq, EncodeReq

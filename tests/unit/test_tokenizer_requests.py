@@ -6,12 +6,11 @@ import pytest
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.control import Ping
+from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import (
     AbortReq,
     Bootstrap,
-    ChatMessage,
-    Conversation,
     GenerateReq,
     LogprobOptions,
     TokenizeReq,

@@ -1,0 +1,29 @@
+"""A conversation, as a client asks for its next turn. Imports no numpy: the process that renders templates is small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a chat template renders. ``template_args``: its variables beyond the usual ones.
+
+    ``add_generation_prompt``: end where the assistant begins to speak. ``continue_final_message``: end within the last
+    message, which the answer goes on with. One of the two at most.
+    """
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_args: dict[str, Any] = {}

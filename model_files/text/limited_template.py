@@ -1,0 +1,110 @@
+"""A chat template in a process of its own (``template_process.py``), so that a bad one can't stop the server.
+
+started ──load()──▶ ready ──render()──▶ ready …
+   ▲                  └── it took too much, or died: killed, PromptError
+   └──────────────────────────────┘ at once, and given the template again
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ...messages.conversation import Conversation
+from ...runtime.python import python_command
+from ...runtime.refusal_log import RefusalLog
+from .errors import PromptError, TokenizerLoadError
+from .rendering import BrokenStream, Frames, Rendered, RenderLimits, TemplateSource
+
+log = logging.getLogger(__name__)
+FIELD = "messages"
+MODULE = "pdserve.model_files.text.template_process"
+
+
+class LimitedTemplate:
+    """Renders conversations. Any thread may; one waits for the other."""
+
+    def __init__(self, limits: RenderLimits | None = None) -> None:
+        """Start the process, which imports what it needs until the template is known."""
+        self._limits = limits or RenderLimits()
+        self._lock = threading.Lock()
+        self._template: TemplateSource | None = None
+        self._is_ready = False
+        self._failures = RefusalLog(log, "chat template")
+        self._start()
+
+    def load(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Have the template compiled; raises ``TokenizerLoadError``. Comes before ``render``."""
+        self._template = TemplateSource(source, dict(special_tokens), self._limits)
+        try:
+            self._frames.send(self._template)
+            self._get_ready()
+        except (BrokenStream, OSError) as e:
+            self.close()
+            raise TokenizerLoadError(
+                f"the chat template can't be compiled: {self._reason(e)}; see --chat-template"
+            ) from e
+
+    def render(self, chat: Conversation) -> str:
+        """Return the text that the model is to continue; raises ``PromptError``."""
+        with self._lock:
+            if self._process.poll() is not None:
+                self._restart()
+            try:
+                self._get_ready()
+                self._frames.send(chat)
+                rendered = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
+            except (BrokenStream, TokenizerLoadError, OSError) as e:
+                self.close()
+                reason = self._reason(e)
+                self._failures.add(reason)
+                self._restart()
+                raise PromptError(FIELD, f"the model's chat template can't render this conversation: {reason}") from e
+        if rendered.error:
+            raise PromptError(rendered.field or FIELD, rendered.error)
+        return rendered.text.decode(errors="surrogatepass")
+
+    def close(self) -> None:
+        """End the process."""
+        self._frames.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = python_command("-m", MODULE)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        self._frames, self._is_ready = Frames(ours), False
+
+    def _restart(self) -> None:
+        """Start anew, and don't wait: the next conversation will. Where that fails, it tries again."""
+        assert self._template is not None, "load() comes first"
+        self._frames.close()
+        with suppress(OSError):
+            self._start()
+            self._frames.send(self._template)
+
+    def _get_ready(self) -> None:
+        if self._is_ready:
+            return
+        told = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
+        if told.error:
+            raise TokenizerLoadError(told.error)
+        self._is_ready = True
+
+    def _reason(self, error: Exception) -> str:
+        """Why the process, which has been ended, did not answer."""
+        if self._process.returncode == -signal.SIGPROF:
+            return f"it takes more than {self._limits.cpu_seconds:g} s of a processor"
+        if isinstance(error, TimeoutError):
+            return f"it takes more than {self._limits.seconds:g} s"
+        if isinstance(error, TokenizerLoadError):
+            return str(error)
+        return f"its process ended ({self._process.returncode})"

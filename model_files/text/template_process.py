@@ -1,0 +1,75 @@
+"""The process that renders a model's chat template, which anybody may have written, within limits.
+
+Each message that it gets may take ``RenderLimits.cpu_seconds`` of its time: after that the kernel ends it (SIGPROF).
+Memory that it may not have is a ``MemoryError``, which refuses the conversation. It ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import setproctitle
+
+from ...messages.conversation import Conversation
+from ...runtime.signals import leave_signals_to_parent
+from .chat_template import ChatTemplate
+from .errors import PromptError, TokenizerLoadError
+from .rendering import BrokenStream, Frames, Rendered, RenderLimits, TemplateSource
+
+
+def serve(frames: Frames) -> None:
+    """Answer until the other end is closed; raises ``BrokenStream`` then."""
+    given = frames.receive(TemplateSource)
+    limit_process(given.limits)
+    start_clock(given.limits)
+    try:
+        template = ChatTemplate(given.source, given.special_tokens)
+    except TokenizerLoadError as e:
+        frames.send(Rendered(error=str(e)))
+        return
+    frames.send(Rendered())
+    while True:
+        chat = frames.receive(Conversation)
+        start_clock(given.limits)
+        frames.send(render(template, chat))
+
+
+def render(template: ChatTemplate, chat: Conversation) -> Rendered:
+    """Return the text, or why there is none."""
+    try:
+        return Rendered(template.render(chat).encode(errors="surrogatepass"))
+    except PromptError as e:
+        return Rendered(error=str(e).encode(errors="replace").decode(), field=e.field)
+
+
+def limit_process(limits: RenderLimits) -> None:
+    """Limit memory, and forbid files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def start_clock(limits: RenderLimits) -> None:
+    """Give the process its time for one message."""
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+
+
+def main() -> None:
+    """Serve on the socket that is standard input."""
+    leave_signals_to_parent()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    setproctitle.setproctitle("pdserve chat template")
+    try:
+        serve(Frames(socket.socket(fileno=0)))
+    except (BrokenStream, OSError):
+        return  # the tokenizer is gone
+
+
+if __name__ == "__main__":
+    main()

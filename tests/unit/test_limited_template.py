@@ -1,0 +1,97 @@
+"""The chat template in a process of its own: what it may take, and that the next conversation is rendered."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.machine import limit
+
+from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
+from pdserve.model_files.text.limited_template import LimitedTemplate
+from pdserve.model_files.text.rendering import RenderLimits
+
+LIMITS = RenderLimits(cpu_seconds=0.3, memory_bytes=1 << 27, seconds=limit(30))
+BOMBS = {
+    "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "calls": "{{ (range(99999) | list | tojson) | wordcount }}" * 999,
+    "memory": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "text": "{% for a in range(99999) %}{% for b in range(99999) %}ab{% endfor %}{% endfor %}",
+}
+MAGIC = "{% if messages[0].content == 'NAME' %}BOMB{% endif %}"
+TEMPLATE = "".join(MAGIC.replace("NAME", n).replace("BOMB", b) for n, b in BOMBS.items())
+TEMPLATE += "{{ bos_token }}{{ messages[0].content }}"
+
+
+def chat(text: str = "hi", **args: object) -> Conversation:
+    return Conversation([ChatMessage("user", text)], template_args=args)
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[LimitedTemplate]:
+    template = LimitedTemplate(LIMITS)
+    template.load(TEMPLATE, {"bos_token": "<s>"})
+    yield template
+    template.close()
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_refuses_its_conversation_and_the_next_one_is_rendered(template: LimitedTemplate, bomb: str) -> None:
+    with pytest.raises(PromptError) as refused:
+        template.render(chat(bomb))
+    assert refused.value.field == "messages"
+    assert any(words in str(refused.value) for words in ("0.3 s of a processor", "MemoryError", "characters of it"))
+    assert template.render(chat("é\n\0 \U0001f600")) == "<s>é\n\0 \U0001f600"
+
+
+def test_errors_keep_their_field(template: LimitedTemplate) -> None:
+    with pytest.raises(PromptError, match="bos_token is the model's own") as refused:
+        template.render(chat(bos_token="x"))
+    assert refused.value.field == "chat_template_kwargs"
+
+
+def test_a_process_that_died_meanwhile_costs_no_conversation(template: LimitedTemplate) -> None:
+    template._process.send_signal(signal.SIGKILL)
+    template._process.wait(limit(10))
+    assert template.render(chat()) == "<s>hi"
+
+
+def test_threads_wait_for_each_other(template: LimitedTemplate) -> None:
+    texts: list[str] = []
+
+    def render(name: str) -> None:
+        texts.extend(template.render(chat(f"{name}{i}")) for i in range(50))
+
+    threads = [threading.Thread(target=render, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == sorted(f"<s>{name}{i}" for name in "abc" for i in range(50))
+
+
+@pytest.mark.parametrize(("source", "reason"), [("\n{% if %}", "line 2"), ("{{ 7 ** 10000000 }}", "0.3 s of a proc")])
+def test_what_does_not_compile_ends_the_start(source: str, reason: str) -> None:
+    template = LimitedTemplate(LIMITS)
+    with pytest.raises(TokenizerLoadError, match=reason):
+        template.load(source, {})
+    template.close()
+
+
+def test_a_constant_that_is_too_large_refuses_each_conversation() -> None:
+    template = LimitedTemplate(LIMITS)
+    template.load("{{ 'a' * 10000000000 }}", {})
+    with pytest.raises(PromptError, match="MemoryError"):
+        template.render(chat())
+    template.close()
+
+
+def test_surrogates_that_a_template_writes_arrive() -> None:
+    template = LimitedTemplate(LIMITS)
+    template.load("{{ '\\ud800' }}", {})
+    assert template.render(chat()) == "\ud800"
+    template.close()
