@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..admin_key import admin_key
 from .part import Part, open_part
 from .record import Finding
 from .servers import ask, generate, serve
@@ -87,10 +88,11 @@ def check_drawn(on_cpu: Sequence[str], on_device: Sequence[str], folder: Path, p
 
 def check_memory(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:
     """The same tokens after weights and KV pool were away, and as many bytes as they take free meanwhile."""
-    with serve(args, folder / "memory.log") as address:
+    admin, flags = admin_key(folder)
+    with serve([*args, *flags], folder / "memory.log") as address:
         use = ask(f"{address}/server_info")["memory"]
-        freed = ask(f"{address}/release_memory_occupation", {}, 30.0)["freed_bytes"]
-        ask(f"{address}/resume_memory_occupation", {}, 60.0)
+        freed = ask(f"{address}/release_memory_occupation", {}, 30.0, admin)["freed_bytes"]
+        ask(f"{address}/resume_memory_occupation", {}, 60.0, admin)
         found = judge([generate(address, prompt, LENGTH) for prompt in prompts], expected, 1.0, "")
     share = freed / (use["weights"] + use["kv_pool"])
     told = f"{share:.0%} of weights and pool given back, then {found.figure}"

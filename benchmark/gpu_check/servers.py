@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ def generate(
     return tokens
 
 
-def ask(url: str, body: Any = None, seconds: float = 5.0) -> Any:
+def ask(url: str, body: Any = None, seconds: float = 5.0, headers: Mapping[str, str] | None = None) -> Any:
     """The answer to GET, or with a ``body`` to POST."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     with urllib.request.urlopen(request, timeout=seconds) as answer:
         text = answer.read()
     return json.loads(text) if text else None

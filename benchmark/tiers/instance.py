@@ -16,6 +16,7 @@ import httpx
 
 from ...runtime.python import python_command
 from ...runtime.web.ports import free_ports
+from ..admin_key import admin_key
 from ..child_processes import says_ok, stop
 from ..errors import ServerError
 
@@ -41,8 +42,8 @@ class Answer(NamedTuple):
 class Instance:
     """Where it listens, and its process."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path, admin: dict[str, str]) -> None:
+        self._process, self._log, self._admin = process, log, admin
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS, trust_env=False)
 
     def ask(self, tokens: list[int], count: int) -> Answer:
@@ -82,12 +83,12 @@ class Instance:
 
     def info(self) -> dict[str, Any]:
         """/server_info."""
-        told: dict[str, Any] = self._client.get("/server_info").raise_for_status().json()
+        told: dict[str, Any] = self._client.get("/server_info", headers=self._admin).raise_for_status().json()
         return told
 
     def flush(self) -> None:
         """Forget what pool and host memory have; the store keeps its own."""
-        self._client.post("/flush_cache", json={}).raise_for_status()
+        self._client.post("/flush_cache", json={}, headers=self._admin).raise_for_status()
 
     def wait_busy(self) -> None:
         """Until it computes something."""
@@ -125,11 +126,12 @@ class Instance:
 def instance(folder: Path, *flags: str) -> Iterator[Instance]:
     """``pdserve server FLAGS``, on a port of its own; its log lies in ``folder``."""
     [port] = free_ports(1)
-    argv = python_command("-m", "pdserve.server.cli", "server", "--port", str(port), *flags)
+    admin, more = admin_key(folder)
+    argv = python_command("-m", "pdserve.server.cli", "server", "--port", str(port), *flags, *more)
     log = folder / "instance.log"
     with log.open("ab") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-    started = Instance(port, process, log)
+    started = Instance(port, process, log, admin)
     try:
         started.wait_ready()
         yield started
