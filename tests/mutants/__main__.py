@@ -35,6 +35,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=40)
     parser.add_argument("--count", type=int, default=100, help="mutants")
+    parser.add_argument("--within", nargs="+", default=[""], help="draw from files of these rooms or folders alone")
     parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
     parser.add_argument("--minutes", type=float, default=25.0, help="no mutant is begun later; recording not counted")
     parser.add_argument("--tests", nargs="+", default=["tests/unit", "tests/e2e"], help="files or folders of tests")
@@ -158,7 +159,7 @@ def main() -> int:
     args = options()
     args.out = args.out.absolute() / f"seed-{args.seed}-{args.count}"
     args.out.mkdir(parents=True, exist_ok=True)
-    sites = draw(list(all_sites()), args.count, args.seed)
+    sites = draw([s for s in all_sites() if s.path.startswith(tuple(args.within))], args.count, args.seed)
     drawn = args.out / "drawn.json"
     text = json.dumps([site.key for site in sites], indent=1)
     if drawn.exists() and drawn.read_text() != text:

@@ -132,7 +132,7 @@ def test_other_pages_than_ours_are_not_looked_for():
 
 def test_what_has_ended_lately_can_be_kept_and_its_prompt_alone():
     sim = TieredSim(200)
-    sim.submit("a", prompt(1), max_new_tokens=12)
+    sim.submit("a", prompt(1, 31), max_new_tokens=12)
     sim.submit("left", prompt(2), max_new_tokens=12)
     run_until(sim, "left", 4)
     sim.scheduler.abort(AbortReq("left"))
@@ -275,3 +275,14 @@ def test_what_the_host_has_of_an_ended_request_is_kept_as_well():
     assert len(sim.scheduler.memory.pages_with_kv(None, np.array(prompt(1), dtype=np.int32), "")) < 7
     saved = snapshot(sim, "a")
     assert (saved.kv_tokens, saved.message) == (32, "")
+
+
+def test_a_session_goes_to_the_store_before_what_waits_for_it() -> None:
+    sim = TieredSim(800, hicache_storage_prefetch_policy="best_effort")
+    for i in range(40):
+        sim.submit(f"r{i}", prompt(i + 1, 60))
+        sim.run_until_idle()  # the store has not been heard since
+    assert sim.scheduler.tiers.store.backlog > 0
+    last = snapshot(sim, "r39")
+    assert last.kv_tokens >= 60
+    assert sim.scheduler.tiers.store.backlog > 0  # of those that came before it

@@ -123,6 +123,16 @@ def test_what_has_left_a_window_is_let_go_of_by_the_steps_before():
     assert (memory.newest_step, memory.let_go_step, sim.scheduler.completed_step) == (2, 1, 0)
 
 
+def test_a_window_that_is_kept_grows_within_what_it_was_promised() -> None:
+    pages, moving, other = make_pages(window=6, num_pages=6), WindowSpan(), WindowSpan()
+    pages.promise(moving, 100)
+    pages.promise(other, 100)
+    pages.extend(moving, i32(1, 2, 3))
+    pages.leave(moving, i32(1))
+    assert pages.keep(moving, 1, i32())
+    assert pages.growable([moving], [12]) == [True]
+
+
 def test_a_window_that_is_kept_stays_where_the_request_moves_on():
     pages, moving, other = make_pages(window=6, num_pages=6), WindowSpan(), WindowSpan()
     pages.promise(moving, 100)
