@@ -54,6 +54,12 @@ class _Bounded(H11Protocol):
         if not self.transport.is_closing():
             self._wait()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP. If it is in a body, the request is running, and its own answer may not follow."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        super().send_400_response(msg)
+
     def end(self) -> None:
         """Drop the connection, whatever it was about to say."""
         self._forget()

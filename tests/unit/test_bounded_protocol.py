@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import uvicorn
+from support.machine import limit
 from uvicorn.server import ServerState
 
 from pdserve.runtime import refusal_log
@@ -56,6 +57,50 @@ def test_servers_count_their_connections_apart():
         return await asyncio.gather(connect(MAX_CONNECTIONS), connect(MAX_CONNECTIONS))
 
     assert [sum(aborted) for aborted in asyncio.run(two())] == [0, 0]
+
+
+class Wire(Transport):
+    """One that keeps what is written."""
+
+    closed = False
+
+    def __init__(self):
+        super().__init__()
+        self.data = b""
+
+    def write(self, data):
+        self.data += data
+
+    def close(self):
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
+
+
+def test_what_is_no_http_in_a_body_is_refused_once_and_is_no_fault_of_ours(caplog):
+    async def talk():
+        answered = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+            answered.set()
+
+        config, wire = uvicorn.Config(app, http="h11", log_config=None), Wire()
+        config.load()
+        connection = bounded_protocol()(config, ServerState(), {})
+        connection.connection_made(wire)
+        head = b"PUT / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        connection.data_received(head + b"this is no chunk\r\n")
+        await asyncio.wait_for(answered.wait(), limit(5))
+        connection.connection_lost(None)
+        return wire.data
+
+    said = asyncio.run(talk())
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.count(b"HTTP/1.1") == 1
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture
