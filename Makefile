@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns gpu-check check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -26,7 +26,7 @@ STAMP := .venv/.setup-$(KEY)
 CLIENTS_STAMP := .venv-clients/.installed
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## install everything into .venv, in the versions of constraints.txt
 
@@ -78,6 +78,9 @@ chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check eve
 
 campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns; CAMPAIGNS="--seed 1 --minutes 60 --mix NAME --count 20"
 	@PYTHONPATH=tests $(BIN)/python -P -m campaigns $(CAMPAIGNS)
+
+hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or a peer; HOSTILE="--who client --minutes 30 --seed 1"
+	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m hostile $(HOSTILE)
 
 # Not by setup: a machine with a GPU has its own PyTorch, and may have no network.
 gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"

@@ -63,14 +63,15 @@ def good_requests(port: int, seconds: float) -> Iterator[Callable[[], None]]:
 
 
 class HostileClient:
-    """Cases by chance, from ``seed``; ``run`` tries them on a server at ``port``.
+    """Cases by chance, from ``seed``; ``run`` tries them on a server at ``port``. ``headers``: of good requests.
 
     Raises ``AssertionError`` for an answer of 500, for what is no HTTP, and for an answer that is owed and does not
     come within ``seconds``.
     """
 
-    def __init__(self, port: int, seed: int, seconds: float) -> None:
+    def __init__(self, port: int, seed: int, seconds: float, headers: Sequence[bytes] = ()) -> None:
         self._port = port
+        self._headers = headers
         self._rng = random.Random(seed)
         self._seconds = seconds
         self.statuses: Counter[int] = Counter()
@@ -95,6 +96,7 @@ class HostileClient:
 
     def good(self, version: bytes = b"1.1", *headers: bytes) -> bytes:
         """A request that deserves an answer."""
+        headers = (*self._headers, *headers)
         if self._rng.random() < 0.5:
             return request(self._rng.choice(("GET", "HEAD")), self._rng.choice(QUESTIONS), *headers, version=version)
         path, body = self._rng.choice(GENERATIONS)

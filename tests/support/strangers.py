@@ -101,6 +101,8 @@ class Stranger:
             (self.bootstrap_bytes, 10),
             (self.half_open, 2),
         ]
+        if not self.target.data:
+            kinds.remove((self.data_bytes, 20))
         for kind in self.rng.choices([k for k, _ in kinds], [w for _, w in kinds], k=count):
             kind()
             self.sent[kind.__name__] = self.sent.get(kind.__name__, 0) + 1

@@ -1,0 +1,164 @@
+"""The cluster under attack: ``pdserve up`` with a cluster secret, two user keys, an admin key and a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from support.machine import limit
+from support.processes import NO_REUSE, Launched, launched, wait_until
+from support.tiny_model import tiny_args
+
+ALICE, MALLORY = "alice", "mallory"
+"""Names of the two user keys: the neighbour's and the attacker's."""
+POOL_TOKENS = 16384
+ROUTER = "router"
+
+
+class Usage(NamedTuple):
+    """Of one process: resident bytes and open descriptors."""
+
+    pid: int
+    rss: int
+    descriptors: int
+
+
+@dataclass
+class Cluster:
+    """What the campaign knows of the cluster. ``keys``: by name, the admin's is ``admin``. ``instances``: URL by role.
+
+    ``bootstraps``: port of each instance's bootstrap server, by role.
+    """
+
+    server: Launched
+    keys: dict[str, str]
+    secret_file: Path
+    backend: str
+    instances: dict[str, str] = field(default_factory=dict)
+    bootstraps: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.admin = self.client("admin")
+        for told in self.info()["instances"]:
+            self.instances[told["info"]["role"]] = told["url"]
+            self.bootstraps[told["info"]["role"]] = told["info"]["disaggregation"]["bootstrap_port"]
+
+    @property
+    def url(self) -> str:
+        """URL of the router."""
+        return self.server.url
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """URLs of the router and the instances, by role."""
+        return {ROUTER: self.url, **self.instances}
+
+    def headers(self, name: str) -> dict[str, str]:
+        """The headers of a request with the key of this name."""
+        return {"authorization": f"Bearer {self.keys[name]}"}
+
+    def client(self, name: str, source: str = "127.0.0.1") -> httpx.Client:
+        """A client with the key of this name. ``source``: the address that it connects from."""
+        transport = httpx.HTTPTransport(local_address=source, limits=NO_REUSE)
+        return httpx.Client(transport=transport, headers=self.headers(name), timeout=limit(30), trust_env=False)
+
+    def info(self) -> dict[str, Any]:
+        """The admin's ``/server_info`` of the router."""
+        told: dict[str, Any] = self.admin.get(self.url + "/server_info").raise_for_status().json()
+        return told
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Every living process of the cluster, by its name and the name of its parent."""
+        assert self.server.process is not None
+        root = psutil.Process(self.server.process.pid)
+        found = {"up": root}
+        for child in root.children(recursive=True):
+            with contextlib.suppress(psutil.Error, IndexError):
+                found[f"{child.cmdline()[0]} < {child.parent().cmdline()[0]}"] = child
+        return found
+
+    def usage(self) -> dict[str, Usage]:
+        """What each process holds now."""
+        found = {}
+        for name, process in self.processes().items():
+            with contextlib.suppress(psutil.Error):
+                found[name] = Usage(process.pid, process.memory_info().rss, process.num_fds())
+        return found
+
+    def listening(self) -> dict[str, set[int]]:
+        """TCP ports that each process listens on."""
+        return {
+            name: {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+            for name, process in self.processes().items()
+        }
+
+    def in_use(self) -> dict[str, Any]:
+        """What is not given back, by instance; empty when nothing is held and the instances' own checks agree."""
+        found = {}
+        for told in self.info()["instances"]:
+            info = told.get("info")
+            if info is None:
+                return {told["url"]: told.get("error")}
+            sides = info["disaggregation"]
+            held = {
+                "requests": info["requests"]["total"],
+                "tokens": info["pool"]["in_use"],
+                "rows": info["pool"]["rows_in_use"],
+                "rooms sent": sides["sent"]["rooms"],
+                "rooms received": sides["received"]["rooms"],
+                "peers beyond the other instance": len(sides["peers"]) - 1 if len(sides["peers"]) > 1 else 0,
+                "steps since the check": info["invariants_steps_ago"],
+            }
+            if any(held.values()) or info["invariants"] != "ok":
+                found[told["url"]] = held | {"invariants": info["invariants"]}
+        return found
+
+    def wait_given_back(self, seconds: float) -> None:
+        """Wait until nothing is held; an AssertionError that says what is."""
+        left: dict[str, Any] = {}
+
+        def nothing() -> bool:
+            left.clear()
+            left.update(self.in_use())
+            return not left
+
+        try:
+            wait_until(nothing, seconds, "everything is given back", every=0.5)
+        except AssertionError as e:
+            raise AssertionError(f"not given back: {left}") from e
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, backend: str) -> Iterator[Cluster]:
+    """Run the cluster for the duration of the block; it must then end with code 0."""
+    keys = {name: secrets.token_urlsafe(24) for name in (ALICE, MALLORY, "admin")}
+    files = {
+        "users": f"{ALICE} {keys[ALICE]}\n{MALLORY} {keys[MALLORY]}\n",
+        "admin": keys["admin"] + "\n",
+        "secret": secrets.token_urlsafe(32) + "\n",
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.touch(mode=0o600)
+        path.write_text(text)
+    for name in ("model", "sessions"):
+        (folder / name).mkdir(mode=0o700)
+    args = [
+        *tiny_args(folder / "model"),
+        "--max-total-tokens",
+        str(POOL_TOKENS),
+        "--kv-sessions-dir",
+        str(folder / "sessions"),
+    ]
+    args += ["--api-key-file", str(folder / "users"), "--admin-key-file", str(folder / "admin"), "--return-kv"]
+    args += ["--cluster-secret-file", str(folder / "secret"), "--disaggregation-transfer-backend", backend]
+    with launched(folder, "cluster", "up", *args, "--threads", "1", "--drain-timeout", "20") as server:
+        server.wait_healthy()
+        yield Cluster(server, keys, folder / "secret", backend)
+        assert server.stop() == 0, server.log()[-3000:]

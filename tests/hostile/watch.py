@@ -1,0 +1,118 @@
+"""What the campaign judges: answers that the attacker gets, and what the cluster's processes hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from .cluster import Cluster, Usage
+
+DOCUMENTED_5XX = frozenset({501, 503, 504, 507})
+"""Statuses of docs/http-api.md that say no fault of the server's: switched off, overloaded, a limit of time or room."""
+PEAK_BYTES = 768 << 20
+"""Maximum growth of a process while it is attacked: 256 MiB of bodies that arrive, three times over while parsed."""
+LEFT_BYTES = 128 << 20
+"""Maximum growth of a process that is idle again: what allocators keep, and caches that are bounded."""
+LEFT_DESCRIPTORS = 16
+"""Maximum growth of a process's descriptors once the attacker has hung up: pooled connections to instances."""
+KEPT = 12
+
+
+class Violation(AssertionError):
+    """Something that no attacker may bring about."""
+
+
+@dataclass
+class Record:
+    """What the attacker sent and got. Any thread may use it. ``secrets``: bytes that it must never be sent."""
+
+    secrets: list[bytes] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+    violations: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def sent(self, kind: str, what: object) -> None:
+        """Note an attack before it is made."""
+        with self._lock:
+            self.kinds[kind] += 1
+            self.last.append(f"{kind}: {what!r:.600}")
+
+    def got(self, kind: str, status: int, body: bytes, headers: bytes = b"") -> None:
+        """Judge an answer."""
+        with self._lock:
+            self.statuses[str(status)] += 1
+        if status >= 500 and status not in DOCUMENTED_5XX:
+            self.violated(f"{kind}: status {status}: {body[:500]!r}")
+        self.seen(kind, body)
+        self.seen(kind, headers)
+
+    def seen(self, kind: str, data: bytes) -> None:
+        """Look for another's data in what the attacker was sent."""
+        for secret in self.secrets:
+            if secret in data:
+                at = data.index(secret)
+                self.violated(f"{kind}: it was sent {secret!r}: {data[max(0, at - 200) : at + 200]!r}")
+
+    def violated(self, what: str) -> None:
+        """Note a violation, with what was sent last."""
+        with self._lock:
+            self.violations.append("\n    ".join([what, "sent last:", *self.last]))
+
+
+class Vitals:
+    """The cluster's processes against what they were at the start."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.start: dict[str, Usage] = cluster.usage()
+        self.peak: dict[str, int] = {name: usage.rss for name, usage in self.start.items()}
+
+    def check(self) -> list[str]:
+        """Return what is wrong now: processes that ended or came, and memory."""
+        now = self._cluster.usage()
+        problems = [
+            f"{name} ended (pid {usage.pid})"
+            for name, usage in self.start.items()
+            if name not in now or now[name].pid != usage.pid
+        ]
+        problems += [f"{name} was started" for name in now.keys() - self.start.keys()]
+        for name in now.keys() & self.start.keys():
+            self.peak[name] = max(self.peak[name], now[name].rss)
+            grown = now[name].rss - self.start[name].rss
+            if grown > PEAK_BYTES:
+                problems.append(f"{name} has grown by {grown >> 20} MiB")
+        return problems
+
+    def check_left(self, seconds: float) -> list[str]:
+        """Return what an idle cluster still holds more than at the start, after ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
+        while problems := self.check() + self._left():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        return problems
+
+    def _left(self) -> list[str]:
+        problems, now = [], self._cluster.usage()
+        for name in now.keys() & self.start.keys():
+            start, last = self.start[name], now[name]
+            grown, more = last.rss - start.rss, last.descriptors - start.descriptors
+            if grown > LEFT_BYTES:
+                problems.append(f"{name} keeps {grown >> 20} MiB more than at the start")
+            if more > LEFT_DESCRIPTORS:
+                problems.append(f"{name} keeps {more} descriptors more than at the start")
+        return problems
+
+    def table(self) -> str:
+        """Resident memory of each process as lines of text: start, peak, now (MiB), and descriptors."""
+        now = self._cluster.usage()
+        lines = [f"{'process':50} {'start':>7} {'peak':>7} {'now':>7} MiB  descriptors"]
+        for name, usage in self.start.items():
+            last = now.get(name, usage)
+            sizes = f"{usage.rss >> 20:7} {self.peak[name] >> 20:7} {last.rss >> 20:7}"
+            lines.append(f"{name:50} {sizes}      {usage.descriptors} → {last.descriptors}")
+        return "\n".join(lines)
