@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import tracemalloc
 
 import msgspec
 import pytest
@@ -14,7 +15,12 @@ from support.handovers import named
 from support.layouts import uniform_layout
 from support.strangers import huge_length, junk, nested, spoil
 
-from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, SHORT_FRAME_BYTES, make_frames
+from pdserve.disaggregation.handover.control.frames import (
+    FRAME_MESSAGES,
+    LONG_FRAME_BYTES,
+    SHORT_FRAME_BYTES,
+    make_frames,
+)
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.control import Drain
@@ -32,10 +38,11 @@ from pdserve.messages.handover import (
     TransferFailed,
     TransferRequest,
 )
-from pdserve.messages.outputs import Timing
+from pdserve.messages.outputs import Timing, TokenLogprob
 from pdserve.messages.peer import PeerMessage
 from pdserve.messages.worker import KVLayout, SliceChecksum
 from pdserve.runtime import refusal_log
+from pdserve.runtime.options import DEFAULT_MAX_LOGPROBS
 from pdserve.runtime.refusal_log import RefusalLog
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
@@ -212,6 +219,35 @@ def test_what_is_sent_stays_within_the_receivers_limits():
     done = TransferDone("e", named(7), [SliceChecksum(0, 1, 0, 1, 1)], Timing())
     assert make_frames([done, done], 20) == ([], [done, done])
     assert make_frames([], 20) == ([], [])
+
+
+def logprobs(body: bytes, count: int) -> bytes:
+    """A frame with a ``FirstToken`` whose list of prompt log-probabilities is ``body``."""
+    first = FirstToken("e" * 128, LONGEST, 5, 0, Timing(), None, [])
+    before, name, after = encode([first]).partition(b"input_logprobs")
+    return before + name + b"\xdd" + count.to_bytes(4, "big") + body + after[1:]
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 5, 128])
+def test_the_log_probabilities_that_a_request_may_ask_for_by_default_fit_into_a_frame(alternatives):
+    one = TokenLogprob((1 << 32) - 1, -1.5, [((1 << 32) - 1, -1.5)] * alternatives)
+    count = DEFAULT_MAX_LOGPROBS // (1 + alternatives)
+    assert len(logprobs(b"", 0)) + count * len(msgspec.msgpack.encode(one)) < LONG_FRAME_BYTES
+
+
+def test_the_densest_frame_takes_no_more_memory_than_docs_security_md_says():
+    nbytes = 300_000
+    count = nbytes // 3
+    bodies = [logprobs(b"\x92\x00\xc0" * count, count)]  # positions without alternatives
+    bodies += [logprobs(b"\x93\x00\xc0\xdd" + count.to_bytes(4, "big") + b"\x92\x00\x00" * count, 1)]
+    codec = Codec(PeerMessage, LONG_FRAME_BYTES, FRAME_MESSAGES)
+    for frame in bodies:
+        tracemalloc.start()
+        decoded = codec.decode(frame)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert isinstance(decoded[0], FirstToken)
+        assert peak / nbytes * LONG_FRAME_BYTES < 768 << 20
 
 
 def test_a_frame_has_a_length():
