@@ -13,7 +13,6 @@ single fields can't say.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import msgspec
@@ -23,10 +22,19 @@ from .base import Epoch, HandoverId, Message, Reason, unpack_i32
 from .handover import MAX_TOKENS, Tokens, check_timing
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .requests import MAX_TOP_LOGPROBS, GenerateReq
-from .sampling import SamplingParams
+from .sampling import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 
 MAX_NAME_CHARS = 1024
-MAX_STOPS = 1 << 12
+MAX_IDS = 1 << 12
+"""Token ids that stop a request or have a bias."""
 MAX_AGE_SECONDS = 1e9
 
 Key = Annotated[str, Meta(min_length=16, max_length=64)]
@@ -184,13 +192,22 @@ def tokens_problem(name: str, data: bytes, vocab_size: int) -> str | None:
 
 def _sampling_problem(p: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> str | None:
     ids = [*stop_ids, *p.stop_token_ids, *p.logit_bias]
-    if len(ids) > MAX_STOPS or len(p.stop) > MAX_STOPS or not all(0 <= i < vocab_size for i in ids):
+    if len(ids) > MAX_IDS or not all(0 <= i < vocab_size for i in ids):
         return "its stop tokens or biases are of tokens that are none"
+    if len(p.stop) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in p.stop):
+        return "its stop strings are too many or too long"
     if not (0 <= p.seed < 1 << 63 and 1 <= p.max_new_tokens <= MAX_TOKENS and 0 <= p.min_new_tokens <= MAX_TOKENS):
         return "its seed or token limits are out of range"
-    if not (-1 <= p.top_k <= MAX_TOKENS and 0 <= p.top_p <= 1 and 0 <= p.min_p <= 1 and 0 <= p.temperature < math.inf):
-        return "its temperature, top_p, top_k or min_p is out of range"
-    numbers = [p.frequency_penalty, p.presence_penalty, p.repetition_penalty, *p.logit_bias.values()]
-    if not all(map(math.isfinite, numbers)) or p.repetition_penalty <= 0:
-        return "its penalties or biases are no numbers"
+    if not (-1 <= p.top_k <= MAX_TOKENS and 0 <= p.top_p <= 1 and 0 <= p.min_p <= 1):
+        return "its top_p, top_k or min_p is out of range"
+    if not 0 <= p.temperature <= MAX_TEMPERATURE:
+        return "its temperature is out of range"
+    # What clients may ask for, and no more: logits would become infinite, as if the model were broken.
+    penalties = (p.frequency_penalty, p.presence_penalty)
+    if not all(-MAX_PENALTY <= penalty <= MAX_PENALTY for penalty in penalties):
+        return "its penalties are out of range"
+    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_PENALTY:
+        return "its repetition penalty is out of range"
+    if not all(-MAX_BIAS <= bias <= MAX_BIAS for bias in p.logit_bias.values()):
+        return "its biases are out of range"
     return None

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+"""Of frequency and presence penalties, either way, and of the repetition penalty."""
+MIN_REPETITION_PENALTY = 0.01
+"""A logit over less than this may be no number any more, which looks like a broken model."""
+MAX_BIAS = 100.0
+"""Of a token's logit, either way."""
+MAX_STOPS = 32
+"""Stop strings."""
+MAX_STOP_CHARS = 1024
+
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen.

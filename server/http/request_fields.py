@@ -7,14 +7,22 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ...messages.decode import shown
+from ...messages.sampling import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
 from .fields import INT32_MAX, INT64_MAX, INT64_MIN, INTEGRAL, Body, FieldError, OneOrMany, Rid, TokenId
 
 MAX_N = 64
-MAX_STOPS = 32
 MAX_BIASES = 1024
 MOST_SECONDS = 1e6
 
-StopString = Annotated[str, Field(max_length=1024)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX), INTEGRAL]
 Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX), INTEGRAL]
 """-1 asks for another one each time."""
@@ -34,24 +42,21 @@ class SamplingFields(Body):
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGRAL] = 1
     best_of: Annotated[int, Field(ge=1, le=INT32_MAX), INTEGRAL] | None = None
     """As many as are answered, or 1: nothing is thrown away here."""
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL] = -1
     """-1 and 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    # A logit over less than this may be no number any more, which looks like a broken model.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_PENALTY)] = 1.0
     stop: Annotated[OneOrMany[StopString], AfterValidator(_check_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     # Tokens read the same wherever they stand here, so there is nothing to do for it.
     spaces_between_special_tokens: bool = True
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = Field(
-        default_factory=dict
-    )
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_best_of(self) -> SamplingFields:
