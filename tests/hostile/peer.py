@@ -23,7 +23,8 @@ import xxhash
 from support.control_wire import framed
 
 from pdserve.disaggregation.bootstrap.registration import Registration, decode_registration
-from pdserve.disaggregation.handover.control.frames import LENGTH, SHORT_FRAME_BYTES
+from pdserve.disaggregation.errors import LinkLost
+from pdserve.disaggregation.handover.control.frames import LENGTH, LONG_FRAME_BYTES, SHORT_FRAME_BYTES
 from pdserve.disaggregation.handover.control.port import ControlPort
 from pdserve.disaggregation.handover.greeting import digest
 from pdserve.messages.base import HandoverId, pack_i32
@@ -46,7 +47,7 @@ from pdserve.runtime.cluster_secret import ClusterSecret
 
 from .cluster import ALICE, Cluster
 from .neighbour import Neighbour
-from .peer_messages import Messages
+from .peer_messages import FAILED, Messages
 from .peer_ports import BootstrapPort, DataPort, write_to
 from .signed import Signer
 from .watch import Record
@@ -171,8 +172,9 @@ class HostilePeer:
     def oversize(self) -> None:
         """A frame that is longer than peers may send, or as long as they may."""
         for link in self._some_links():
-            size = self._rng.choice((SHORT_FRAME_BYTES - 100, SHORT_FRAME_BYTES + 1, 4 << 20))
-            self._send(link, "oversize", self._rng.choice((b"\x91", b"\xc6", b"\xdd\x00\xff\xff\xff")) + bytes(size))
+            size = self._rng.choice((SHORT_FRAME_BYTES - 100, SHORT_FRAME_BYTES + 1, 4 << 20, LONG_FRAME_BYTES - 100))
+            junk = self._rng.choice((b"\x91", b"\xc6", b"\xdd\x00\xff\xff\xff")) + bytes(size)
+            self._send(link, "oversize", self._rng.choice((junk, link.messages.dense(size // 4), junk)))
 
     def break_frame(self) -> None:
         """Bytes that are not sealed, or a length without its bytes."""
@@ -249,7 +251,7 @@ class HostilePeer:
         if connection is None or not payload:
             return
         self._record.sent(kind, payload[:300])
-        with suppress(OSError, Exception):  # the link may be over, and the next turn reads that it is
+        with suppress(LinkLost):  # the next turn reads that it is over
             connection.send([payload])
 
     def _read(self) -> None:
@@ -319,8 +321,9 @@ class HostilePeer:
             headers = self._signer.headers(self._signer.epoch(url, self._http), "POST", "/generate", body)
             self._record.sent(f"{leg} leg", body[:200])
             answer = self._http.post(url + "/generate", content=body, headers=headers)
-            # A hand-over that the peer broke is a 502: the fault of the prefill that the request names.
-            self._record.got(f"{leg} leg", 200 if answer.status_code == 502 else answer.status_code, answer.content)
+            # A hand-over that the peer broke is a 502, and what it says of a failure of its own is the answer's status.
+            is_own = answer.status_code == 502 or FAILED.encode() in answer.content
+            self._record.got(f"{leg} leg", 200 if is_own else answer.status_code, answer.content)
         except httpx.HTTPError as e:
             self._record.sent(f"{leg} leg", f"no answer: {e!r}")
         finally:

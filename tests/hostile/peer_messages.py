@@ -39,6 +39,7 @@ from pdserve.messages.worker import SliceChecksum
 MALICE = (None, True, -1, 0, 2**31, 2**63 - 1, 2**64 - 1, 1.5, float("nan"), float("inf"), "", "x" * 3000, "\n\x00")
 MALICE_2 = (b"", b"\xff" * 7, b"\x00" * 4096, [], [[]], {}, {"x": 1}, [1] * 2000)
 VOCABULARY = 49152
+FAILED = "what a hostile peer says of its failure"
 
 
 class Messages:
@@ -102,7 +103,7 @@ class Messages:
             Progress: lambda: Progress(epoch, handover, rng.choice((0, 1, 5, (1 << 31) - 1))),
             FirstToken: lambda: self.first_token(epoch, handover),
             TransferDone: lambda: TransferDone(epoch, handover, self.slices(), self.timing(), rng.randbytes(8 * 3)),
-            TransferFailed: lambda: TransferFailed(epoch, handover, rng.choice((400, 500, 503, 599)), "x" * 99),
+            TransferFailed: lambda: TransferFailed(epoch, handover, rng.choice((400, 500, 503, 599)), FAILED),
             Withdraw: lambda: Withdraw(epoch, handover),
             Withdrawn: lambda: Withdrawn(epoch, handover, rng.random() < 0.5),
             Abort: lambda: Abort(epoch, handover, rng.choice(("", "\x1b[2J"))),
@@ -138,6 +139,13 @@ class Messages:
         logprob = rng.choice((None, TokenLogprob(token, rng.choice((None, -1.0, float("nan"))), top)))
         inputs = rng.choice((None, [TokenLogprob(1, -1.0, top)] * rng.choice((0, 3, 2000))))
         return FirstToken(epoch, handover, token, rng.choice((0, 16, (1 << 31) - 1)), self.timing(), logprob, inputs)
+
+    def dense(self, size: int) -> bytes:
+        """A frame of ``size`` bytes that takes as much memory as can be."""
+        first = FirstToken(self.epoch, self.handover(), 5, 0, Timing(), None, [])
+        before, name, after = encode([first]).partition(b"input_logprobs")
+        count = (size - len(before) - len(name) - len(after)) // 3
+        return before + name + b"\xdd" + count.to_bytes(4, "big") + b"\x92\x00\xc0" * count + after[1:]
 
     def slices(self) -> list[SliceChecksum]:
         """What was written, as far as anybody knows."""

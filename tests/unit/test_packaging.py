@@ -37,6 +37,7 @@ SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
 FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
 FOREIGN_FLAGS |= {"--answer"}  # of model_runner.kernels.activation_quality
+FOREIGN_FLAGS |= {"--who", "--minutes"}  # of make hostile-campaign
 FOREIGN_FLAGS |= {
     "--measure",
     "--channels",
