@@ -16,6 +16,7 @@ from pathlib import Path
 import setproctitle
 
 from ...messages.conversation import Conversation
+from ...runtime.hardening import harden
 from ...runtime.signals import leave_signals_to_parent
 from .chat_template import ChatTemplate
 from .errors import PromptError, TokenizerLoadError
@@ -62,6 +63,7 @@ def start_clock(limits: RenderLimits) -> None:
 
 def main() -> None:
     """Serve on the socket that is standard input."""
+    harden(allow_dumps=False)
     leave_signals_to_parent()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     setproctitle.setproctitle("pdserve chat template")

@@ -21,7 +21,9 @@ def tiny_args(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def _alone(tmp_path_factory, tiny_args) -> Iterator[Launched]:
-    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as server:
+    # A test looks at the ports of each process, which nobody but root could otherwise.
+    args = [*ONE_THREAD, *tiny_args, "--allow-core-dumps"]
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *args) as server:
         server.wait_healthy()
         yield server
 

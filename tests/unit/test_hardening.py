@@ -80,6 +80,11 @@ def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Pat
     assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
 
 
+def test_the_process_that_renders_templates_is_hardened() -> None:
+    code = "import os; from pdserve.model_files.text import template_process; os.close(0); template_process.main()"
+    assert seen(code)[:3] == (0, PRIVATE, NO_CORE)
+
+
 def test_a_limit_that_is_lower_already_stays(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))" + STARTS["router"].format(allow=False)
     assert seen(code) == (0, PRIVATE, [0, 0], True)
