@@ -30,6 +30,8 @@ QUESTION_TIMEOUT = 7.5
 TEXT_TIMEOUT = 65.0
 """Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
 RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+NOT_ALLOWED = (401, 403)
+"""What an instance answers to a client that lacks the key for a question."""
 WRITTEN_LEVELS = 200
 """Levels of nested JSON that orjson surely writes, also inside an answer of the router's own; it reads 1,024."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -169,9 +171,13 @@ class ControlEndpoints:
         return json_response({"role": "router", "router": router, "instances": instances})
 
     async def transfers(self, request: Request) -> Response:
-        """GET /transfers: those of every instance; 503 where none tells of any."""
-        told = [said for said in await self.ask_all(request) if said.ok and isinstance(said.body, dict)]
+        """GET /transfers: those of every instance; where none tells of any, why the first one refused, or 503."""
+        asked = await self.ask_all(request)
+        told = [said for said in asked if said.ok and isinstance(said.body, dict)]
         if not told:
+            for said in asked:
+                if said.status in NOT_ALLOWED:
+                    return answer_of(said)
             return error_response(NoInstanceError("no instance tells of its hand-overs"))
         rooms = [room | {"instance": said.instance.url} for said in told for room in said.entries("transfers")]
         return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})

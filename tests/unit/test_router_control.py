@@ -98,6 +98,11 @@ async def test_open_handovers_of_all_instances_are_told_together(rig):
     await d.kill()
     await rig.until_states("healthy", "unhealthy")
     assert (await client.get("/transfers")).json()["open"] == 2
+    told = {"error": {"message": "this needs the admin's key", "type": "invalid_request_error"}}
+    for instance in rig.instances:
+        instance.answers["/transfers"] = (401, told)
+    refused = await client.get("/transfers")
+    assert (refused.status_code, refused.json()) == (401, told)
     await p.kill()
     await rig.until_states("unhealthy", "unhealthy")
     assert (await client.get("/transfers")).status_code == 503
