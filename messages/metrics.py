@@ -174,7 +174,7 @@ class SchedulerMetrics(Message):
     ``recomputed_tokens``: tokens that were computed again after a retraction. ``asked_tokens`` and ``hit_tokens``: what
     the prefix cache was asked for, and had. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
     ``preemptions``: those of the ``retractions`` that were for the sake of a higher priority. ``followers``: requests
-    that waited for the prompt of another one that begins alike.
+    that waited for the prompt of another one that begins alike. ``compiled_kernels``: see ``StepResult``.
     """
 
     draining: bool
@@ -197,6 +197,7 @@ class SchedulerMetrics(Message):
     handovers: HandoverCounts | None
     tiers: TierMetrics | None
     """None where there are none behind the pool."""
+    compiled_kernels: int = 0
     pressure: str = "none"
     """On KV memory (``scheduler/pressure.py``)."""
     released: list[str] = []

@@ -280,6 +280,7 @@ class StepResult(Message):
     ``next_tokens``: int32, one for each entry with ``sample`` set, in order. ``logprobs``: aligned with it, None for
     rows that want none. ``input_logprobs``: one list for each ``ForwardStep.input_logprobs``, aligned with ``targets``.
     ``bad_entries``: entries whose logits were not finite; their token means nothing and the request must fail.
+    ``compiled_kernels``: kernels of a GPU that were compiled since the result before, while steps waited for them.
     """
 
     step_id: int
@@ -288,6 +289,7 @@ class StepResult(Message):
     logprobs: list[TokenLogprob | None] | None = None
     input_logprobs: list[list[TokenLogprob]] = []
     bad_entries: list[int] = []
+    compiled_kernels: int = 0
 
 
 class RankLoaded(Message):

@@ -40,6 +40,7 @@ from ..messages.worker import (
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
+from .compile_watch import CompileWatch
 from .placement import Placement, floating
 from .prefault import PoolPrefault, highest_slot
 from .start_model import RankChannels, freeze, open_channels, start_model
@@ -72,6 +73,7 @@ class Worker(NamedTuple):
     measured: list[MeasuredStep]
     memory: MemoryUse
     unreleasable: list[Unreleasable]
+    compiles: CompileWatch
 
 
 def main() -> NoReturn:
@@ -85,6 +87,7 @@ def main() -> NoReturn:
         worker = load(ctx, channels)
     except (ModelError, PlacementError, TransferError) as e:
         sys.exit(f"model worker: {e}")
+    worker.compiles.begin(str(worker.model.device.type))
     events.send(_ready_message(worker))
     ctx.report_ready(worker.load_seconds)
     while True:
@@ -110,22 +113,25 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     engine = _start_engine(ctx, model, started.placement)
     tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
-    warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
+    is_beside = model.hardware.beside
+    warm_up(steps, options.max_running_requests, model.context_length, options.page_size, every_variant=is_beside)
     steps.capture_graphs()
     started.settle()
     freeze()
     # Behind the freeze, as the steps of requests will be.
-    measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
+    measured = measure_steps(
+        steps, options.max_running_requests, model.context_length, options.page_size, rehearse=is_beside
+    )
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
-    queue = StepQueue(steps, engine, ahead=1 if model.hardware.beside else 0)
+    queue = StepQueue(steps, engine, ahead=1 if is_beside else 0)
     use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
     for line in table(use, model.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
     occupation = Occupation(model, steps, prefault, started.ranks if isinstance(started.ranks, Lead) else None)
     return Worker(
         *(model, queue, engine, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
-        *(started.machine, seconds, measured, use, unreleasable(model, options)),
+        *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
     )
 
 
@@ -201,6 +207,7 @@ def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:
 
 def _result(worker: Worker) -> StepResult:
     result = worker.steps.collect()
+    result.compiled_kernels = worker.compiles.take()
     if result.bad_entries:
         log.error("step %d: entries %s gave logits that are not finite", result.step_id, result.bad_entries)
     return result

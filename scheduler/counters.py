@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..messages.metrics import Histogram
+from ..messages.worker import StepResult
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
 
@@ -37,15 +38,17 @@ class Counters:
         self.generation_tokens = 0
         self.step_seconds = Histogram(STEP_SECONDS)
         self.steps = 0
+        self.compiled_kernels = 0
 
-    def step_done(self, step: InFlightStep, forward_ms: float) -> None:
+    def step_done(self, step: InFlightStep, result: StepResult) -> None:
         """A step's result is here."""
         shape = step.foresight.shape
         self.steps += 1
         self.decode_tokens += shape.decodes
         self.prompt_tokens += shape.prompt_tokens - step.recomputed
         self.recomputed_tokens += step.recomputed
-        self.step_seconds.observe(forward_ms / 1000)
+        self.step_seconds.observe(result.forward_ms / 1000)
+        self.compiled_kernels += result.compiled_kernels
 
     def ended(self, req: Req) -> None:
         """The request is over, its state says how. A hand-over is the end of one leg, and no client's."""

@@ -68,6 +68,7 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         preemptions=planner.preemptions,
         followers=planner.shared_prompts.set_aside,
         step_seconds=counters.step_seconds.copy(),
+        compiled_kernels=counters.compiled_kernels,
         cost_model_error=scheduler.estimator.model.median_error,
         promises=itl.counts() if itl is not None else None,
         handovers=handovers.counts() if handovers is not None else None,

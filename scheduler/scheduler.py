@@ -328,7 +328,7 @@ class Scheduler:
         if step.step_id != result.step_id:
             raise AssertionError(f"the worker answered step {result.step_id}, step {step.step_id} is due")
         self.completed_step = step.step_id
-        self.counters.step_done(step, result.forward_ms)
+        self.counters.step_done(step, result)
         self.estimator.step_done(step, result, now)
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:

@@ -14,7 +14,19 @@ from ..admin_key import admin_key
 from .part import Part, open_part
 from .record import Finding
 from .servers import ask, generate, serve
-from .token_checks import LENGTH, SAME, Prompts, Tokens, answers_of, compare, judge, make_asked, save_packed
+from .token_checks import (
+    LENGTH,
+    SAME,
+    Prompts,
+    Tokens,
+    answers_of,
+    compare,
+    compiled_kernels,
+    judge,
+    make_asked,
+    save_packed,
+    without_compiles,
+)
 
 
 def main() -> None:
@@ -83,7 +95,8 @@ def check_drawn(on_cpu: Sequence[str], on_device: Sequence[str], folder: Path, p
     for name, args in (("cpu", on_cpu), ("device", on_device)):
         with serve(args, folder / f"drawn-{name}.log") as address:
             answers.append([generate(address, prompt, LENGTH, sampling=drawn) for drawn in DRAWN])
-    return judge(answers[1], answers[0], 0.9, "all kinds of sampling")
+            compiled = compiled_kernels(address)
+    return without_compiles(judge(answers[1], answers[0], 0.9, "all kinds of sampling"), compiled)
 
 
 def check_memory(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:

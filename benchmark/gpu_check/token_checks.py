@@ -63,7 +63,21 @@ def compare(
     with serve(args, log) as address:
         backend = _backend(address)
         found = [generate(address, prompt, length) for prompt in [*prompts, *prompts]]
-    return judge(found, [*expected, *expected], least, backend)
+        compiled = compiled_kernels(address)
+    return without_compiles(judge(found, [*expected, *expected], least, backend), compiled)
+
+
+def compiled_kernels(address: str) -> int:
+    """How many kernels the server has compiled since it was ready."""
+    count: int = ask(f"{address}/server_info")["counters"]["compiled_kernels"]
+    return count
+
+
+def without_compiles(found: Finding, compiled: int) -> Finding:
+    """Return ``found``, failed if the server has compiled kernels while serving."""
+    figure = f"{found.figure}, {compiled} kernels compiled while serving" if compiled else found.figure
+    asked = f"{found.asked}, no kernel compiled while serving"
+    return Finding(found.name, figure, asked, bool(found.ok) and not compiled)
 
 
 def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:

@@ -116,17 +116,15 @@ class RowArrays(NamedTuple):
         return len(self.kv_lens)
 
     @classmethod
-    def make(
-        cls, capacity: int, pages: int, windows: tuple[int, ...], has_window_pages: bool, device: torch.device
-    ) -> RowArrays:
-        """Zeroed. ``windows``: each that layers have, 0 of those without."""
+    def make(cls, capacity: int, pages: int, windows: Tensor, has_window_pages: bool) -> RowArrays:
+        """Zeroed, where ``windows`` lies: [W] int32, each that layers have, 0 of those without."""
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+            return torch.zeros(shape, dtype=torch.int32, device=windows.device)
 
         kv_indices = zeros(pages)
         return cls(
-            windows=torch.tensor(windows, dtype=torch.int32).to(device),
+            windows=windows,
             kv_lens=zeros(capacity),
             kv_indptr=zeros(capacity + 1),
             split_indptr=zeros(len(windows), capacity + 1),

@@ -41,6 +41,8 @@ from .tiles import (
 
 INTERPRETED_PROGRAMS = 2
 """Where programs run one after another, more of them only cost more."""
+ALIGNED = 4
+"""Elements of int32 in 16 bytes."""
 INTERPRETED_CAPABILITY = 90
 """Whose tiles the interpreter takes."""
 
@@ -87,6 +89,7 @@ class TritonAttention(AttentionBackend):
         self._device = pool.data.device
         self._limits = limits
         self._windows = tuple(sorted({0, *limits.windows}))
+        self._windows_there = torch.tensor(self._windows, dtype=torch.int32).to(self._device)
         views = next(iter((self._layers | self._windowed).values()))
         self._value_dim = views.value_dim
         kept = views.keys.itemsize
@@ -99,7 +102,8 @@ class TritonAttention(AttentionBackend):
         self._parts = views.heads * triton.cdiv(shape.group, self._decode_tiles.block_h)
         self._queries = max(1, self._prefill_tiles.block_m // shape.group)
         self._fixed = self._grown = self._make_room(limits.max_entries)
-        self._extend_arrays = self._make_arrays(1, 1)
+        # The number of entries that arrays have room for is a constant of kernels: it must not grow from step to step.
+        self._extend_arrays = self._make_arrays(limits.max_entries, 1)
         self._decodes: tuple[_DecodeRoom, PlannedRows] | None = None
         self._extends: _Extends | None = None
         self._slots = self._window_slots = self._fixed.slots
@@ -207,13 +211,20 @@ class TritonAttention(AttentionBackend):
         fill_rows(arrays, planned, table, self._page_size, self._decode_tiles.least_split, MOST_SPLITS)
 
     def _send(self, *arrays: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> list[Tensor]:
-        """To the device as int32, one copy for all, behind what is queued there."""
-        host = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32))
+        """Send the arrays to the device as int32, in one copy behind what is queued there.
+
+        Each array begins at a multiple of 16 bytes: Triton compiles a kernel anew for addresses that do not.
+        """
+        begins = np.cumsum([0, *(-(-array.size // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        packed = np.zeros(begins[-1], dtype=np.int32)
+        for begin, array in zip(begins, arrays, strict=False):
+            packed[begin : begin + array.size] = array.reshape(-1)
+        host = torch.from_numpy(packed)
         if self._device.type == "cuda":
             # Its pinned memory is not handed out again before the copy has been made.
             host = host.pin_memory()
         there = host.to(self._device, non_blocking=True)
-        return list(torch.split(there, [array.size for array in arrays]))
+        return [there[begin : begin + array.size] for begin, array in zip(begins, arrays, strict=False)]
 
     def _room_for(self, entries: int) -> _DecodeRoom:
         if entries <= self._limits.max_entries:
@@ -235,7 +246,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _make_arrays(self, capacity: int, pages: int) -> RowArrays:
-        return RowArrays.make(capacity, pages, self._windows, bool(self._windowed), self._device)
+        return RowArrays.make(capacity, pages, self._windows_there, bool(self._windowed))
 
 
 def refusal(device: torch.device) -> str | None:

@@ -167,6 +167,11 @@ def add_scheduler(families: Families, counts: SchedulerMetrics) -> None:
         "pdserve_recomputed_tokens_total", "Tokens computed again after a retraction.", counts.recomputed_tokens
     )
     families.counter(
+        "pdserve_compiled_kernels_total",
+        "GPU kernels compiled while serving, each of which stalled all streams.",
+        counts.compiled_kernels,
+    )
+    families.counter(
         "pdserve_prefix_cache_asked_tokens_total",
         "Tokens looked up in the prefix cache.",
         counts.asked_tokens,

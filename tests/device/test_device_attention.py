@@ -253,7 +253,7 @@ def test_plans_are_those_of_the_host() -> None:
     batch, windows, page_size = make_batch([7, 0, 210, 63], [1, 1, 1, 1], 4), (0, 37), 4
     batch.window_pages = torch.randperm(PAGES).to(torch.int32)
     there = on_device(batch)
-    arrays = RowArrays.make(6, 400, windows, True, DEVICE)
+    arrays = RowArrays.make(6, 400, torch.tensor(windows, dtype=torch.int32, device=DEVICE), True)
     entries = torch.tensor([2, 0, 3], dtype=torch.int32, device=DEVICE)
     table = TableOfPass(there.positions, there.rows, there.req_to_token, there.window_pages)
     fill_rows(arrays, PlannedRows(entries, entries), table, page_size, 16, 8)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from pdserve.messages.worker import ForwardStep, StepResult
+from pdserve.model_runner.compile_watch import CompileWatch
 from pdserve.model_runner.process import serve_frame
 from pdserve.model_runner.step_queue import StepQueue
 from tests.unit.test_step_runner import make_step
@@ -48,7 +49,8 @@ class SimulatedWorker:
         self.starts: list[float] = []
         self.told: list[int] = []
         prefault = SimpleNamespace(wait_ms=-1, used=lambda slot: None)
-        self._worker = SimpleNamespace(steps=StepQueue(self, None, ahead=1), prefault=prefault)
+        steps = StepQueue(self, None, ahead=1)
+        self._worker = SimpleNamespace(steps=steps, prefault=prefault, compiles=CompileWatch())
 
     def idle_share(self, steps: int = 500) -> float:
         """Of the time of ``steps`` steps, after the first ones."""
