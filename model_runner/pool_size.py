@@ -22,6 +22,8 @@ USUAL_PIECE = {"cuda": 2048, "cpu": 512}
 """Tokens of a prompt that a step computes at most where the options don't say."""
 # Of what is free on a host, this much stays for activations, the other processes and everyone else.
 HOST_RESERVE = 0.1
+CONTEXT_BYTES = 600 << 20
+"""What a process takes of a GPU before it allocates: CUDA's context, code of kernels, workspaces of libraries."""
 ANY_MEMORY = Memory(1 << 62, 1 << 62)
 """Of addresses there are enough."""
 
@@ -196,9 +198,13 @@ def _fraction(request: PoolRequest, device_type: str) -> float:
 def _budget(fraction: float, weight_bytes: int, memory: Memory, device_type: str) -> int:
     """Bytes for the pool.
 
-    An accelerator is ours alone: whatever is in use beyond our share of it comes off the pool. A host is shared, and
-    what others use there is none of our share, as long as the pool fits into what they leave.
+    ``fraction`` of the device is the instance's share. What others use of it is none of its share, as long as the pool
+    fits into what they leave: the result does not depend on which of several instances on a device starts first.
     """
-    if device_type != "cpu":
-        return int(memory.free - memory.total * (1 - fraction))
-    return int(min(memory.total * fraction - weight_bytes, memory.free * (1 - HOST_RESERVE)))
+    if device_type == "cpu":
+        return int(min(memory.total * fraction - weight_bytes, memory.free * (1 - HOST_RESERVE)))
+    share = memory.total * fraction - weight_bytes - CONTEXT_BYTES
+    # For activations and graphs: of what the default leaves, as much as is this instance's share of the rest.
+    default = DEFAULT_FRACTION[device_type]
+    reserve = memory.total * min(1 - fraction, (1 - default) * fraction / default)
+    return int(min(share, memory.free - reserve))

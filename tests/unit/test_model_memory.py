@@ -8,6 +8,7 @@ import torch
 from pdserve.model_runner.device.choice import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.pool_size import (
+    CONTEXT_BYTES,
     PoolRequest,
     PoolTokens,
     WindowRequest,
@@ -34,8 +35,63 @@ def choose(
 
 
 def test_fraction_of_an_accelerator() -> None:
-    # free 12 − 16 × (1 − 0.75) = 8 GiB: 8192 pages, one of which is page 0.
-    assert choose("cuda", fraction=0.75) == 8191 * 16
+    # 16 × 0.75 − 2 GiB, less 600 MiB of the context: 9640 pages, one of which is page 0.
+    assert choose("cuda", fraction=0.75) == 9639 * 16
+    # Others left 4 GiB, of which 1 stays free.
+    assert choose("cuda", fraction=0.9375, memory=Memory(16 * GIB, 4 * GIB)) == (3 * 1024 - 1) * 16
+
+
+class SimulatedGpu:
+    """A GPU of 80 GiB and what instances take of it: weights and context, then a pool, then activations and graphs."""
+
+    def __init__(self, weights: tuple[int, ...], fraction: float) -> None:
+        self.free = 80 * GIB
+        self.pools = dict.fromkeys(range(len(weights)), 0)
+        self._weights, self._fraction = weights, fraction
+
+    def do(self, what: str, instance: int) -> None:
+        weights = self._weights[instance]
+        if what == "load":
+            self.free -= weights + CONTEXT_BYTES
+        elif what == "run":
+            self.free -= 2 * GIB
+        else:
+            request = PoolRequest(None, self._fraction, 16, 10**9)
+            tokens = choose_max_total_tokens(request, MIB, weights, Memory(80 * GIB, self.free), "cuda")
+            self.pools[instance] = (tokens // 16 + 1) * MIB
+            self.free -= self.pools[instance]
+        assert self.free >= 0
+
+
+ORDERS = [
+    [(0, "load pool run"), (1, "load pool run")],
+    [(1, "load pool run"), (0, "load pool run")],
+    [(0, "load"), (1, "load"), (0, "pool"), (1, "pool"), (0, "run"), (1, "run")],
+    [(0, "load"), (1, "load"), (1, "pool"), (1, "run"), (0, "pool"), (0, "run")],
+    [(0, "load pool"), (1, "load"), (0, "run"), (1, "pool run")],
+]
+
+
+@pytest.mark.parametrize("weights", [(16 * GIB, 16 * GIB), (16 * GIB, 2 * GIB)])
+def test_instances_on_one_gpu_have_their_shares_whichever_starts_first(weights: tuple[int, int]) -> None:
+    """As ``pdserve up`` divides a GPU, which starts them at the same time."""
+    found = []
+    for order in ORDERS:
+        gpu = SimulatedGpu(weights, 0.44)
+        for instance, steps in order:
+            for what in steps.split():
+                gpu.do(what, instance)
+        found.append(gpu.pools)
+    assert all(pools == found[0] for pools in found)
+    for instance, pool in found[0].items():
+        assert 0 <= 0.44 * 80 * GIB - weights[instance] - CONTEXT_BYTES - pool < MIB
+
+
+def test_an_instance_that_is_alone_leaves_what_it_always_left() -> None:
+    gpu = SimulatedGpu((16 * GIB,), 0.88)
+    gpu.do("load", 0)
+    gpu.do("pool", 0)
+    assert 0.12 * 80 * GIB <= gpu.free < 0.12 * 80 * GIB + 2 * MIB
 
 
 def test_fraction_of_a_host_counts_only_our_own_use() -> None:
