@@ -2,7 +2,7 @@
 
 The first is a request like any other. The others wait until its prompt is computed, or has landed, and then find all
 but its last page in the prefix cache; what is behind that they compute themselves, as each samples a first token of its
-own.
+own. The prompt's logprobs are computed once, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Forks:
         """Let a request wait for the one that it is a fork of; False where there is nothing to wait for."""
         first = req.msg.fork_of
         if not self._has_to_wait(first):
+            self._share_scores(req, first)
             return False
         self._waiting.setdefault(first, []).append(req)
         return True
@@ -44,7 +45,12 @@ class Forks:
                     self._waiting[waiting[0].rid] = waiting[1:]
                 continue
             for req in waiting:
+                self._share_scores(req, first)
                 enqueue(req)
+
+    def _share_scores(self, req: Req, first: str) -> None:
+        if first in self._reqs:
+            req.share_scores(self._reqs[first])
 
     def _has_to_wait(self, first: str) -> bool:
         req = self._reqs.get(first)

@@ -152,6 +152,9 @@ class Req:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt, where they are wanted. Forks have the list of the request that they are forks of."""
+    scored: int = 0
+    """First prompt position whose logprob no pass has been asked for yet; see ``to_score``."""
     timing: Timing = field(default_factory=Timing)
     page_hashes: list[bytes] = field(default_factory=list)
     """Names of its first whole pages, as far as they were asked for (``page_names.py``). Grows in place."""
@@ -202,10 +205,21 @@ class Req:
             stop_ids=frozenset(msg.stop_ids),
             news_interval=news_interval,
         )
-        if req.wants_input_logprobs:
-            first = TokenLogprob(int(prompt[0]), None)
-            req.input_logprobs = [first] if req.logprob_start == 0 else []
+        req._forget_scores()
         return req
+
+    def _forget_scores(self) -> None:
+        if self.wants_input_logprobs:
+            first = TokenLogprob(int(self.token_ids[0]), None)
+            self.input_logprobs, self.scored = [first] if self.logprob_start == 0 else [], 0
+
+    def share_scores(self, first: Req) -> None:
+        """Take the prompt's logprobs from ``first``, a request for the same, if all of them are there or on their way.
+
+        Results come in order: they are complete before a pass that is planned now can give a token.
+        """
+        if self.input_logprobs is not None and first.input_logprobs is not None and first.to_score >= first.prompt_len:
+            self.input_logprobs, self.scored = first.input_logprobs, self.prompt_len
 
     @property
     def tenant(self) -> Tenant:
@@ -285,12 +299,17 @@ class Req:
         return 0 <= self.logprob_start < self.prompt_len
 
     @property
+    def to_score(self) -> int:
+        """First prompt position whose logprob a pass is yet to bring, ``prompt_len`` for none."""
+        if not self.wants_input_logprobs or self.output_len:
+            return self.prompt_len
+        return max(1, self.logprob_start, self.scored)
+
+    @property
     def longest_reusable_prefix(self) -> int:
         """Tokens that may come from the cache: one must be computed to sample; a scored position needs its logits."""
-        limit = self.total_len - 1
-        if self.wants_input_logprobs and self.output_len == 0:
-            limit = min(limit, max(0, self.logprob_start - 1))
-        return limit
+        limit, first = self.total_len - 1, self.to_score
+        return min(limit, first - 1) if first < self.prompt_len else limit
 
     def known_tokens(self, length: int) -> I32:
         """The first ``length`` token ids, fewer where fewer are known."""
@@ -331,6 +350,7 @@ class Req:
         # A name may cover output that is forgotten, and a hold that has gone keeps the old list.
         self.page_hashes = []
         self.untold, self.untold_logprobs, self.logprobs = [], [], []
+        self._forget_scores()
         self.times.first_token = 0.0
         self.started_over = True
 

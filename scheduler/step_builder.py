@@ -105,15 +105,14 @@ class StepBuilder:
 
     def _score_prompt(self, req: Req, start: int, end: int) -> None:
         """Ask for the logprobs of prompt tokens that this chunk's logits score, unless an earlier pass brought them."""
-        if not req.wants_input_logprobs or req.output_len or start >= req.prompt_len - 1:
-            return
-        first = max(0, req.logprob_start - 1 - start)
-        targets = req.token_ids[start + first + 1 : min(end + 1, req.prompt_len)]
-        if len(targets):
+        position, beyond = max(req.to_score, start + 1), min(end + 1, req.prompt_len)
+        if position < beyond:
             assert req.msg.logprobs is not None
-            spec = InputLogprobSpec(len(self.entries), first, pack_i32(targets), req.msg.logprobs.top_num)
+            targets = pack_i32(req.token_ids[position:beyond])
+            spec = InputLogprobSpec(len(self.entries), position - 1 - start, targets, req.msg.logprobs.top_num)
             self._input_logprobs.append(spec)
             self._scored.append(req)
+            req.scored = beyond
 
     def build(
         self,

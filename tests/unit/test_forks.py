@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,11 @@ from pdserve.messages.requests import (
     Bootstrap,
     ForkedReq,
     GenerateReq,
+    LogprobOptions,
     TokenizeReq,
 )
 from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.worker import ForwardStep, StepResult
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
@@ -128,3 +131,64 @@ def test_one_answer_can_be_aborted_before_and_after_the_prompt_is_tokenized() ->
     assert sorted(ring.scheduler.reqs) == ["a-0", "a-2"]
     ring.send(AbortReq("a-0"))
     assert sorted(ring.scheduler.reqs) == ["a-2"]
+
+
+class Scoring(SimRing):
+    """Notes how many prompt tokens each step scores."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scored: list[int] = []
+        run = self.worker.run
+
+        def noting(step: ForwardStep) -> StepResult:
+            self.scored += [len(spec.targets) // 4 for spec in step.input_logprobs]
+            return run(step)
+
+        self.worker.run = noting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("start", [0, 1, 9])
+@pytest.mark.parametrize("options", [{}, {"disable_radix_cache": True}], ids=["cached", "not cached"])
+def test_the_logprobs_of_a_prompt_are_computed_once(start: int, options: dict[str, Any]) -> None:
+    text = "hello" * 30
+    fields = {"text": text, "return_logprob": True, "logprob_start_len": start, "rid": "a"}
+    ring = Scoring(**options)
+    [together] = ring.post({**fields, "sampling_params": {"max_new_tokens": 3, "n": 4, "sampling_seed": 7}})
+    assert sum(ring.scored) == len(text) - max(start, 1)
+    for i, answer in enumerate(together.json()):
+        [apart] = SimRing().post({**fields, "sampling_params": {"max_new_tokens": 3, "sampling_seed": 7 + i}})
+        for name in ("input_token_logprobs", "output_token_logprobs"):
+            assert answer["meta_info"][name] == apart.json()["meta_info"][name]
+        assert len(answer["meta_info"]["input_token_logprobs"]) == len(text) - start
+
+
+def test_a_fork_whose_first_is_gone_scores_the_prompt_itself() -> None:
+    ring = Scoring()
+    fields: dict[str, Any] = {"text": "hello" * 30, "logprobs": LogprobOptions(0, 0), "forks": ["a-1", "a-2"]}
+
+    async def run() -> None:
+        ring.send(make_req(**fields), AbortReq("a-0"))
+        while not all(ring.scheduler.reqs[rid].output_len for rid in ("a-1", "a-2")):
+            ring.plan()
+            ring.work()
+
+    asyncio.run(run())
+    assert sum(ring.scored) == 149
+    for rid in ("a-1", "a-2"):
+        assert len(ring.scheduler.reqs[rid].input_logprobs or ()) == 150
+
+
+def test_what_was_scored_before_a_retraction_is_not_scored_again() -> None:
+    ring = Scoring(chunked_prefill_size=32)
+    ring.send(make_req(text="hello" * 30, logprobs=LogprobOptions(0, 0)))
+    ring.plan()
+    ring.work()
+    req = ring.scheduler.reqs["a-0"]
+    assert (req.computed < 150, sum(ring.scored) > 0) == (True, True)
+    ring.scheduler.planner._retract(req, ring.now)
+    while req.output_len == 0:
+        ring.plan()
+        ring.work()
+    assert sum(ring.scored) == 149
+    assert [entry.token_id for entry in req.input_logprobs or ()] == req.token_ids[:150].tolist()
