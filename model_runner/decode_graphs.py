@@ -16,8 +16,10 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..runtime.options import ServerOptions
@@ -95,6 +97,10 @@ class DecodeGraphs:
         self._model = model
         self._sizes = sizes
         self._graphs: dict[int, _Captured] = {}
+        self._logits: Tensor | None = None
+        """[S, V] of the largest size: where every graph leaves its logits. Each with logits of its own would keep a
+        gigabyte, as a graph's output is no memory that others may use in between.
+        """
 
     def capture(self, batch_of: Callable[[int], ForwardBatch]) -> None:
         """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay."""
@@ -103,10 +109,15 @@ class DecodeGraphs:
             batch = batch_of(size)
             self._model.prepare(batch)
             # Whatever is compiled, tuned or allocated at first use must be so before.
-            self._model.compute(batch)
-            graph = self._device.capture(lambda batch=batch: self._model.compute(batch))  # type: ignore[misc]
+            logits_SV = self._model.compute(batch)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits_SV)
+            graph = self._device.capture(partial(self._compute, batch, self._logits[: len(logits_SV)]))
             self._graphs[size] = _Captured(graph, batch)
         log.info("captured %d graphs of decode steps in %.1f s", len(self._graphs), time.monotonic() - begin)
+
+    def _compute(self, batch: ForwardBatch, out_SV: Tensor) -> Tensor:
+        return out_SV.copy_(self._model.compute(batch))
 
     def size_for(self, count: int) -> int | None:
         """The size that a step of ``count`` entries is padded to; None where it is computed without a graph."""
@@ -122,4 +133,5 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Forget the graphs, whose memory goes back."""
         self._graphs.clear()
+        self._logits = None
         self._device.forget_graphs()

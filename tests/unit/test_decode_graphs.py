@@ -146,6 +146,16 @@ def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(fo
     assert computed[8:] == [1]
 
 
+def test_all_graphs_leave_their_logits_in_one_place(folder, device, monkeypatch) -> None:
+    steps = StepRunner(recorded_model(folder, device, monkeypatch), ROWS)
+    steps.capture_graphs()
+    outputs = [captured.graph.output for captured in steps._graphs._graphs.values()]
+    assert sorted(map(len, outputs)) == [1, 2, 4, 6]
+    assert len({output.data_ptr() for output in outputs}) == 1
+    steps.drop_graphs()
+    assert steps._graphs._logits is None
+
+
 def test_padding_writes_where_nobody_reads(folder, device, monkeypatch) -> None:
     model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="6")
     steps = StepRunner(model, ROWS)
