@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 256
@@ -58,7 +59,10 @@ class _Bounded(H11Protocol):
         """Refuse what is no HTTP. If it is in a body, the request is running, and its own answer may not follow."""
         if self.cycle is not None:
             self.cycle.disconnected = True
-        super().send_400_response(msg)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # it was answered before its body had come
+            self.transport.close()
 
     def end(self) -> None:
         """Drop the connection, whatever it was about to say."""

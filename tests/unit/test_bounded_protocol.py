@@ -78,7 +78,8 @@ class Wire(Transport):
         return self.closed
 
 
-def test_what_is_no_http_in_a_body_is_refused_once_and_is_no_fault_of_ours(caplog):
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_what_is_no_http_in_a_body_is_refused_once_and_is_no_fault_of_ours(caplog, comes_late):
     async def talk():
         answered = asyncio.Event()
 
@@ -92,13 +93,15 @@ def test_what_is_no_http_in_a_body_is_refused_once_and_is_no_fault_of_ours(caplo
         connection = bounded_protocol()(config, ServerState(), {})
         connection.connection_made(wire)
         head = b"PUT / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        connection.data_received(head + b"this is no chunk\r\n")
+        connection.data_received(head if comes_late else head + b"this is no chunk\r\n")
         await asyncio.wait_for(answered.wait(), limit(5))
+        if comes_late:
+            connection.data_received(b"this is no chunk\r\n")
         connection.connection_lost(None)
         return wire.data
 
     said = asyncio.run(talk())
-    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.startswith(b"HTTP/1.1 401 " if comes_late else b"HTTP/1.1 400 ")
     assert said.count(b"HTTP/1.1") == 1
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
