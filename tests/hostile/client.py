@@ -277,6 +277,7 @@ def attack(
         user = HostileUser(cluster, neighbour, record, seed * 100 + number, probes)
         while not stop.is_set():
             user.attack()
+        user._http.close()
 
     threads = [threading.Thread(target=run, args=(number,), name=f"client {number}") for number in range(THREADS)]
     for thread in threads:

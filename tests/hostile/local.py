@@ -197,6 +197,7 @@ def attack(
             user.attack()
         for stranger in user._strangers:
             stranger.close()
+        user._http.close()
 
     threads = [threading.Thread(target=run, args=(number,), name=f"local {number}") for number in range(THREADS)]
     for thread in threads:
