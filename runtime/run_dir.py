@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -17,6 +18,8 @@ from pathlib import Path
 SOCKET_PATH_CHARS = 107
 """The longest name of a Unix socket."""
 RUN_DIR_PREFIX = "pdserve-"
+RUN_DIR_NAME = re.compile(RUN_DIR_PREFIX + r"[0-9]+-[a-z0-9_]{8}")
+"""What ``RunDir`` calls them, and hardly anybody else: users may keep a store in /tmp/pdserve-kv-cache."""
 RUN_DIR_CHARS = len("/pdserve-4194304-abcdefgh/worker_events.ipc")
 """The longest path of an instance's socket, within the folder for temporary files."""
 SHORT_FOLDER = Path("/tmp")
@@ -50,7 +53,7 @@ def remove_stale_run_dirs() -> None:
     for path in run_dir_parent().glob(f"{RUN_DIR_PREFIX}*-*"):
         # Another server that starts at this moment may have removed it; a living one holds the lock.
         with suppress(OSError):
-            if path.lstat().st_uid == os.getuid():
+            if RUN_DIR_NAME.fullmatch(path.name) and path.lstat().st_uid == os.getuid():
                 _remove_unlocked(path)
 
 

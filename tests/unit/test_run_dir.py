@@ -46,6 +46,15 @@ def test_a_killed_server_s_directory_goes_even_if_its_number_lives_again(parent:
     assert [path.name for path in parent.iterdir()] == ["pdserve-notes-abcdefgh"]
 
 
+@pytest.mark.parametrize("name", ["pdserve-kv-cache", "pdserve-tiers-abcdefgh", "pdserve-1-store", "pdserve-x-abcdefg"])
+def test_a_folder_that_no_server_has_named_stays(parent: Path, name: str) -> None:
+    mine = parent / name / "page"
+    mine.parent.mkdir()
+    mine.touch()
+    RunDir().remove()
+    assert mine.exists()
+
+
 def test_a_link_is_not_followed(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (parent / "pdserve-1-abcdefgh").symlink_to(tmp_path / "mine")
