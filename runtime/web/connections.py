@@ -44,9 +44,11 @@ def network_of(address: str) -> str:
     if ":" not in address:
         return address
     try:
-        return ipaddress.IPv6Address(address).packed[:IPV6_NETWORK_BYTES].hex(":", 2)
+        ipv6 = ipaddress.IPv6Address(address)
     except ValueError:
         return address
+    # A server at :: serves IPv4 as well, all of which would be one network.
+    return str(ipv6.ipv4_mapped or ipv6.packed[:IPV6_NETWORK_BYTES].hex(":", 2))
 
 
 class Connections:

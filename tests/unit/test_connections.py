@@ -73,6 +73,7 @@ def test_a_process_keeps_files_for_what_serves_a_request(monkeypatch: pytest.Mon
 def test_a_host_s_ipv6_addresses_are_one_network() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8:0:0:ffff::2") != network_of("2001:db8:0:1::1")
     assert network_of("192.0.2.1") != network_of("192.0.2.2")
+    assert network_of("::ffff:192.0.2.1") == network_of("192.0.2.1") != network_of("::ffff:192.0.2.2")
     assert network_of("fe80::1%eth0") == network_of("fe80::2%eth0")
     assert network_of("no:address") == "no:address"
 
