@@ -131,10 +131,12 @@ async def _has_too_many_containers(body: bytes) -> bool:
     containers = start = within = 0
     while start < len(body):
         end = start + STEP
-        while body[end - 1 : end] == b"\\":  # no escape is cut
+        part = body[start:end]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # no escape is cut
             end += 1
+            part = body[start:end]
         # Without escapes, every second piece between quotes is a string.
-        pieces = body[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         containers += sum(piece.count(b"[") + piece.count(b"{") for piece in pieces[within::2])
         if containers > MAX_CONTAINERS:
             return True

@@ -160,7 +160,8 @@ def test_brackets_in_texts_do_not_count(monkeypatch: pytest.MonkeyPatch, step: i
                 whole(raw)
 
 
-def test_counting_leaves_turns_to_others() -> None:
+@pytest.mark.parametrize("filler", [b"[", b"\\"])
+def test_counting_leaves_turns_to_others(filler: bytes) -> None:
     async def run() -> None:
         turns = 0
 
@@ -170,7 +171,7 @@ def test_counting_leaves_turns_to_others() -> None:
                 turns += 1
                 await asyncio.sleep(0)
 
-        raw = b'{"text":"' + b"[" * (8 * STEP) + b'"}'
+        raw = b'{"text":"' + b"[" * (MAX_CONTAINERS + 1) + filler * (8 * STEP) + b'"}'
         other = asyncio.create_task(others())
         assert not await body_module._has_too_many(raw, MAX_VALUES)
         other.cancel()
