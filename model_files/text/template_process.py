@@ -35,9 +35,9 @@ def serve(frames: Frames) -> None:
         return
     frames.send(Rendered())
     while True:
-        chat = frames.receive(Conversation)
+        # Before the message is read: what is left of the last one's time may be next to nothing. Waiting takes none.
         start_clock(given.limits)
-        frames.send(render(template, chat))
+        frames.send(render(template, frames.receive(Conversation)))
 
 
 def render(template: ChatTemplate, chat: Conversation) -> Rendered:

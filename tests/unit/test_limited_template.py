@@ -10,9 +10,10 @@ import pytest
 from support.machine import limit
 
 from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.model_files.text import template_process
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.limited_template import LimitedTemplate
-from pdserve.model_files.text.rendering import RenderLimits
+from pdserve.model_files.text.rendering import BrokenStream, RenderLimits, TemplateSource
 
 LIMITS = RenderLimits(cpu_seconds=0.3, memory_bytes=1 << 27, seconds=limit(30))
 BOMBS = {
@@ -72,6 +73,29 @@ def test_threads_wait_for_each_other(template: LimitedTemplate) -> None:
     for thread in threads:
         thread.join()
     assert sorted(texts) == sorted(f"<s>{name}{i}" for name in "abc" for i in range(50))
+
+
+def test_a_conversation_is_read_on_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the one before has left may be next to nothing, and a long one takes a while to read."""
+    done: list[str] = []
+    arriving = iter((TemplateSource("{{ messages[0].content }}", {}, LIMITS), chat(), chat()))
+
+    class Told:
+        def receive(self, kind: type) -> object:
+            done.append(f"read {kind.__name__}")
+            if (message := next(arriving, None)) is None:
+                raise BrokenStream
+            return message
+
+        def send(self, message: object) -> None:
+            done.append("answered")
+
+    monkeypatch.setattr(template_process, "limit_process", lambda limits: None)
+    monkeypatch.setattr(template_process, "start_clock", lambda limits: done.append("clock"))
+    with pytest.raises(BrokenStream):
+        template_process.serve(Told())  # type: ignore[arg-type]
+    once = ["clock", "read Conversation", "answered"]
+    assert done == ["read TemplateSource", "clock", "answered", *once, *once, "clock", "read Conversation"]
 
 
 @pytest.mark.parametrize(("source", "reason"), [("\n{% if %}", "line 2"), ("{{ 7 ** 10000000 }}", "0.3 s of a proc")])
