@@ -49,8 +49,8 @@ async def tokenize(request: Request) -> Response:
         chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
     special, pieces = body.add_special_tokens, body.return_token_strs
     make = lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces)  # noqa: E731
-    work = sum(map(len, texts or ())) + sum(len(m.content) for m in (chat.messages if chat is not None else ()))
-    told = await state.questions.ask(request, work, lambda: state.engine.told(make, Encoded, TIMEOUT_SECONDS))
+    ask = lambda: state.engine.told(make, Encoded, TIMEOUT_SECONDS)  # noqa: E731
+    told = await state.questions.ask(request, body.characters, ask)
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
     limits = await state.engine.limits(TIMEOUT_SECONDS)

@@ -33,10 +33,17 @@ class TokenizeBody(Body):
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", 'give exactly one of "prompt" and "messages"')
-        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or [m.text for m in self.messages or ()]
-        if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
-            raise FieldError("prompt", f"holds {characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
+        if self.characters > MAX_CHARACTERS:
+            field = "prompt" if self.messages is None else "messages"
+            raise FieldError(field, f"holds {self.characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
         return self
+
+    @property
+    def characters(self) -> int:
+        """How long all texts are together, those of what an assistant thought included."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
+        turns = self.messages or ()
+        return sum(map(len, texts)) + sum(len(turn.text) + len(turn.reasoning_content or "") for turn in turns)
 
 
 class DetokenizeBody(Body):

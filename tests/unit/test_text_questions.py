@@ -19,6 +19,7 @@ from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
+from pdserve.server.http.text_schemas import MAX_CHARACTERS
 from pdserve.server.prompt_encoder import PIECE_CHARACTERS, PromptEncoder
 from pdserve.server.question_thread import FAILED, QuestionThread
 from pdserve.server.text_questions import MAX_TOKENS, TextQuestions
@@ -75,6 +76,27 @@ def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
     assert told.error is not None
     assert max(given) <= PIECE_CHARACTERS
     assert sum(given) <= 2 * MAX_TOKENS + PIECE_CHARACTERS
+
+
+def test_what_an_assistant_thought_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Queue(QuestionQueue):
+        async def ask(self, request: Any, work: int, ask: Any) -> Any:
+            asked.append(work)
+            return await super().ask(request, work, ask)
+
+    monkeypatch.setattr("pdserve.server.http.app.QuestionQueue", Queue)
+
+    async def check(engine: FakeEngine) -> None:
+        for thought, status in (("a" * LONG, 200), ("a" * (MAX_CHARACTERS + 1), 400)):
+            turns = [{"role": "assistant", "content": "b", "reasoning_content": thought}]
+            response = await engine.post("/tokenize", {"messages": turns})
+            assert response.status_code == status
+        assert response.json()["error"]["param"] == "messages"
+        assert asked == [LONG + 1]
+
+    with_engine(check)
 
 
 # --- who answers ---
