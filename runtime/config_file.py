@@ -11,8 +11,10 @@ import yaml
 from cyclopts import App, ArgumentCollection, CycloptsError, Token
 from cyclopts.config import Dict
 
+from .web.keys import API_KEY_VARIABLE
+
 CONFIG_FLAG = "--config"
-VARIABLES = {"--api-key": "PDSERVE_API_KEY"}
+VARIABLES = {"--api-key": API_KEY_VARIABLE}
 
 
 def read_config(path: Path, flags: list[str]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from .ranks import is_worker
 from .run_dir import RunDir
 from .secret_files import warn_of_exposed_files
 from .signals import FAILED, STOP, handle_signals
+from .web.keys import API_KEY_VARIABLE
 from .web.own_admin_key import draw_own_admin_key
 from .web.ports import check_port_free, hold_free_port, http_url
 
@@ -178,23 +179,12 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._environment(name),
+                env=child_environment(name),
                 pass_fds=descriptors,
             )
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)
             self.children.append(child)
-
-    def _environment(self, name: str) -> dict[str, str]:
-        """OpenMP reads its settings from the environment, before any code of ours runs in the child."""
-        env = dict(os.environ)
-        if is_worker(name):
-            # Idle team threads soon sleep instead of spinning on cores that others need; a short spin bridges the gap
-            # between two layers, where waking a sleeping thread would cost more than it saves.
-            env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
-        else:
-            env.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
-        return env
 
     def _wait_until_ready(self) -> None:
         deadline = self.started + self.options.startup_timeout
@@ -311,6 +301,21 @@ class Supervisor:
             os.close(child.pidfd)
         if self._copier is not None:
             self._copier.join(LAST_WORDS_SECONDS)
+
+
+def child_environment(name: str) -> dict[str, str]:
+    """The environment of the child ``name``: without the API key, which others of this user could read at a worker's.
+
+    OpenMP reads its settings from there, before any code of ours runs in the child.
+    """
+    env = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
+    if is_worker(name):
+        # Idle team threads soon sleep instead of spinning on cores that others need; a short spin bridges the gap
+        # between two layers, where waking a sleeping thread would cost more than it saves.
+        env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
+    else:
+        env.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+    return env
 
 
 def describe_exit(code: int) -> str:

@@ -28,6 +28,8 @@ SCOPE_KEY = "pdserve.caller"
 ADMIN = "(admin)"
 """What no user can be called."""
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+API_KEY_VARIABLE = "PDSERVE_API_KEY"
+"""Where ``--api-key`` may stand. Only the process that reads options needs it."""
 BEARER = b"bearer "
 OTHER_HEADER = b"x-api-key"
 """Where Anthropic's clients have it."""

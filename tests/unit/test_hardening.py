@@ -14,6 +14,7 @@ from support.machine import limit
 
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.supervisor import child_environment
 
 SEEN = """
 import ctypes, json, os, resource, sys
@@ -78,6 +79,12 @@ def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Pat
     spec = tmp_path / "spec.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
     assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "worker", "worker-1"])
+def test_no_child_has_the_api_key_in_its_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "a-key")
+    assert "a-key" not in child_environment(name).values()
 
 
 def test_the_process_that_renders_templates_is_hardened() -> None:
