@@ -340,8 +340,8 @@ class Dispatcher:
     def _let_linger(self, prefill: asyncio.Task[None]) -> None:
         """Let a prefill's leg end by itself after the client has been served, so that its connection is kept."""
         if prefill.done():
-            if not prefill.cancelled() and prefill.exception():
-                logger.info("a prefill failed after its request was served: %s", prefill.exception())
+            if error := failure_of(prefill):
+                logger.info("a prefill failed after its request was served: %s", error)
             return
         self._lingering.add(prefill)
         timer = asyncio.get_running_loop().call_later(LINGER, prefill.cancel)
@@ -349,8 +349,8 @@ class Dispatcher:
         def ended(task: asyncio.Task[None]) -> None:
             timer.cancel()
             self._lingering.discard(task)
-            if not task.cancelled() and task.exception():
-                logger.info("a prefill failed after its request was served: %s", task.exception())
+            if error := failure_of(task):
+                logger.info("a prefill failed after its request was served: %s", error)
 
         prefill.add_done_callback(ended)
 
@@ -367,14 +367,32 @@ async def raise_crash(*tasks: asyncio.Task[None]) -> None:
             raise error
 
 
-async def drop(*tasks: asyncio.Task[None]) -> None:
+async def drop(*tasks: asyncio.Task[object]) -> None:
     """Cancel tasks, all at once, and wait until they have closed their connections. How they end no longer matters."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     for task in tasks:
-        if not task.cancelled() and task.exception():
-            logger.debug("what was dropped had failed: %s", task.exception())
+        if error := failure_of(task):
+            logger.debug("what was dropped had failed: %s", error)
+
+
+def failure_of(task: asyncio.Task[object]) -> BaseException | None:
+    """What a task that has ended failed with; None also where it was cancelled.
+
+    A task keeps its error, and the frames that it went through, until somebody asks for its result. These frames lead
+    back to it, by ``asyncio.Timeout`` for one, and hold the request's body (see ``without_frames``).
+    """
+    try:
+        task.result()
+    except asyncio.CancelledError:
+        return None
+    except RouterError as e:
+        e.__context__ = None  # an error that is on its way through the caller keeps its frames
+        return without_frames(e)
+    except Exception as e:  # noqa: BLE001  Told with its frames: it is a fault of ours.
+        return e
+    return None
 
 
 def ticket_in(said: bytes, instance: Instance) -> Ticket:

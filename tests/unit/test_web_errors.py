@@ -9,8 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 from support.fake_engine import FakeEngine, with_engine
+from support.router_rig import Rig, generate, scenario
 
 from pdserve.messages.outputs import ReqError
+from pdserve.router.client_answer import ClientAnswer
+from pdserve.router.dispatcher import Dispatcher, RoutedRequest
+from pdserve.router.request_body import RequestBody
 from pdserve.runtime.web.errors import without_frames
 from pdserve.server.http import engine_response
 from pdserve.server.http.submission import Submission
@@ -69,4 +73,30 @@ def test_a_failed_request_leaves_nothing_for_the_collector(monkeypatch: pytest.M
         assert (await engine.post("/generate", {"text": "a", "stream": stream})).status_code == 400
 
     with_engine(run)
+    assert [ref() for ref in kept] == [None]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("bad_request", "bad_request"), ("bad_request", "hang"), ("hang", "bad_request"), ("hang", "ok"), ("die", "hang")],
+)
+def test_a_pair_that_fails_leaves_no_body_for_the_collector(
+    monkeypatch: pytest.MonkeyPatch, prefill: str, decode: str
+) -> None:
+    """Neither the leg that failed nor the one that was dropped for it."""
+    kept: list[weakref.ref[RequestBody]] = []
+    serve = Dispatcher.serve
+
+    async def noted(dispatcher: Dispatcher, request: RoutedRequest, answer: ClientAnswer) -> None:
+        kept.append(weakref.ref(request.body))
+        await serve(dispatcher, request, answer)
+
+    monkeypatch.setattr(Dispatcher, "serve", noted)
+
+    @scenario(retries=0)
+    async def run(rig: Rig) -> None:
+        legs = [await rig.instance(prefill), await rig.instance(decode)]
+        await generate(await rig.route(prefill=legs[:1], decode=legs[1:]))
+
+    run()
     assert [ref() for ref in kept] == [None]
