@@ -153,7 +153,7 @@ def test_a_batch_of_4096_prompts(pair: Pair) -> None:
         pytest.param(b'{"text":' + b"[" * 1000 + b"]" * 1000 + b"}", 400, id="1000-brackets"),
         pytest.param(b'{"a":' * 1000 + b"1" + b"}" * 1000, 400, id="1000-braces"),
         pytest.param(b'{"metadata":[' + b"{}," * (BODY_LIMIT // 3 - 20) + b"{}]}", 413, id="11-million-objects"),
-        pytest.param(b'{"metadata":[' + b"{}," * (2**20 - 5) + b'{}],"text":"a"}', 400, id="1-million-objects"),
+        pytest.param(b'{"metadata":[' + b"{}," * (2**20 - 5) + b'{}],"text":"a"}', 413, id="1-million-objects"),
         pytest.param(b'{"input_ids":[' + b"1," * (BODY_LIMIT // 2 - 20) + b"1]}", 413, id="16-million-ids"),
         pytest.param(b'{"input_ids":[' + b"1," * 2**22 + b"1]}", 413, id="4-million-ids"),
         pytest.param(json.dumps({"text": "a " * (BODY_LIMIT // 2 - 20)}).encode(), 400, id="a-text-of-32-mib"),
