@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from starlette.requests import Request
 
 from ...messages.decode import shown
+from ..malloc import trim
 
 MAX_PROMPTS = 4096
 """Prompts in one body, and entries of the lists that go with them."""
@@ -24,6 +25,9 @@ MAX_STRINGS = 2**18
 """
 
 
+TRIM_BYTES = 16 << 20
+"""Bytes of bodies that have gone, after which the heap is trimmed: some milliseconds. It gives back only its end by
+itself, and one small block that came late keeps all the pieces of bodies below it."""
 STEP = 1 << 20
 """Bytes that are counted in one turn of the event loop: some 2 ms."""
 
@@ -68,6 +72,8 @@ class Uploads:
         self._sizes: dict[asyncio.Timeout, int] = {}
         self.held = 0
         """Bytes of bodies that are not complete."""
+        self._untrimmed = 0
+        """Bytes of bodies that have gone since the heap was trimmed."""
         self.waiting = 0
         """Bytes of complete bodies that wait for a parser."""
 
@@ -80,7 +86,7 @@ class Uploads:
         except TimeoutError:
             raise UploadDropped("too many large bodies are arriving at once; send this one again later") from None
         finally:
-            self.held -= self._sizes.pop(upload, 0)
+            self._gone(self._sizes.pop(upload, 0))
         # No parser can be interrupted: whoever streams would wait for it. Counting takes a tenth of the time, or less.
         if len(body) > MAX_CONTAINERS and await _has_too_many(body, self._values):
             raise TooManyValues(self._values)
@@ -99,6 +105,13 @@ class Uploads:
             yield
         finally:
             self.waiting -= size
+
+    def _gone(self, size: int) -> None:
+        self.held -= size
+        self._untrimmed += size
+        if self._untrimmed >= TRIM_BYTES:
+            self._untrimmed = 0
+            asyncio.get_running_loop().call_soon(trim)  # once whoever read the body has let go of it
 
     def _grow(self, upload: asyncio.Timeout, size: int) -> None:
         self.held += size

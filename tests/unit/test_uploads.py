@@ -116,6 +116,25 @@ def test_a_body_over_its_own_limit_and_a_client_that_leaves_give_everything_back
     asyncio.run(run())
 
 
+def test_the_heap_is_trimmed_behind_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "TRIM_BYTES", 100)
+    held: list[int] = []
+
+    async def run() -> None:
+        uploads = Uploads(1000)
+        monkeypatch.setattr(body_module, "trim", lambda: held.append(uploads.held))
+        for size, trims in ((99, 0), (1, 1), (60, 1), (60, 2), (250, 3)):
+            client = Client()
+            body = client.read(uploads, 1000)
+            client.send(size)
+            await turns()
+            body.cancel()
+            await turns()
+            assert held == [0] * trims
+
+    asyncio.run(run())
+
+
 def whole(body: bytes) -> bytes:
     """``body`` as it is read, or why it is not."""
     parts = [{"type": "http.request", "body": body, "more_body": False}]
