@@ -73,7 +73,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 def start_child(argv: list[str]) -> ChildContext:
     """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``."""
-    spec = msgspec.json.decode(Path(argv[1]).read_bytes(), type=ChildSpec)
+    path = Path(argv[1])
+    spec = msgspec.json.decode(path.read_bytes(), type=ChildSpec)
+    path.unlink()  # it holds keys
     die_with_parent(spec.parent_pid)
     leave_signals_to_parent()
     options = spec.options

@@ -44,7 +44,8 @@ def work_of(message: ToTokenizer) -> int:
 def _work_of_chat(chat: Conversation | None) -> int:
     if chat is None:
         return 0
-    return sum(len(m.content) + len(m.reasoning_content or "") + WORK_PER_CHAT_MESSAGE for m in chat.messages)
+    work = sum(len(m.content) + len(m.reasoning_content or "") + WORK_PER_CHAT_MESSAGE for m in chat.messages)
+    return work + (len(repr(chat.template_args)) if chat.template_args else 0)
 
 
 class TokenizerInbox:

@@ -32,8 +32,8 @@ MAX_PROMPT_IDS = 2**20
 MAX_LEVELS = 64
 MAX_FREE_VALUES = 1024
 """Maximum number of values in an object whose fields no schema knows."""
-MAX_FREE_CHARACTERS = 1 << 16
-"""Maximum length of its names and strings together."""
+MAX_FREE_CHARACTERS = 1 << 20
+"""Maximum length of its names and strings together: templates are given documents by it."""
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 TAG = "|"

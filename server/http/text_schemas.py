@@ -43,7 +43,8 @@ class TokenizeBody(Body):
         """How long all texts are together, those of what an assistant thought included."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
         turns = self.messages or ()
-        return sum(map(len, texts)) + sum(len(turn.text) + len(turn.reasoning_content or "") for turn in turns)
+        given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
+        return given + sum(map(len, texts)) + sum(len(turn.text) + len(turn.reasoning_content or "") for turn in turns)
 
 
 class DetokenizeBody(Body):

@@ -79,6 +79,7 @@ def test_children_are_hardened_and_workers_stay_open_to_each_other(tmp_path: Pat
     spec = tmp_path / "spec.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec(name, str(tmp_path), "e", os.getpid(), ServerOptions(), "s")))
     assert seen(CHILD, str(spec)) == (dumpable, PRIVATE, NO_CORE, True)
+    assert not spec.exists()  # it had the server's keys
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "worker", "worker-1"])

@@ -97,9 +97,11 @@ def test_a_turn_of_short_frames_has_a_limit_of_work() -> None:
 def test_every_kind_of_prompt_counts() -> None:
     many = SLICE_WORK + 1
     chat = Conversation([ChatMessage("user", "a" * (many // 2), reasoning_content="b" * (many // 2))])
+    with_documents = Conversation([ChatMessage("user", "a")], template_args={"documents": [{"text": "a" * many}]})
     sampling = SamplingParams(seed=1)
     long = [
         TokenizeReq(rid="c", sampling=sampling, arrival=0.0, chat=chat),
+        TokenizeReq(rid="d", sampling=sampling, arrival=0.0, chat=with_documents),
         TokenizeReq(rid="i", sampling=sampling, arrival=0.0, input_ids=[1] * many),
     ]
     for message in long:
