@@ -64,7 +64,8 @@ class ApiKeyAuth:
         if scope["type"] != "http":
             raise NotImplementedError(f"no access rules for {scope['type']!r}")
         send = self._proving(scope, send)
-        caller, facts = self._keys.caller(scope["headers"]), self._table.find(scope["path"])
+        facts = self._table.find(scope["path"])
+        caller = self._keys.caller(scope["headers"], routers_sign=self._cluster is not None)
         if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
             signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
             if isinstance(signed, str):

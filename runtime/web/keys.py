@@ -95,10 +95,11 @@ class Keys:
         """Whether requests may be of several users: the admin key is also how a router speaks for each of its own."""
         return len(self.users) > 1 or self.admin is not None
 
-    def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+    def caller(self, headers: Iterable[tuple[bytes, bytes]], *, routers_sign: bool = False) -> Caller | None:
         """Whose key ``headers`` show; None: nobody's, where there has to be one.
 
-        A name counts from whoever may do everything: it only takes from what its request may do.
+        A name counts from whoever may do everything: it only takes from what its request may do. ``routers_sign``:
+        routers show who they are by other means, so whoever shows no key is none.
         """
         given, speaks_for = b"", None
         for name, value in headers:
@@ -114,7 +115,7 @@ class Keys:
             found = self._by_digest.get(_digest(given), found)
         # Where no key is asked for, whoever comes may be a router that asks for keys, and knows whose request it is.
         speaker = ANYBODY if self.admin is None else Caller(ADMIN, is_admin=True)
-        if speaks_for is not None and found == speaker:
+        if speaks_for is not None and found == speaker and not (routers_sign and found is ANYBODY):
             return Caller(speaks_for if NAME.fullmatch(speaks_for) else "", is_admin=False)
         return found
 

@@ -166,6 +166,16 @@ def test_what_is_not_signed_is_refused_or_nobodys(files: dict[str, str]) -> None
     with_engine(run, **files)
 
 
+def test_an_instance_without_keys_believes_a_signed_name_alone(files: dict[str, str]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/generate", b"alice") == 200
+        async with engine.http(**{KEY_NAME_HEADER.decode(): "alice"}) as http:
+            assert (await http.post("/generate", content=BODY)).status_code == 200
+        assert [request.key_name for request in engine.requests] == ["alice", ""]
+
+    with_engine(run, cluster_secret_file=files["cluster_secret_file"])
+
+
 def test_without_a_secret_a_signature_means_nothing(files: dict[str, str]) -> None:
     del files["cluster_secret_file"]
 
