@@ -100,7 +100,7 @@ def check_drawn(on_cpu: Sequence[str], on_device: Sequence[str], folder: Path, p
 
 
 def check_memory(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:
-    """The same tokens after weights and KV pool were away, and as many bytes as they take free meanwhile."""
+    """Release weights and KV pool, resume them, and compare the bytes that were freed and the tokens afterwards."""
     admin, flags = admin_key(folder)
     with serve([*args, *flags], folder / "memory.log") as address:
         use = ask(f"{address}/server_info")["memory"]

@@ -52,7 +52,7 @@ def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = 60
 
 
 def free_port() -> int:
-    """That nobody listens at now."""
+    """Return a TCP port of this host that no process listens at now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

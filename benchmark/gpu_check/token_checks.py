@@ -43,7 +43,7 @@ class Asked(NamedTuple):
         return [*self.common, "--dtype", "float32", "--device", device]
 
     def log(self, name: str) -> Path:
-        """Of a server."""
+        """Return the path of the log file of the server with this name."""
         return self.folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
 
 

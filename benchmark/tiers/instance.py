@@ -91,7 +91,7 @@ class Instance:
         self._client.post("/flush_cache", json={}, headers=self._admin).raise_for_status()
 
     def wait_busy(self) -> None:
-        """Until it computes something."""
+        """Wait until the instance has a request."""
         while not self.info()["requests"]["total"]:
             time.sleep(BUSY_POLL_SECONDS)
 
