@@ -19,7 +19,7 @@ SOCKET_PATH_CHARS = 107
 """The longest name of a Unix socket."""
 RUN_DIR_PREFIX = "pdserve-"
 RUN_DIR_NAME = re.compile(RUN_DIR_PREFIX + r"[0-9]+-[a-z0-9_]{8}")
-"""What ``RunDir`` calls them, and hardly anybody else: users may keep a store in /tmp/pdserve-kv-cache."""
+"""Names of run directories. Users may keep folders with similar names, like /tmp/pdserve-kv-cache."""
 RUN_DIR_CHARS = len("/pdserve-4194304-abcdefgh/worker_events.ipc")
 """The longest path of an instance's socket, within the folder for temporary files."""
 SHORT_FOLDER = Path("/tmp")

@@ -1,4 +1,4 @@
-"""Frames of stored pages that only who has a key can have written.
+"""Frames of stored pages that only the holders of a key can have written.
 
 ``magic, version, hash of the page's prefix, length, nonce, tag``. The tag is GMAC (AES-256-GCM with nothing encrypted)
 of the page's bytes, under a key made for this page's hash: so no page passes for another. Nonces are random; two
