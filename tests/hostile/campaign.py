@@ -106,7 +106,7 @@ def aftermath(target: Cluster, neighbour: Neighbour, vitals: Vitals) -> list[str
 
 
 def sessions_left(target: Cluster) -> list[str]:
-    """Return the sessions that nobody has deleted."""
+    """Return the sessions that have not been deleted."""
     answer: Any = target.admin.get(target.url + "/kv/sessions").json()
     left = answer.get("sessions", [])
     return [f"sessions are left: {left}"] if left else []

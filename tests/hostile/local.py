@@ -151,7 +151,7 @@ class HostileLocal:
             self._record.violated(f"replay: {kind}: {status}: {answer[:300]!r}")
 
     def relay(self) -> None:
-        """The proof of an instance, shown by who listens at another port."""
+        """Show the proof of an instance from another port."""
         url = self._cluster.instances[self._rng.choice(sorted(self._cluster.instances))]
         self._record.sent("relay", url)
         self._signer.epoch(url, self._http)  # the router has met the instance

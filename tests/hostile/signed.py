@@ -1,4 +1,4 @@
-"""Requests to instances as a router signs them: for who has the cluster secret, and for who overheard one."""
+"""Requests to instances as a router signs them, with the cluster secret, or replayed without it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Signer:
         return challenge, answer.headers.get(PROOF_HEADER.decode(), "").encode()
 
     def is_proof(self, challenge: bytes, proof: bytes, url: str) -> bool:
-        """Whether a router would take ``proof`` from who answers at ``url``."""
+        """Whether a router would take ``proof`` from the server at ``url``."""
         return self._client.proven(challenge, proof, url) is not None
 
     def headers(

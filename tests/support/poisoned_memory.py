@@ -23,7 +23,7 @@ POISON = 0x7FFF
 """Of 16 bits."""
 LINE, BEHIND = 64, 8
 KEPT_BACK = 64
-"""Freed blocks of a size that wait before one of them is used again: until then whoever reads it reads ``POISON``."""
+"""Freed blocks of a size that wait before one of them is used again: until then a read gives ``POISON``."""
 
 
 class FreedMemory(RuntimeError):

@@ -164,7 +164,7 @@ class Launched:
         return ["--admin-key-file", str(file), "--cache-by-key=false"]
 
     def _open_args(self) -> list[str]:
-        """Networks of ours, where nobody else is, need no keys."""
+        """Return the flag for networks of the tests' own, which need no keys."""
         return ["--no-keys"] if "--host" in self.args else []
 
     def is_healthy(self) -> bool:
