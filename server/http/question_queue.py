@@ -66,7 +66,7 @@ class QuestionQueue:
             await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
             if not turn.done():
                 raise ClientDisconnect
-        except BaseException:
+        except BaseException:  # cancelled, or the client has gone: the turn must not be lost
             if turn.done():
                 turns.release()
             raise
