@@ -172,8 +172,9 @@ class WaitsAreBounded(Judge):
     """A request waits no longer than the work that is ahead of it takes, one request after the other.
 
     Ahead are requests that are not of lower priority and live while it waits, at any instance, and those of lower
-    priority that run when it comes. What a lost leg of a hand-over holds is free only after a timeout. Instances that
-    wait for each other compute nothing until a reservation is given back, which is seen when it is.
+    priority that run when it comes. What a lost leg of a hand-over holds is free only after a timeout. It counts at
+    every instance: hand-overs that wait for that memory hold up others elsewhere. Instances that wait for each other
+    compute nothing until a reservation is given back, which is seen when it is.
     """
 
     def __init__(self, case: Case) -> None:
@@ -205,7 +206,9 @@ class WaitsAreBounded(Judge):
             if life.fate:
                 continue
             where = {other.epoch for other in lives if other.rid == life.rid}
-            ahead = [other for other in lives if other.epoch in where and other.is_ahead_of(life)]
+            ahead = [
+                other for other in lives if (other.epoch in where or other.fate in LOST) and other.is_ahead_of(life)
+            ]
             bound = SPARE_SECONDS + sum(other.seconds for other in ahead) + self._standoff(life.came, life.served)
             if life.served - life.came > bound:
                 waited = f"waited for {life.served - life.came:.2f} s"

@@ -5,6 +5,7 @@ model, with simulated sockets.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -201,6 +202,8 @@ class Node:
         self.mismatches = 0
         """Hand-overs whose KV was not what had been sent."""
         self.tokens: dict[str, list[int]] = {}
+        self.pool_sizes = [(world.now, self.scheduler.memory.max_total_tokens)]
+        """Sizes of the KV pool in tokens, each with the time from which it holds."""
         self.sizes: list[ResizeResult] = []
         """What became of the sizes that were asked for here."""
         self.told: list[MigrateResult] = []
@@ -242,6 +245,7 @@ class Node:
         scheduler.now = now
         self.manager.poll(now)
         self.pool_resize.advance(now)
+        self._note_pool_size()
         scheduler.run_steps(now)
         self.manager.flush()
         scheduler.outbox.flush()
@@ -300,6 +304,7 @@ class Node:
     def resize(self, tokens: int, wait_s: float) -> None:
         """Somebody wants a pool of another size."""
         self.pool_resize.ask(ResizeReq(self.world.number(), tokens, wait_s), self.world.now)
+        self._note_pool_size()
         self.turn()
 
     def abort(self, rid: str) -> None:
@@ -419,8 +424,8 @@ class Node:
             return
         is_outgoing = item.meta is not None and item.meta.route == "outgoing"
         wanted = (0 if item.rid in self.forks else 1) if is_outgoing else len(expected)
-        room = self.scheduler.memory.max_total_tokens - (item.meta.prompt_tokens if item.meta is not None else 0)
-        if item.finish.type is FinishType.LENGTH and len(tokens) != min(wanted, room):
+        prompt_tokens = item.meta.prompt_tokens if item.meta is not None else 0
+        if item.finish.type is FinishType.LENGTH and len(tokens) not in self._lengths(item.rid, wanted, prompt_tokens):
             raise Violation(f"{self.epoch}: {item.rid} ended with {tokens} of {expected}")
         if item.meta is not None:
             age = self.world.now - self.arrivals[item.rid]
@@ -429,6 +434,25 @@ class Node:
             if problem is not None:
                 raise Violation(f"{self.epoch}: {item.rid}: {problem}")
         self._ended(item.rid, item)
+
+    def _note_pool_size(self) -> None:
+        size = self.scheduler.memory.max_total_tokens
+        if size != self.pool_sizes[-1][1]:
+            self.pool_sizes.append((self.world.now, size))
+
+    def _lengths(self, rid: str, wanted: int, prompt_tokens: int) -> set[int]:
+        """Return the output lengths at which a request may end: all it wanted, or as far as the pool reached.
+
+        The pool may have been resized, so every size that it had in the request's life counts. A pool that shrinks
+        limits requests that came after the order to what a request alone in it may reach: two slots fewer.
+        """
+        page = self.options.page_size
+        after = [at for at, _ in self.pool_sizes[1:]] + [math.inf]
+        sizes = [size for (_, size), until in zip(self.pool_sizes, after, strict=True) if until >= self.arrivals[rid]]
+        ends = {size - prompt_tokens for size in sizes} | {
+            size // page * page - 2 - prompt_tokens for size in sizes[1:]
+        }
+        return {min(wanted, max(1, end)) for end in ends}
 
     def _ended(self, rid: str, how: Any) -> None:
         if rid not in self.open:
