@@ -34,7 +34,7 @@ from .instance import Instance
 
 MAX_WHOLE_BYTES = 1 << 28
 """Maximum length of an answer that does not stream: the router holds it until its end. What an instance allows one
-request (``--max-logprobs-per-request``) is about half of it."""
+request by default (``--max-logprobs-per-request``) is about an eighth of it."""
 
 
 def is_comment(events: bytes) -> bool:

@@ -41,7 +41,7 @@ def fit_logprobs(
             FIELD,
             f"{answers} x ({scored} prompt tokens + {told}) x {each} log-probabilities are "
             f"{answers * (scored + least) * each}, the limit is {limit} (--max-logprobs-per-request); "
-            "ask for fewer alternatives, tokens or answers, or score less of the prompt",
+            "ask for fewer alternatives, tokens or answers, or score less of the prompt, or raise the option",
         )
     return msgspec.structs.replace(
         sampling, max_new_tokens=fitting, min_new_tokens=min(sampling.min_new_tokens, fitting)

@@ -42,15 +42,16 @@ class LogprobAccount:
         self.held += count
         if self._each is not None and holder.logprobs > self._each:
             text = (
-                f"the answers come to more than {self._each} log-probabilities (--max-logprobs-per-request); "
-                "send fewer prompts at a time, or ask for fewer alternatives"
+                f"the answers have come to {holder.logprobs} log-probabilities, the limit is {self._each} "
+                "(--max-logprobs-per-request); send fewer prompts at a time, ask for fewer alternatives, or raise the "
+                "option"
             )
             holder.fail(ApiError(413, text))
         while self.held > self._most and self._held_by_living > self._most:
             largest = max((h for h in self._holders if not h.is_failed), key=lambda h: h.logprobs)
             text = (
-                f"running requests hold more than {self._most} log-probabilities, and this one the most of them; "
-                "try again later, or ask for fewer alternatives"
+                f"running requests hold {self._held_by_living} log-probabilities, the limit is {self._most}, and this "
+                f"one holds the most of them ({largest.logprobs}); try again later, or ask for fewer alternatives"
             )
             largest.fail(ApiError(429, text))
 

@@ -229,9 +229,9 @@ def logprobs(body: bytes, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 5, 128])
-def test_the_log_probabilities_that_a_request_may_ask_for_by_default_fit_into_a_frame(alternatives):
+def test_four_times_the_log_probabilities_that_a_request_gets_by_default_fit_into_a_frame(alternatives):
     one = TokenLogprob((1 << 32) - 1, -1.5, [((1 << 32) - 1, -1.5)] * alternatives)
-    count = DEFAULT_MAX_LOGPROBS // (1 + alternatives)
+    count = 4 * DEFAULT_MAX_LOGPROBS // (1 + alternatives)
     assert len(logprobs(b"", 0)) + count * len(msgspec.msgpack.encode(one)) < LONG_FRAME_BYTES
 
 

@@ -42,6 +42,8 @@ def test_the_largest_ends_where_all_have_too_many() -> None:
     assert failures(large, small, last) == [None, None, None]
     account.add(small, 1)
     assert failures(large, small, last) == [429, None, None]
+    assert "151 log-probabilities, the limit is 150" in str(large.failure)
+    assert "most of them (90)" in str(large.failure)
     # What ended holds its own until it is dropped, and nobody else ends for it.
     account.add(last, 50)
     assert failures(large, small, last) == [429, None, None]

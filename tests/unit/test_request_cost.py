@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
+from pdserve.runtime.options import DEFAULT_MAX_LOGPROBS
 from pdserve.runtime.web.aside import Aside
 from pdserve.server.http import engine_response, large_bodies, request_batch
 from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
@@ -61,6 +63,15 @@ def test_log_probabilities_of_prompt_and_output_and_of_all_answers_count(
     assert isinstance(tokenized(1, None), GenerateReq)
 
 
+def test_the_default_limit_is_of_262144_and_the_refusal_names_the_option() -> None:
+    logprobs = LogprobOptions(0, 127)
+    assert isinstance(tokenized(DEFAULT_MAX_LOGPROBS, logprobs, prompt=256, n=4, max_new_tokens=256), GenerateReq)
+    refused = tokenized(DEFAULT_MAX_LOGPROBS, logprobs, prompt=256, n=5, max_new_tokens=256)
+    assert isinstance(refused, ReqError)
+    assert "are 327680, the limit is 262144 (--max-logprobs-per-request)" in refused.message
+    assert "raise the option" in refused.message
+
+
 def test_a_request_without_a_limit_of_tokens_gets_as_many_as_fit() -> None:
     answer = tokenized(3 * 5 * 150, LogprobOptions(0, 4), n=3, max_new_tokens=UNSET)
     assert isinstance(answer, GenerateReq)
@@ -91,7 +102,8 @@ def test_a_batch_that_comes_to_more_ends_and_nothing_of_it_is_left() -> None:
         body = {"text": ["x"] * 4, "return_logprob": True, "top_logprobs_num": 4, "logprob_start_len": 0}
         response = await engine.post("/generate", {**body, "sampling_params": {"max_new_tokens": 3}})
         assert response.status_code == 413
-        assert "--max-logprobs-per-request" in response.json()["error"]["message"]
+        said = response.json()["error"]["message"]
+        assert re.search(r"come to 4\d log-probabilities, the limit is 40 \(--max-logprobs-per-request\)", said), said
         await engine.wait_for(lambda: engine.client.live_requests == 0)
         one = {**body, "text": "x", "sampling_params": {"max_new_tokens": 3}}
         assert (await engine.post("/generate", one)).status_code == 200

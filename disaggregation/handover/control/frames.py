@@ -28,8 +28,8 @@ SHORT_FRAME_BYTES = (1 << 20) + 4096
 LONG_FRAME_BYTES = 17 << 20
 """Of one frame from a peer that is asked for KV: ``FirstToken`` brings the log-probabilities of a prompt.
 
-2^20 of them, the default of ``--max-logprobs-per-request``, take 16 MiB. No more, because what a hostile peer packs
-most densely takes 40 times as much memory when it is decoded, and 0.4 s for each MiB.
+2^20 of them, four times the default of ``--max-logprobs-per-request``, take 16 MiB. No more, because
+what a hostile peer packs most densely takes 40 times as much memory when it is decoded, and 0.4 s for each MiB.
 """
 FRAME_MESSAGES = 1024
 MESSAGES_A_TURN = 2048
