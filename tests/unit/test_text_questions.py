@@ -17,6 +17,7 @@ from support.sim_ring import SimTokenizer
 from pdserve.messages.base import Message
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
+from pdserve.runtime.web.keys import SCOPE_KEY, Caller
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
 from pdserve.server.http.text_schemas import MAX_CHARACTERS
@@ -146,9 +147,10 @@ def test_a_text_that_a_tokenizer_fails_on_is_answered() -> None:
 
 
 class Client:
-    """A client whose body has been read."""
+    """A client whose body has been read. ``key``: the name of its API key."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "") -> None:
+        self.scope = {SCOPE_KEY: Caller(key, is_admin=False)}
         self.gone = asyncio.Event()
 
     async def receive(self) -> dict[str, str]:
@@ -235,18 +237,39 @@ def test_a_client_that_asks_and_goes_keeps_one_turn() -> None:
     with_queue(check)
 
 
-@pytest.mark.parametrize(("count", "work"), [(MAX_WAITING, LONG), (8, MAX_WAITING_WORK // 8)])
-def test_a_question_too_many_is_a_429(count: int, work: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "work", "most"),
+    [(MAX_WAITING // 2, LONG, MAX_WAITING), (8, MAX_WAITING_WORK // 16, MAX_WAITING_WORK)],
+)
+def test_a_question_too_many_is_a_429_and_another_key_still_has_room(count: int, work: int, most: int) -> None:
     async def check(tokenizer: Tokenizer) -> None:
-        tasks = [tokenizer.ask(str(i), work) for i in range(count + 1)]
+        tasks = [tokenizer.ask(str(i), work, Client("greedy")) for i in range(count + 1)]
         await settle()
-        with pytest.raises(ApiError) as refused:
-            await tokenizer.ask("one more", work)
+        with pytest.raises(ApiError, match=f"the limit is {most}, of which a key may have") as refused:
+            await tokenizer.ask("one more", work, Client("greedy"))
         assert refused.value.status == 429
+        tasks.append(tokenizer.ask("other", work, Client("other")))
+        await settle()
+        assert tokenizer.queue.waiting == count + 1
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (tokenizer.queue.waiting, tokenizer.queue.waiting_work) == (0, 0)
+
+    with_queue(check)
+
+
+def test_keys_take_turns() -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        tasks = [tokenizer.ask(f"greedy{i}", client=Client("greedy")) for i in range(4)]
+        await settle()
+        tasks += [tokenizer.ask(f"other{i}", client=Client("other")) for i in range(2)]
+        await settle()
+        for _ in tasks:
+            tokenizer.answers[tokenizer.asked[-1]].set_result("")
+            await settle()
+        assert tokenizer.asked == ["greedy0", "greedy1", "other0", "greedy2", "other1", "greedy3"]
+        await asyncio.gather(*tasks)
 
     with_queue(check)
 

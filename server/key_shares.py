@@ -1,0 +1,39 @@
+"""How API keys share a limited amount."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class KeyShares:
+    """What each key holds of ``most`` in all. A key may hold as much as it leaves free.
+
+    One key alone gets half and two get a third each: whatever some keys hold, there is room for another one. See
+    Choudhury and Hahne, "Dynamic queue length thresholds", 1998.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+        """Sum of what all keys hold."""
+        self._of: Counter[str] = Counter()
+
+    def of(self, key: str) -> int:
+        """Return what ``key`` holds."""
+        return self._of[key]
+
+    def has_room(self, key: str, amount: int) -> bool:
+        """Return whether ``key`` may take ``amount`` more."""
+        return self._of[key] + amount <= self.most - self.held - amount
+
+    def take(self, key: str, amount: int) -> None:
+        """Count ``amount`` for ``key``."""
+        self._of[key] += amount
+        self.held += amount
+
+    def give_back(self, key: str, amount: int) -> None:
+        """Take back what ``take`` counted. A key that holds nothing is forgotten."""
+        self.held -= amount
+        self._of[key] -= amount
+        if not self._of[key]:
+            del self._of[key]
