@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple, Protocol
 
+from support.world.campaign import TOO_LONG
 from support.world.node import Node
 from support.world.world import Violation, World
 
@@ -35,7 +36,7 @@ STEP_SECONDS = 0.004
 TOKENS_A_STEP = 8
 LOST_SECONDS = 6.0
 """A leg whose other leg was lost is given up then."""
-LOST = ("one leg", "a room used twice")
+LOST = ("one leg", "a room used twice", TOO_LONG)
 """Fates of legs that wait for another leg in vain."""
 
 

@@ -64,7 +64,7 @@ class MixedCampaign(Campaign):
 
     def fate(self, node: Node, rid: str) -> str:
         """See ``judges.Case``."""
-        return self.submitted[node.epoch, rid]
+        return self.fate_of(node.epoch, rid)
 
     def longest_wait(self) -> float:
         """Return the longest time from a request's arrival to its first token or its end, in seconds.

@@ -36,6 +36,8 @@ OPTIONS = {
     "disaggregation_transfer_timeout": 20.0,
     "handover": "on",
 }
+TOO_LONG = "too long for a resized pool"
+"""Fate of a hand-over one leg of which was refused."""
 SIZES = (104, 128, 192, 256)
 """Tokens of a pool that is resized: as many as one request needs (prompt, and 40 of output), and more."""
 PAIR = ("prefill", "prefill", "decode", "decode")
@@ -391,7 +393,8 @@ class Campaign:
         # The prompt is computed again then, so that nothing else tells.
         if self._is_calm and any(node.mismatches for node in self._nodes()):
             raise Violation("KV that landed was not what was sent, although nothing went wrong")
-        for (epoch, rid), fate in self.submitted.items():
+        for epoch, rid in self.submitted:
+            fate = self.fate_of(epoch, rid)
             end = self.world.ends.get((epoch, rid))
             if end is None:
                 if epoch in alive:
@@ -411,6 +414,16 @@ class Campaign:
                 self.outcomes["timed out"] += 1
             else:
                 self.outcomes["finished"] += 1
+
+    def fate_of(self, epoch: str, rid: str) -> str:
+        """Return what happened to a leg that may fail it, "" for nothing.
+
+        A pool that was resized may be too small for a prompt: one leg is refused, and the other waits for it in vain.
+        """
+        ends = [end for (_, name), end in self.world.ends.items() if name == rid] if self._resize_rate else []
+        if any(isinstance(end, ReqError) and end.code == "context_length_exceeded" for end in ends):
+            return TOO_LONG
+        return self.submitted[epoch, rid]
 
     def _is_excused(self, error: ReqError, fate: str) -> bool:
         """Return whether a leg to which ``fate`` happened ("" for nothing) may fail with this error."""
