@@ -29,6 +29,7 @@ from .memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
+from .profiling import ProfileReq, ProfileResult
 from .requests import AbortReq, ForkedReq, GenerateReq, StopReq, TokenizeReq
 from .sessions import ReleaseReq, ResumeReq, SnapshotReq, SnapshotResult
 from .text import TextAnswer, TextQuestion
@@ -45,6 +46,7 @@ Question = (
     | ResizeReq
     | SnapshotReq
     | KVHashesReq
+    | ProfileReq
 )
 Answer = (
     Pong
@@ -57,6 +59,7 @@ Answer = (
     | ResizeResult
     | SnapshotResult
     | KVHashes
+    | ProfileResult
 )
 Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived

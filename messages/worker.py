@@ -11,6 +11,7 @@ from .base import HandoverId, Message
 from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
+from .profiling import ProfileCommand, ProfileEvent
 from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
@@ -294,7 +295,7 @@ class StepResult(Message):
 
 class RankLoaded(Message):
     """Another rank → the lead of its host: its weights are loaded, and take so many bytes; or it has done what a
-    ``MemoryCommand`` or ``TrimPool`` says, or has not (``error``).
+    ``MemoryCommand``, ``TrimPool`` or ``ProfileCommand`` says, or has not (``error``).
     """
 
     rank: int
@@ -463,6 +464,8 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendProgress | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages
-WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PoolTrimmed | PagesHashed
-FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand | TrimPool
+WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages | ProfileCommand
+WorkerEvent = (
+    WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PoolTrimmed | PagesHashed | ProfileEvent
+)
+FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand | TrimPool | ProfileCommand

@@ -24,6 +24,7 @@ from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.kv_debug import HashPages
 from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
+from ..messages.profiling import StartProfile, StopProfile
 from ..messages.routes import ToTransfer, ToWorker
 from ..messages.tiers import TierCommand
 from ..messages.worker import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .model_runner import ModelRunner
     from .occupation import Occupation
     from .pool_hasher import PoolHasher
+    from .profiler import Profiler
     from .step_queue import StepQueue
     from .tiers.worker_tiers import WorkerTiers
 
@@ -74,6 +76,7 @@ class Worker(NamedTuple):
     memory: MemoryUse
     unreleasable: list[Unreleasable]
     compiles: CompileWatch
+    profiler: Profiler
 
 
 def main() -> NoReturn:
@@ -105,6 +108,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     from .memory_table import describe_weights, memory_use, table
     from .occupation import Occupation, unreleasable
     from .pool_hasher import PoolHasher
+    from .profiler import Profiler, RankProfiler, profile_folder
     from .step_queue import StepQueue
     from .tensor_parallel.host_ranks import Lead
     from .warm_up import warm_up
@@ -128,10 +132,13 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
     for line in table(use, model.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
-    occupation = Occupation(model, steps, prefault, started.ranks if isinstance(started.ranks, Lead) else None)
+    lead = started.ranks if isinstance(started.ranks, Lead) else None
+    occupation = Occupation(model, steps, prefault, lead)
+    rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device, steps)
     return Worker(
         *(model, queue, engine, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
+        profiler=Profiler(rank, queue, lead),
     )
 
 
@@ -167,6 +174,8 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         elif isinstance(command, HashPages):
             assert worker.hasher is not None
             events.send(worker.hasher.obey(command))
+        elif isinstance(command, StartProfile | StopProfile):
+            events.send(worker.profiler.obey(command))
         elif isinstance(command, SendPages):
             steps.send(command)
         elif worker.engine is not None:

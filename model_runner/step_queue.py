@@ -13,14 +13,30 @@ result is.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..messages.worker import ForwardStep, SendPages, StepResult
 from ..runtime.layers_done import LayersDone
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
-    from .step_runner import Launched, StepRunner
+    from .step_runner import Launched
+
+
+class Steps(Protocol):
+    """The part of ``StepRunner`` that the queue calls."""
+
+    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+        """See ``StepRunner``."""
+        ...
+
+    def is_done(self, launched: Launched) -> bool:
+        """See ``StepRunner``."""
+        ...
+
+    def collect(self, launched: Launched) -> StepResult:
+        """See ``StepRunner``."""
+        ...
 
 
 class _Open(NamedTuple):
@@ -33,7 +49,7 @@ class _Open(NamedTuple):
 class StepQueue:
     """``ahead``: so many steps may be open while another is launched. ``engine``: pushes pages; None: nobody does."""
 
-    def __init__(self, steps: StepRunner, engine: TransferEngine | None, ahead: int) -> None:
+    def __init__(self, steps: Steps, engine: TransferEngine | None, ahead: int) -> None:
         self._steps = steps
         self._engine = engine
         self._ahead = ahead
@@ -41,6 +57,10 @@ class StepQueue:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def use(self, steps: Steps) -> None:
+        """Have ``steps`` compute what is launched from now on, and collect what is open."""
+        self._steps = steps
 
     @property
     def is_full(self) -> bool:

@@ -56,6 +56,7 @@ NOT_EMPTY = (
     "host",
     "api_key",
     "advertise_host",
+    "profile_dir",
 )
 
 

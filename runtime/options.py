@@ -258,6 +258,9 @@ class ServerOptions:
     kv_debug
         Hash keys and values of every whole page by layer, as they are computed, handed over, brought back from other
         tiers and sessions, and reused; compare, and report what differs. For who looks for a fault: it takes time.
+    profile_dir
+        Folder for the traces of POST /start_profile, each profile in a folder of its own. Default: a folder in the run
+        directory, which is deleted at the end.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -444,6 +447,7 @@ class ServerOptions:
     kv_sessions_size: float = 10.0
     kv_sessions_quota: float = 2.0
     kv_debug: bool = False
+    profile_dir: str | None = None
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

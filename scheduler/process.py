@@ -41,6 +41,7 @@ from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
 from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
+from ..messages.profiling import ProfileEvent, ProfileReq, ProfileResult
 from ..messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
@@ -56,6 +57,7 @@ from .kv_hashes import tell_hashes
 from .metrics_report import MetricsReport
 from .occupation import Occupation
 from .outbox import Outbox
+from .profiling import Profiling
 from .scheduler import Scheduler
 from .sessions import refuse_loading
 
@@ -96,6 +98,7 @@ class SchedulerProcess:
         self._scheduler: Scheduler | None = None
         self._handovers: Handovers | None = None
         self._occupation: Occupation | None = None
+        self._profiling: Profiling | None = None
         self._report: MetricsReport | None = None
         self._kv_feed: KVEventFeed | None = None
         self._checked_at = 0.0
@@ -124,6 +127,8 @@ class SchedulerProcess:
             self._occupation.advance(now)
         if self._scheduler is not None:
             self._scheduler.run_steps(now)
+            if self._profiling is not None:
+                self._profiling.advance(now)
             self._tell_drained(self._scheduler)
         if self._report is not None:
             self._report.turn(now)
@@ -150,6 +155,8 @@ class SchedulerProcess:
         waits = [self._scheduler.deadlines.seconds_left(now)]
         if self._occupation is not None:
             waits.append(self._occupation.seconds_left(now))
+        if self._profiling is not None:
+            waits.append(self._profiling.seconds_left(now))
         if (tiers := self._scheduler.tiers) is not None and (wait := tiers.timeout(now)) is not None:
             waits.append(wait)
         left = min(waits)
@@ -198,6 +205,9 @@ class SchedulerProcess:
         elif isinstance(event, PagesHashed):
             assert self._scheduler.memory.debug is not None
             self._scheduler.memory.debug.on_hashed(event, now)
+        elif isinstance(event, ProfileEvent):
+            assert self._profiling is not None
+            self._profiling.on_event(event, now)
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.on_event(event, now)
@@ -211,6 +221,8 @@ class SchedulerProcess:
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
         self._occupation = Occupation(self._scheduler)
+        memory = self._scheduler.memory
+        self._profiling = Profiling(self._outbox, lambda: memory.newest_step)
         self._report = MetricsReport(self._scheduler, self._outbox, self._occupation)
         if self._scheduler.kv_events is not None:
             self._kv_feed = KVEventFeed(self._ctx.zmq_ctx, self._ctx.options, self._scheduler.kv_events)
@@ -248,6 +260,8 @@ class SchedulerProcess:
                 self._outbox.answer(ResizeResult(message.id, 503, 0, 0, "the model is still loading"))
             elif isinstance(message, KVHashesReq):
                 self._outbox.answer(KVHashes(message.id, 503, "the model is still loading"))
+            elif isinstance(message, ProfileReq):
+                self._outbox.answer(ProfileResult(message.id, 503, "the model is still loading"))
             elif isinstance(message, SnapshotReq | ResumeReq):
                 self._outbox.answer(refuse_loading(message))
         elif isinstance(message, GenerateReq):
@@ -285,6 +299,8 @@ class SchedulerProcess:
             self._occupation.ask(message, now)
         elif isinstance(message, ResizeReq) and self._occupation is not None:
             self._occupation.ask_resize(message, now)
+        elif isinstance(message, ProfileReq) and self._profiling is not None:
+            self._profiling.ask(message, now)
 
     def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
         self._verdict = Verdict.of(scheduler, self._verdict)
@@ -292,6 +308,8 @@ class SchedulerProcess:
         if self._occupation is not None and self._report is not None:
             info["memory"] |= self._occupation.info()
             info["pressure"] = self._report.pressure.level(time.monotonic())
+        if self._profiling is not None:
+            info["profile"] = self._profiling.info()
         return ServerInfo(message.id, info)
 
     def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult:

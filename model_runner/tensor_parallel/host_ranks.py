@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
 from ...messages.channel import Receiver, Sender
 from ...messages.memory import MemoryCommand, TrimPool
+from ...messages.profiling import ProfileCommand
 from ...messages.worker import CaptureGraphs, FollowerCommand, ForwardStep, RankLoaded, RankSetup
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
@@ -149,7 +150,7 @@ class Lead(HostRanks):
             follower.send(setup)
         return Shared(pages, region, exchange)
 
-    def tell(self, command: MemoryCommand | TrimPool) -> None:
+    def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
         """Have the other ranks of this host do it, behind the steps that they were told; ``answers`` waits for them."""
         for follower in self.followers:
             follower.send(command)
@@ -199,10 +200,12 @@ class Follower(HostRanks):
         return Shared(setup.num_pages, region, exchange)
 
     def answer(self, weight_bytes: int, error: str) -> None:
-        """A ``MemoryCommand`` or ``TrimPool`` is done, or is not."""
+        """Tell the lead that its command is done, or why it is not (``error``)."""
         self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
 
-    def next_step(self, timeout_ms: int) -> ForwardStep | MemoryCommand | TrimPool | CaptureGraphs | None:
+    def next_step(
+        self, timeout_ms: int
+    ) -> ForwardStep | MemoryCommand | TrimPool | ProfileCommand | CaptureGraphs | None:
         """What the lead computes now, or has done; None where nothing comes for so long (-1: waits for ever).
 
         Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.

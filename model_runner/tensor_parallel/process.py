@@ -15,9 +15,10 @@ import msgspec
 
 from ...disaggregation.errors import TransferError
 from ...messages.memory import TrimPool
+from ...messages.profiling import StartProfile, StopProfile
 from ...messages.worker import CaptureGraphs, ForwardStep
 from ...model_files.errors import ModelError
-from ...runtime.child import start_child
+from ...runtime.child import ChildContext, start_child
 from ...runtime.cpu_list import PlacementError
 from ..prefault import PoolPrefault, highest_slot
 from ..start_model import Started, freeze, open_channels, own_place, start_model
@@ -33,11 +34,12 @@ def main() -> NoReturn:
         sys.exit(f"rank {own_place(ctx).rank}: {e}")
     freeze()
     ctx.report_ready(started.seconds)
-    _serve(started)
+    _serve(ctx, started)
 
 
-def _serve(started: Started) -> NoReturn:
+def _serve(ctx: ChildContext, started: Started) -> NoReturn:
     from ..occupation import Occupation
+    from ..profiler import RankProfiler, profile_folder
     from .host_ranks import Follower, Lead
     from .leading_steps import FollowingSteps
 
@@ -47,13 +49,14 @@ def _serve(started: Started) -> NoReturn:
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.kv_region, model.layout)
         occupation = Occupation(model, steps, prefault)
+        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device, steps)
         while True:
             step = ranks.next_step(prefault.wait_ms)
             if step is None:
                 prefault.advance()
                 continue
             if isinstance(step, ForwardStep):
-                steps.follow(step)
+                profiler.steps.follow(step)
                 prefault.used(highest_slot(step))
                 continue
             steps.settle()
@@ -61,6 +64,8 @@ def _serve(started: Started) -> NoReturn:
                 steps.capture_with_lead()
             elif isinstance(step, TrimPool):
                 ranks.answer(model.weight_bytes, occupation.trim(step).error)
+            elif isinstance(step, StartProfile | StopProfile):
+                ranks.answer(model.weight_bytes, profiler.obey(step))
             else:
                 ranks.answer(model.weight_bytes, occupation.obey(step).error)
     assert isinstance(ranks, Lead)

@@ -95,6 +95,8 @@ PATHS = (
     PathFacts("/flush_cache", POST, Access.CACHE),
     PathFacts("/kv/resize", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/kv/hashes", POST, Access.ADMIN, Server.INSTANCE),
+    PathFacts("/start_profile", POST, Access.ADMIN, Server.INSTANCE),
+    PathFacts("/stop_profile", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/release_memory_occupation", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/resume_memory_occupation", POST, Access.ADMIN, Server.INSTANCE),
     PathFacts("/migrate", POST, Access.ADMIN, Server.INSTANCE),

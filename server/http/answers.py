@@ -433,6 +433,28 @@ class KVHashesAnswer(Answer):
     layers: list[HashedLayer]
 
 
+class ProfileStarted(Answer):
+    """``POST /start_profile``: ``files`` will be there after ``num_steps`` steps, or ``seconds``, or a stop."""
+
+    folder: str
+    files: list[str]
+    activities: list[Literal["CPU", "GPU"]]
+    num_steps: int
+    seconds: float
+
+
+class ProfileStopped(Answer):
+    """``POST /stop_profile``: the files of the profile that ended now or was the last, and their size in all."""
+
+    folder: str
+    files: list[str]
+    bytes: int
+    activities: list[Literal["CPU", "GPU"]]
+    steps: int
+    seconds: float
+    ended_by: Literal["num_steps", "time limit", "request"]
+
+
 class Flushed(Answer):
     """``POST /flush_cache``; a router also says what each instance answered."""
 

@@ -50,6 +50,8 @@ from .answers import (
     ModelInfo,
     ModelList,
     PoolResized,
+    ProfileStarted,
+    ProfileStopped,
     Ready,
     RoleChanged,
     ServerInfoAnswer,
@@ -77,6 +79,7 @@ from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, rol
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, QueryParameter, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES
+from .profiling import StartProfileBody, StopProfileBody, start_profile, stop_profile
 from .question_queue import QuestionQueue
 from .served_model import ServedModel
 from .session_folder import Sessions, open_sessions
@@ -131,6 +134,8 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/resume_memory_occupation", resume_memory, ResumeBody, MemoryResumed),
     ("/kv/resize", resize_pool, ResizeBody, PoolResized),
     ("/kv/hashes", kv_hashes, KVHashesBody, KVHashesAnswer),
+    ("/start_profile", start_profile, StartProfileBody, ProfileStarted),
+    ("/stop_profile", stop_profile, StopProfileBody, ProfileStopped),
 )
 STREAMS: dict[str, type[BaseModel]] = {
     "/generate": Generated,

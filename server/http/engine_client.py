@@ -26,6 +26,7 @@ from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
 from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
+from ...messages.profiling import ProfileResult
 from ...messages.requests import AbortReq
 from ...messages.routes import Question, ToHttp
 from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotResult
@@ -56,6 +57,7 @@ A = TypeVar(
     ResizeResult,
     SnapshotResult,
     KVHashes,
+    ProfileResult,
     Encoded,
     Decoded,
     Limits,

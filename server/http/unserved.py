@@ -106,6 +106,13 @@ CHAT_MESSAGE: Unserved = {
 
 TEXT_PART: Unserved = {**_neutral([], names="annotations"), "cache_control": IGNORED}
 
+START_PROFILE: Unserved = {
+    **_neutral(False, names="profile_by_stage merge_profiles"),
+    **_neutral([], names="profile_stages"),
+    **_neutral("", names="profile_prefix"),
+    **_neutral(names="start_step"),
+}
+
 STREAM_OPTIONS: Unserved = {"include_obfuscation": ANYTHING, "chunk_include_usage": (False,)}
 
 

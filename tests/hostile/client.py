@@ -133,6 +133,8 @@ class HostileUser:
                 ({"max_total_tokens": 64}, "/kv/resize"),
                 ({"text": canary}, "/kv/hashes"),
                 ({}, "/release_memory_occupation"),
+                ({"output_dir": "../x"}, "/start_profile"),
+                ({}, "/stop_profile"),
                 ({}, "/flush_cache"),
             ]
         )

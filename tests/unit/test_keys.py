@@ -202,6 +202,8 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
     ("/release_memory_occupation", {}),
     ("/resume_memory_occupation", {}),
     ("/kv/resize", {"max_total_tokens": 16}),
+    ("/start_profile", {}),
+    ("/stop_profile", {}),
     ("/abort_request", {"abort_all": True}),
 ]
 
@@ -277,6 +279,7 @@ def test_a_path_that_nobody_declared_a_users_is_the_admins(files: dict[str, Any]
         page = (await as_user(engine, "a-key").get("/openapi.json")).json()
         admins = {"/flush_cache", "/migrate", "/drain", "/role", "/transfers"}
         admins |= {"/release_memory_occupation", "/resume_memory_occupation", "/kv/resize", "/kv/hashes"}
+        admins |= {"/start_profile", "/stop_profile"}
         for path, operations in page["paths"].items():
             for method in operations:
                 answer = await as_user(engine, "a-key").request(method, path.replace("{name}", "x"), json={})

@@ -17,6 +17,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.control import RoleReq, RoleResult
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from pdserve.messages.moves import MigrateReq, MigrateResult
+from pdserve.messages.profiling import ProfileReq, ProfileResult
 from pdserve.router.app import GENERATION_PATHS, TEXT_PATHS
 from pdserve.server.http.app import MOVED_PATH, ORDERS, SESSION_PATH, SLOTS_PATH
 
@@ -85,6 +86,10 @@ MEANS: dict[tuple[str, str], str] = {
     ("/resume_memory_occupation", "an empty object"): "all that was given back",
     ("/drain", "none"): "what runs is finished here",
     ("/drain", "an empty object"): "what runs is finished here",
+    ("/start_profile", "none"): "all that the device has, up to the limits",
+    ("/start_profile", "an empty object"): "all that the device has, up to the limits",
+    ("/stop_profile", "none"): "the profile that runs",
+    ("/stop_profile", "an empty object"): "the profile that runs",
 }
 """docs/http-api.md. Beside these, ``/flush_cache`` reads no body."""
 PATHS: dict[str, type[BaseModel] | None] = {path: body for path, _, body, _ in ORDERS} | {MOVED_PATH: None}
@@ -102,6 +107,8 @@ class Instance(FakeEngine):
             self._soon(RoleResult(question.id, question.role, "unified"))
         elif isinstance(question, MigrateReq):
             self._soon(MigrateResult(question.id, moved=True))
+        elif isinstance(question, ProfileReq):
+            self._soon(ProfileResult(question.id, ended_by="request"))
         else:
             super()._answer(question)
 
@@ -168,7 +175,8 @@ def test_a_body_that_is_none_of_ours(path: str, options: dict[str, Any]) -> None
                 check(path, name, answer, may_mean_something=(path, name) in MEANS)
             await is_alive(client)
             # Nothing was asked of the engine that the table does not say; the supervisor drains.
-            orders = [q for q in engine.questions if isinstance(q, MemoryReq | ResizeReq | RoleReq | MigrateReq)]
+            kinds = MemoryReq | ResizeReq | RoleReq | MigrateReq | ProfileReq
+            orders = [q for q in engine.questions if isinstance(q, kinds)]
             assert len(orders) == sum(1 for meant, _ in MEANS if meant == path != "/drain")
 
     asyncio.run(run())

@@ -41,7 +41,7 @@ NOT_THE_USERS = {
     Access.METRICS: {"/metrics", "/metrics/targets"},
     Access.CACHE: {"/flush_cache"},
     Access.ADMIN: {"/transfers", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
-    | {"/release_memory_occupation", "/resume_memory_occupation"},
+    | {"/release_memory_occupation", "/resume_memory_occupation", "/start_profile", "/stop_profile"},
 }
 ERROR_FIELDS = {"message", "type", "code", "param", "status"}
 

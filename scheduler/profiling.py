@@ -1,0 +1,170 @@
+"""One profile of the model workers at a time: ``POST /start_profile`` and ``/stop_profile``.
+
+::
+
+    IDLE ─start─▶ STARTING ─the worker records─▶ RECORDING ─steps, time or stop─▶ WRITING ─files are there─▶ IDLE
+      ▲               │ it can't                                                                              │
+      └───────────────┴───────────────────────────────────────────────────────────────────────────────────────┘
+
+A profile ends by itself after its steps, or after ``MAX_SECONDS``, so one that was forgotten costs no more than that.
+``/stop_profile`` after its end tells again what it wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from ..messages.profiling import (
+    ProfileEvent,
+    ProfileReq,
+    ProfileResult,
+    ProfileStarted,
+    ProfileWritten,
+    StartProfile,
+    StartProfileReq,
+    StopProfile,
+    StopProfileReq,
+)
+from .outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+MAX_SECONDS = 60.0
+"""Maximum duration of a profile, in seconds."""
+
+
+class ProfileState(StrEnum):
+    """The states of the diagram in the module's docstring."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    RECORDING = "recording"
+    WRITING = "writing"
+
+
+class Profiling:
+    """The profile that runs, and the result of the last one. Called from the scheduler's loop."""
+
+    def __init__(self, outbox: Outbox, newest_step: Callable[[], int]) -> None:
+        """``newest_step`` returns the number of steps that were sent to the worker."""
+        self._outbox = outbox
+        self._newest_step = newest_step
+        self.state = ProfileState.IDLE
+        self._order: StartProfileReq | None = None
+        """The order that the profile in progress obeys; None while idle."""
+        self._waiting: list[int] = []
+        """Ids of ``/stop_profile`` questions that are answered when the files are there."""
+        self._result: ProfileResult | None = None
+        """The profile in progress, or the last one; None before the first."""
+        self._first_step = 0
+        self._began = 0.0
+        self._until = math.inf
+
+    def ask(self, question: ProfileReq, now: float) -> None:
+        """Start or stop a profile, or refuse to; ``now`` is ``time.monotonic()``."""
+        if isinstance(question, StartProfileReq):
+            self._start(question)
+        else:
+            self._stop(question, now)
+
+    def on_event(self, event: ProfileEvent, now: float) -> None:
+        """Take in the worker's answer to the last command."""
+        if isinstance(event, ProfileStarted):
+            self._on_started(event, now)
+        else:
+            self._on_written(event)
+
+    def seconds_left(self, now: float) -> float:
+        """Return the seconds until the profile ends by itself; infinity while none is recorded."""
+        return max(0.0, self._until - now)
+
+    def advance(self, now: float) -> None:
+        """End the profile if it has all its steps, or has taken too long."""
+        if self.state is not ProfileState.RECORDING or self._order is None:
+            return
+        if self._steps >= self._order.num_steps:
+            self._end("num_steps", now)
+        elif now >= self._until:
+            self._end("time limit", now)
+
+    def info(self) -> dict[str, Any]:
+        """Return what ``/server_info`` tells."""
+        last = self._result
+        if last is None:
+            return {"state": self.state}
+        return {"state": self.state, "folder": last.folder, "ended_by": last.ended_by, "error": last.message}
+
+    @property
+    def _steps(self) -> int:
+        """The steps that were sent since ``StartProfile``."""
+        return self._newest_step() - self._first_step
+
+    def _start(self, order: StartProfileReq) -> None:
+        if self.state is not ProfileState.IDLE:
+            text = f'a profile is {self.state} ("{self._running}"); end it with POST /stop_profile, or wait for its end'
+            self._outbox.answer(ProfileResult(order.id, 409, text))
+            return
+        self.state, self._order, self._first_step = ProfileState.STARTING, order, self._newest_step()
+        self._outbox.to_worker(StartProfile(order.name, order.activities, order.with_stack, order.record_shapes))
+
+    def _on_started(self, event: ProfileStarted, now: float) -> None:
+        order = self._order
+        assert order is not None
+        if event.error:
+            log.warning("no profile: %s", event.error)
+            self.state, self._order = ProfileState.IDLE, None
+            self._outbox.answer(ProfileResult(order.id, event.status, event.error))
+            self._answer_all(ProfileResult(0, 409, f"no profile runs: {event.error}"))
+            return
+        log.info("a profile of up to %d steps is recorded into %s", order.num_steps, event.folder)
+        self.state, self._began, self._until = ProfileState.RECORDING, now, now + MAX_SECONDS
+        self._result = ProfileResult(
+            order.id, 200, "", event.folder, event.files, event.activities, order.num_steps, MAX_SECONDS
+        )
+        self._outbox.answer(self._result)
+        if self._waiting:
+            self._end("request", now)
+
+    def _stop(self, question: StopProfileReq, now: float) -> None:
+        if self.state is ProfileState.IDLE:
+            text = "no profile has run; POST /start_profile starts one"
+            answer = ProfileResult(0, 409, text) if self._result is None else self._result
+            self._outbox.answer(msgspec.structs.replace(answer, id=question.id))
+            return
+        self._waiting.append(question.id)
+        if self.state is ProfileState.RECORDING:
+            self._end("request", now)
+
+    def _end(self, why: str, now: float) -> None:
+        assert self._result is not None
+        self._result = msgspec.structs.replace(
+            self._result, steps=self._steps, seconds=round(now - self._began, 3), ended_by=why
+        )
+        self.state, self._until = ProfileState.WRITING, math.inf
+        self._outbox.to_worker(StopProfile())
+
+    def _on_written(self, event: ProfileWritten) -> None:
+        assert self._result is not None
+        status = 503 if event.error else 200
+        self._result = msgspec.structs.replace(
+            self._result, status=status, message=event.error, files=event.files, nbytes=event.nbytes
+        )
+        self.state, self._order = ProfileState.IDLE, None
+        text = f"{len(event.files)} files, {event.nbytes} bytes, ended by {self._result.ended_by}"
+        log.info("profile of %d steps in %s: %s", self._result.steps, self._result.folder, event.error or text)
+        self._answer_all(self._result)
+
+    def _answer_all(self, result: ProfileResult) -> None:
+        for id_ in self._waiting:
+            self._outbox.answer(msgspec.structs.replace(result, id=id_))
+        self._waiting = []
+
+    @property
+    def _running(self) -> str:
+        return "" if self._order is None else self._order.name
