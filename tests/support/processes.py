@@ -24,6 +24,7 @@ from pdserve.runtime.python import python_command
 from .admin_key import ADMIN_KEY, as_admin
 from .hostile_folder import hostile_folder
 from .machine import limit
+from .orphans import end_with_this_process
 
 STARTUP_SECONDS = 90.0
 STOP_SECONDS = 15.0
@@ -152,6 +153,7 @@ class Launched:
                 env=folder.environment(self.env),
                 cwd=folder.path,
             )
+        end_with_this_process(self.process)
 
     def _admin_args(self) -> list[str]:
         """One admin key for all instances, so that a router without keys can pass it on; the rest is as without."""

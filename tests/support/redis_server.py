@@ -10,6 +10,7 @@ from pathlib import Path
 
 import redis
 
+from .orphans import end_with_this_process
 from .processes import free_ports, wait_until
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -32,6 +33,7 @@ class RedisServer:
         """Returns when it answers."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        end_with_this_process(self.process)
         wait_until(lambda: _answers(self.client), 20, "redis-server answers")
 
     def kill(self) -> None:
