@@ -36,6 +36,7 @@ from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess
+from .log_folder import LogFolder, LogFolderError
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,11 @@ class Cluster:
 
     def __init__(self, options: ClusterOptions, plan: ClusterPlan) -> None:
         self._options = options
-        log_dir = Path(options.log_dir) if options.log_dir else None
-        if log_dir:
-            log_dir.mkdir(parents=True, exist_ok=True)
+        logs = LogFolder(Path(options.log_dir)) if options.log_dir else None
         # An object a line, behind a name, would be none; it says itself which process it comes from.
         named = options.log_format == "text"
-        self._instances = [ClusterProcess(p, log_dir, named_lines=named) for p in plan.instances]
-        self._router = ClusterProcess(plan.router, log_dir, named_lines=named)
+        self._instances = [ClusterProcess(p, logs, named_lines=named) for p in plan.instances]
+        self._router = ClusterProcess(plan.router, logs, named_lines=named)
         self._all = [*self._instances, self._router]
         self._selector = selectors.DefaultSelector()
         self._signals = 0
@@ -101,7 +100,10 @@ class Cluster:
         self._signals = max(self._signals, 1) if number == STOP else self._signals + 1
 
     def _start(self, process: ClusterProcess) -> None:
-        process.start()
+        try:
+            process.start()
+        except OSError as exc:
+            raise ClusterFailedError(f"{process.plan.name} can't be started: {exc}") from exc
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 
     def _turn(self, timeout: float | None) -> list[tuple[ClusterProcess, str]]:
@@ -234,7 +236,7 @@ def run_cluster(options: ClusterOptions) -> int:
             if options.port:
                 check_address(options.host, options.port, "--port")
             cluster = Cluster(options, plan)
-        except (ClusterOptionsError, ClusterSecretError) as exc:
+        except (ClusterOptionsError, ClusterSecretError, LogFolderError) as exc:
             print(f"pdserve up: {exc}", file=sys.stderr)
             return EXIT_USAGE
         except (InstanceFailed, OSError) as exc:

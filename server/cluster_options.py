@@ -38,7 +38,8 @@ class ClusterOptions(RoutingOptions, ServerOptions):
         Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
         ended. The router has twice as long for what instances send it.
     log_dir
-        Folder for one log file a process; default: all to stderr, each line after its process's name.
+        Folder for one log file a process; default: all to stderr, each line after its process's name. A folder of
+        another user is refused, and so are links in it.
     max_restarts
         How often in a minute a process that died is started again; one more death ends the cluster.
     disaggregation_transfer_backend

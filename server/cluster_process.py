@@ -14,7 +14,6 @@ import subprocess
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -23,6 +22,7 @@ from ..runtime.output import copy_to_stderr
 from ..runtime.python import python_command
 from ..runtime.supervisor import describe_exit
 from .cluster_plan import ProcessPlan
+from .log_folder import LogFolder
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ class ClusterProcess:
     ``named_lines``: whether each line of its output comes after its name, as lines of text should.
     """
 
-    def __init__(self, plan: ProcessPlan, log_dir: Path | None, *, named_lines: bool = True) -> None:
+    def __init__(self, plan: ProcessPlan, logs: LogFolder | None, *, named_lines: bool = True) -> None:
         self.plan = plan
         self._named_lines = named_lines
         self.pidfd = -1
         self.started = 0.0
         self.ready_after: float | None = None
         self.restart_at: float | None = None
-        self._log_dir = log_dir
+        self._logs = logs
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: deque[float] = deque()
 
@@ -63,11 +63,11 @@ class ClusterProcess:
         return len(self._deaths)
 
     def start(self) -> None:
-        """Start it; ``pidfd`` becomes readable when it ends."""
+        """Start it; ``pidfd`` becomes readable when it ends. Raises ``OSError`` where that or its log file fails."""
         argv = python_command(*self.plan.argv)
         self.started = time.monotonic()
         self.restart_at = None
-        if self._log_dir is None:
+        if self._logs is None:
             self._process = self._spawn(argv, subprocess.PIPE)
             assert self._process.stdout is not None
             pump = threading.Thread(
@@ -78,7 +78,7 @@ class ClusterProcess:
             pump.daemon = True
             pump.start()
         else:
-            with (self._log_dir / f"{self.plan.name}.log").open("ab") as log:
+            with self._logs.open(f"{self.plan.name}.log") as log:
                 self._process = self._spawn(argv, log)
         self.pidfd = os.pidfd_open(self._process.pid)
 
