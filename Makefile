@@ -12,7 +12,7 @@ WORKERS ?= 3
 BIN := .venv/bin
 
 # The repository root is the package: every folder with an __init__.py is pdserve.FOLDER.
-PACKAGES := $(patsubst %/__init__.py,pdserve.%,$(filter-out tests/% docs/% docker/%,$(wildcard */__init__.py)))
+PACKAGES := $(patsubst %/__init__.py,pdserve.%,$(filter-out tests/% docs/% docker/% tools/%,$(wildcard */__init__.py)))
 TESTS := $(wildcard tests/unit tests/e2e)
 
 # No test asks a model hub. Python keeps what it compiled, also where the environment forbids it, as images do: of the
@@ -88,12 +88,13 @@ gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 
-lint: $(STAMP) ## check format and style
+lint: $(STAMP) ## check format, style, and the language of docstrings, comments, help texts and pages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@PYTHONPATH=. $(BIN)/python -P -m tools.prose
 
 types: $(STAMP) ## check types
-	@$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+	@$(BIN)/mypy $(addprefix -p ,$(PACKAGES)) -p tools
 
 format: $(STAMP) ## put the code into its format
 	@$(BIN)/ruff check --fix-only .

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NOT_PRODUCT = {"tests", "docs", "docker"}
+NOT_PRODUCT = {"tests", "docs", "docker", "tools"}
 NOT_RUN_BY_PYTHON = {"model_runner/triton_kernels"}
 """Triton compiles the text of these functions, where a switch can't be."""
 SWITCH = '__import__("mutant_switch").is_on({})'

@@ -10,9 +10,10 @@ from typing import NamedTuple
 FLOORS = (
     *("messages", "runtime", "model_files"),
     *("mem_cache", "scheduler", "disaggregation", "model_runner", "detokenizer", "router", "benchmark", "terminal"),
-    "server",
+    *("server", "tools"),
 )
-"""The folders from the ground up (DESIGN's layout); ``server`` holds the command line, which starts all others."""
+"""Folders from the ground up. ``server`` holds the command line, which starts all others; the product imports no tools.
+"""
 
 
 class Arrow(NamedTuple):
@@ -48,7 +49,7 @@ def _imports(file: Path, root: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for name in node.names:
-                if name.name.startswith("pdserve."):
+                if name.name.startswith(("pdserve.", "tools.")):
                     yield name.name.removeprefix("pdserve."), node.lineno
         elif isinstance(node, ast.ImportFrom):
             words = node.module.split(".") if node.module else []
@@ -56,6 +57,8 @@ def _imports(file: Path, root: Path) -> Iterator[tuple[str, int]]:
                 base = [*package[: len(package) - node.level + 1], *words]
             elif words[:1] == ["pdserve"]:
                 base = words[1:]
+            elif words[:1] == ["tools"]:
+                base = words
             else:
                 continue
             # What is imported may itself be a module.

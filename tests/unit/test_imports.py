@@ -56,6 +56,12 @@ def test_a_turned_arrow_is_named(tmp_path, line):
     assert not running_up(read_arrows(turned))
 
 
+@pytest.mark.parametrize("line", ["from tools.text import x", "import tools.text", "from ..tools import text"])
+def test_the_product_imports_no_tools(tmp_path, line):
+    root = made(tmp_path, router__a=line + "\n", tools__text="x = 1\n")
+    assert running_up(read_arrows(root))[0].startswith("router/a.py:1 imports tools")
+
+
 def test_a_circle_within_a_folder_is_named(tmp_path):
     root = made(tmp_path, router__a="from .b import x\n", router__b="from .c import x\n", router__c="from . import a\n")
     assert len(circles(read_arrows(root))) == 3
