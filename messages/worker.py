@@ -274,6 +274,11 @@ class ForwardStep(Message):
     pushes: list[SendPages] = []
     window_pages: bytes | UnsetType = UNSET
 
+    @property
+    def summary(self) -> str:
+        """The step's number and size, for traces."""
+        return f"step {self.step_id}: {len(self.rows) // 4} entries, {len(self.out_cache_loc) // 4} tokens"
+
 
 class StepResult(Message):
     """Worker → scheduler: what a step gave.

@@ -42,7 +42,7 @@ from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.open_packed import Quantization, choose_quantization, open_packed
 from .loader.quantized_blocks import BlockSource, QuantizedActivations, has_whole_blocks
-from .models.decoder import Decoder
+from .models.decoder import Decoder, LayerForward
 from .placement import SPIN_US
 from .pool_size import choose_pools, layers_apart
 from .step_plan import begun_tokens
@@ -128,6 +128,11 @@ class ModelRunner:
         self.graph_sizes: tuple[int, ...] = ()
         self._attention: AttentionBackend | None = None
         self._clears = False
+        self._named_layers: Callable[[int, LayerForward], LayerForward] | None = None
+        if options.enable_nvtx:
+            from .step_ranges import name_layers
+
+            self._named_layers = name_layers(self.device)
         self._compute: Callable[[ForwardBatch], Tensor]
         self._again: Callable[[], None] | None = None
         """Loads the weights as they were loaded first."""
@@ -361,6 +366,8 @@ class ModelRunner:
         assert attention is not None
         if shard is not None and shard.shares_kv_heads and not self._is_apart and isinstance(model, Decoder):
             self._meet = model.ranks.meet
+        if self._named_layers is not None and isinstance(model, Decoder):
+            model.wrap_layers(self._named_layers)
         self._compute = lambda batch: model.forward(batch, attention)
 
     def _use_kernels(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:

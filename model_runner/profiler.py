@@ -62,12 +62,12 @@ class ProfiledSteps:
 
     def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
         """See ``StepRunner``."""
-        with record_function(_named("step", step)):
+        with record_function(step.summary):
             return self._steps.launch(step, done)
 
     def follow(self, step: ForwardStep) -> None:
         """See ``StepRunner``."""
-        with record_function(_named("step", step)):
+        with record_function(step.summary):
             self._steps.follow(step)
 
     def is_done(self, launched: Launched) -> bool:
@@ -227,10 +227,6 @@ class Profiler:
             return []
         self._lead.tell(command)
         return self._lead.answers()
-
-
-def _named(what: str, step: ForwardStep) -> str:
-    return f"{what} {step.step_id}: {len(step.rows) // 4} entries, {len(step.out_cache_loc) // 4} tokens"
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from ..runtime.collector import uncollected
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
+from ..runtime.options import ServerOptions
 from ..runtime.ranks import RankPlace, places, worker_name
 from .gpu_placement import beside_gpu, prefer_node, stay_near
 from .placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .tensor_parallel.host_ranks import HostRanks
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound="StepRunner")
 
 
 class LeadChannels(NamedTuple):
@@ -119,7 +122,7 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
         # operations that are left to it.
         torch.set_num_threads(1)
         machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
-    steps = _make_steps(model, options.max_running_requests, ranks)
+    steps = _make_steps(model, options, ranks)
     seconds = {"imports": imported - begin, **model.load_seconds}
     return Started(model, steps, placement, machine, ranks, seconds, lambda: stay_near(node, cores))
 
@@ -145,12 +148,22 @@ def _make_ranks(
     return Lead(place, meeting, *channels)
 
 
-def _make_steps(model: ModelRunner, max_reqs: int, ranks: HostRanks | None) -> StepRunner:
+def _make_steps(model: ModelRunner, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
     from .step_runner import StepRunner
 
+    def with_names(kind: type[S]) -> type[S]:
+        if not options.enable_nvtx:
+            return kind
+        from .step_ranges import with_ranges
+
+        return with_ranges(kind)
+
+    max_reqs = options.max_running_requests
     if ranks is None:
-        return StepRunner(model, max_reqs)
+        return with_names(StepRunner)(model, max_reqs)
     from .tensor_parallel.host_ranks import Lead
     from .tensor_parallel.leading_steps import FollowingSteps, LeadingSteps
 
-    return LeadingSteps(model, max_reqs, ranks) if isinstance(ranks, Lead) else FollowingSteps(model, max_reqs)
+    if isinstance(ranks, Lead):
+        return with_names(LeadingSteps)(model, max_reqs, ranks)
+    return with_names(FollowingSteps)(model, max_reqs)

@@ -227,17 +227,26 @@ class StepRunner:
         )
 
     def _launch_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> PendingStep:
-        plan = plan_step(step, self._model.page_size)
-        size = self._graphs.size_for(len(plan.rows)) if plan.is_decode else None
-        there = self._arrays.load(plan, size or 0)
-        self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
+        plan, size, there = self._prepare(step)
         logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
         params = self._rows.params(plan.sampled_rows)
         chosen = self._choose(logits_LV[: len(plan.sampled)], plan, there, params)
         listings = self._listings(step, logits_LV, params, chosen.tokens)
-        fetched = self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
+        fetched = self._fetch(chosen, listings)
         histories = [] if self._queued is not None else self._rows.histories(plan.sampled_rows, params)
         return PendingStep(step, begin, plan, fetched, listings, histories)
+
+    def _prepare(self, step: ForwardStep) -> tuple[StepPlan, int | None, DeviceArrays]:
+        """Send the step's arrays to the device; with them, the size of the graph that computes it (None: without)."""
+        plan = plan_step(step, self._model.page_size)
+        size = self._graphs.size_for(len(plan.rows)) if plan.is_decode else None
+        there = self._arrays.load(plan, size or 0)
+        self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
+        return plan, size, there
+
+    def _fetch(self, chosen: Sampled, listings: list[_Listing]) -> Fetch:
+        """Start copies of the results to the host."""
+        return self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
 
     def _compute(self, plan: StepPlan, there: DeviceArrays, done: LayersDone | None) -> Tensor:
         batch = ForwardBatch(

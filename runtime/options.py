@@ -321,6 +321,9 @@ class ServerOptions:
         graphs are captured only where one of the two is given.
     disable_cuda_graph
         Launch each kernel of a decode step by itself.
+    enable_nvtx
+        Name the phases of each step (prepare, forward, sample, copy) and the layers in NVTX ranges, for Nsight, and in
+        the traces of POST /start_profile. Without a GPU, in the latter alone. Layers in a CUDA graph have no names.
     fail_on_host_sync
         Fail where a step's launch waits for the GPU, which it must not: for tests.
     enable_double_sparsity
@@ -470,6 +473,7 @@ class ServerOptions:
     cuda_graph_bs: str | None = None
     cuda_graph_max_bs: int | None = None
     disable_cuda_graph: bool = False
+    enable_nvtx: bool = False
     fail_on_host_sync: bool = False
     enable_double_sparsity: bool = False
     ds_channel_config_path: str | None = None

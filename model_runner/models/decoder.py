@@ -5,6 +5,8 @@ Shapes: T tokens, H query heads, K KV heads, D head_dim, N hidden size, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,9 @@ from ..tensor_parallel.group import RankGroup, alone
 from .experts import Experts
 from .latent_attention import LatentAttention
 from .mlp import MLP
+
+LayerForward = Callable[..., Tensor]
+"""The signature of ``Layer.forward``."""
 
 
 class Attention:
@@ -161,6 +166,7 @@ class Decoder:
         self.ops = ops or TorchOps()
         self.embed_tokens = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.layers = [Layer(spec, i, ranks, dtype=dtype, device=device) for i in range(spec.num_layers)]
+        self._forwards = [layer.forward for layer in self.layers]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
         table = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
         self.lm_head = table if vocab is None else table[vocab.begin : vocab.end]
@@ -177,10 +183,11 @@ class Decoder:
         # What goes into each layer; the last one's sum is normalised where it is wanted alone.
         befores = [layer.before_attention for layer in self.layers]
         normed_TN = x_TN if befores[0] is None else ops.norm(befores[0], x_TN)
-        for i, (layer, following) in enumerate(zip(self.layers, [*befores[1:], None], strict=True)):
+        followings = [*befores[1:], None]
+        for i, (layer, forward, following) in enumerate(zip(self.layers, self._forwards, followings, strict=True)):
             index = layer.spec.attention.rope
             rotation = None if index is None else rotations[index]
-            normed_TN = layer.forward(x_TN, normed_TN, rotation, attention, ops, following)
+            normed_TN = forward(x_TN, normed_TN, rotation, attention, ops, following)
             if batch.done is not None and x_TN.device.type == "cpu":
                 batch.done.advance(i + 1)
         x_LN = ops.norm(self.norm, x_TN.index_select(0, batch.logit_indices))
@@ -190,6 +197,10 @@ class Decoder:
         if self.spec.logit_softcap is not None:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits
+
+    def wrap_layers(self, wrap: Callable[[int, LayerForward], LayerForward]) -> None:
+        """Compute each layer by ``wrap(its number, Layer.forward)`` from now on."""
+        self._forwards = [wrap(i, layer.forward) for i, layer in enumerate(self.layers)]
 
     @property
     def why_no_graphs(self) -> str | None:
