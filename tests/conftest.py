@@ -123,8 +123,10 @@ def seconds_of(item: pytest.Item) -> float:
 
 
 def in_quarter(item: pytest.Item, quarter: int) -> bool:
-    """Whether ``--slow-quarter`` runs a slow test."""
-    return zlib.crc32(item.nodeid.encode()) % QUARTERS == quarter and seconds_of(item) < CAMPAIGN_SECONDS
+    """Return whether ``--slow-quarter`` runs a slow test. A file that moves to another room stays in its quarter."""
+    kind = item.path.relative_to(item.config.rootpath).parts[1]
+    name = f"tests/{kind}/{item.path.name}::{item.nodeid.partition('::')[2]}"
+    return zlib.crc32(name.encode()) % QUARTERS == quarter and seconds_of(item) < CAMPAIGN_SECONDS
 
 
 BEGUN = time.monotonic()

@@ -5,8 +5,8 @@ share the memory that a plan lies in: one of them plans in a pass. In pinned mem
 the step before may still be on its way (``step_arrays.py``). Wrappers of captured passes have arrays of their own that
 stay; those of others make new ones.
 
-Only the names used here are asked of FlashInfer; ``tests/unit/test_flashinfer_backend.py`` holds the calls against its
-signatures.
+Only the names used here are asked of FlashInfer. ``tests/unit/model_runner/test_flashinfer_backend.py`` checks the
+calls against its signatures.
 """
 
 from __future__ import annotations

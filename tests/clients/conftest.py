@@ -1,6 +1,6 @@
 """A pair with the real model, and the environment that ``make test-clients`` made for the clients.
 
-With ``--record`` everything they send to the router is kept for ``tests/unit/test_recorded_payloads.py``.
+With ``--record`` everything they send to the router is kept for ``tests/unit/router/test_recorded_payloads.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pdserve.model_runner.device_ops.torch_ops import TorchOps
 from pdserve.model_runner.device_ops.triton_ops import TritonOps
 from pdserve.model_runner.kernels.reference import linear
 from pdserve.model_runner.models.experts import Experts
-from tests.unit.test_experts import HIDDEN, SPECS, draw, make_experts
+from tests.unit.model_files.test_experts import HIDDEN, SPECS, draw, make_experts
 
 SAMPLE = ("clamped", "groups by their largest")
 FUSED = TritonOps()

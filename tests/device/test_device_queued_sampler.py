@@ -26,8 +26,8 @@ from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.step_runner import StepRunner
 from pdserve.model_runner.triton_kernels.token_logprobs import MAX_BEST
-from tests.unit.test_decode_graphs import plain_steps, random_steps, recorded_model, same
-from tests.unit.test_kernels_engine import ROWS, save_model
+from tests.unit.model_runner.test_decode_graphs import plain_steps, random_steps, recorded_model, same
+from tests.unit.model_runner.test_kernels_engine import ROWS, save_model
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 A router, a prefill and a decode stand where the examples have them: at ports 8000, 30000 and 30001. Once more, one
 unified server stands at all three. The commands are taken from the pages as they are; only addresses change. What each
-answers is held to a table, so a new example has to say what it answers. ``tests/unit/test_examples.py`` checks all
-other kinds of examples.
+answers is held to a table, so a new example has to say what it answers.
+``tests/unit/repository/test_examples.py`` checks all other kinds of examples.
 """
 
 from __future__ import annotations

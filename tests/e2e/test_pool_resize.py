@@ -32,7 +32,7 @@ def resize(server: Launched, tokens: int, wait_s: float = 10.0) -> dict:
     return told.json()
 
 
-# The simulated world of tests/unit/test_world.py has resized pools in make test.
+# The simulated world of tests/unit/harness/test_world.py has resized pools in make test.
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_pair_hands_over_while_its_pools_change(tmp_path: Path, backend: str) -> None:

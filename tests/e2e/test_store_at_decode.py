@@ -25,7 +25,7 @@ def slow_args(tmp_path_factory) -> list[str]:
     return tiny_model.tiny_args(folder, hidden_size=256, intermediate_size=2048, num_hidden_layers=6)
 
 
-# tests/unit/test_store_first.py has the same rules in make test.
+# tests/unit/scheduler/test_store_first.py has the same rules in make test.
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "restarts"), [("tcp", False), ("tcp", True), ("shm", True)])
 def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args, backend, restarts):

@@ -146,7 +146,7 @@ def is_zombie(process: psutil.Process) -> bool:
     return process.status() == psutil.STATUS_ZOMBIE
 
 
-# tests/unit/test_sharding.py has what is refused; here it is said by a real process.
+# tests/unit/model_files/test_sharding.py has what is refused; here it is said by a real process.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),

@@ -53,7 +53,8 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         pair.assert_all_returned()
 
 
-# tests/unit/test_kv_quantization.py and the kernels' tests have both types, retractions and other orders of pages.
+# tests/unit/model_runner/test_kv_quantization.py and the kernels' tests have both types, retractions and other orders
+# of pages.
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_dtype) -> None:

@@ -15,7 +15,7 @@ from pdserve.messages.worker import ForwardStep, StepResult
 from pdserve.model_runner.compile_watch import CompileWatch
 from pdserve.model_runner.process import serve_frame
 from pdserve.model_runner.step_queue import StepQueue
-from tests.unit.test_step_runner import make_step
+from tests.unit.model_runner.test_step_runner import make_step
 
 IN_FLIGHT = 2
 

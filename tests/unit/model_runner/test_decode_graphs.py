@@ -1,0 +1,246 @@
+"""Decode steps as graphs, on a device that records: the same answers as without, nothing waited for, nothing frozen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import make_reference
+from support.recording_device import RecordingDevice
+from support.static_attention import StaticAttention
+
+from pdserve.messages.base import pack_i32, unpack_i32
+from pdserve.messages.worker import InputLogprobSpec
+from pdserve.model_runner import model_runner
+from pdserve.model_runner.decode_graphs import DecodeGraphs, graph_sizes, size_for
+from pdserve.model_runner.device.base import HostSync
+from pdserve.model_runner.device_ops.torch_ops import TorchOps
+from pdserve.model_runner.layers.expert_networks import ExpertNetworks
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.step_queue import StepQueue
+from pdserve.model_runner.step_runner import StepRunner
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
+from tests.unit.model_runner.test_kernels_engine import VOCAB, save_model
+from tests.unit.model_runner.test_native_steps import ROWS, make_model, make_row, make_step
+
+
+def test_sizes_are_dense_where_steps_are_small() -> None:
+    assert graph_sizes(6) == (1, 2, 4, 6)
+    assert graph_sizes(64) == (1, 2, 4, *range(8, 65, 8))
+    assert graph_sizes(1000)[-4:] == (208, 224, 240, 256)
+    assert graph_sizes(1000, most=20) == (1, 2, 4, 8, 16, 20)
+    assert graph_sizes(10, given=[12, 3, 3, 1]) == (1, 3)
+    assert [size_for((1, 2, 4, 8), count) for count in (1, 3, 8, 9)] == [1, 4, 8, None]
+
+
+@pytest.mark.parametrize("sizes", ["1,x", "0,2", "-1"])
+def test_sizes_that_are_none_are_refused(sizes: str) -> None:
+    with pytest.raises(OptionError, match="--cuda-graph-bs"):
+        check_options(ServerOptions(cuda_graph_bs=sizes))
+    with pytest.raises(OptionError, match="--disable-cuda-graph"):
+        check_options(ServerOptions(cuda_graph_bs="1", disable_cuda_graph=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def device() -> Iterator[RecordingDevice]:
+    with RecordingDevice() as device:
+        yield device
+
+
+def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> ModelRunner:
+    monkeypatch.setattr(model_runner, "open_device", lambda *args, **more: device)
+    monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+    options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
+    return make_model(folder, **options)
+
+
+def plain_steps(folder: Path) -> StepRunner:
+    return StepRunner(make_model(folder, dtype="float32", attention_backend="torch"), ROWS)
+
+
+def random_steps(seed: int):
+    """Prompts, and decode steps of one to all rows, which want all kinds of sampling and log-probabilities."""
+    rng = random.Random(seed)
+    lens: dict[int, int] = {}
+    for step_id in range(30):
+        entries, new, specs = [], [], []
+        for row in rng.sample(range(ROWS), rng.randint(1, ROWS)):
+            if row in lens and (lens[row] < 40 or step_id % 3):
+                piece = rng.random() < 0.15
+                entries.append((row, lens[row], [rng.randrange(VOCAB)] if piece else None, not piece))
+                lens[row] += 1
+                continue
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+            kinds = [
+                {},
+                {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01},
+                {"temperature": 1.0, "top_k": 5, "logprobs": 2},
+                {"temperature": 1.2, "frequency_penalty": 0.7, "history": pack_i32(prompt)},
+                {"repetition_penalty": 1.4, "presence_penalty": 0.5, "history": pack_i32(prompt), "logprobs": 0},
+                {"logit_bias": {3: 40.0}, "min_new_tokens": 4, "stop_ids": (3,)},
+            ]
+            new.append(make_row(row, len(prompt), **rng.choice(kinds)))
+            if len(prompt) > 2 and rng.random() < 0.3:
+                specs.append(InputLogprobSpec(len(entries), 0, pack_i32(prompt[1:]), 1))
+            entries.append((row, 0, prompt, True))
+            lens[row] = len(prompt)
+        yield make_step(entries, new_rows=new, input_logprobs=specs)
+
+
+def same(ours, theirs) -> None:
+    assert unpack_i32(ours.next_tokens).tolist() == unpack_i32(theirs.next_tokens).tolist()
+    assert (ours.logprobs is None) == (theirs.logprobs is None)
+    for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert [len(listed) for listed in ours.input_logprobs] == [len(listed) for listed in theirs.input_logprobs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, monkeypatch, seed: int) -> None:
+    steps, plain = (
+        StepRunner(recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3"), ROWS),
+        plain_steps(folder),
+    )
+    steps.capture_graphs()
+    assert [line for line in device.log if "capture" in line] == ["capture 0", "capture 1"]
+    queue, expected, sizes = StepQueue(steps, None, ahead=1), [], []
+    for step in random_steps(seed):
+        before = len(device.log)
+        queue.launch(step)
+        sizes += [len(unpack_i32(step.rows)) for line in device.log[before:] if line.startswith("replay")]
+        expected.append(plain.run(step))
+        if queue.is_full:
+            same(queue.collect(), expected.pop(0))
+    same(queue.collect(), expected.pop(0))
+    assert set(sizes) == {1, 2, 3}
+    # Counts go back with their requests.
+    assert all(steps._rows.table["penalised"][row] for row in steps._queued._seen._places)
+    assert len(steps._queued._seen.counts) <= 8  # of six rows
+
+
+def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(folder, device, monkeypatch) -> None:
+    model = recorded_model(folder, device, monkeypatch)
+    assert model.graph_sizes == (1, 2, 4, 6)
+    computed = []
+    compute = model.compute
+    monkeypatch.setattr(model, "compute", lambda batch: computed.append(len(batch.q_lens)) or compute(batch))
+    steps = StepRunner(model, ROWS)
+    steps.capture_graphs()
+    assert computed == [6, 6, 4, 4, 2, 2, 1, 1]  # once to warm up, once recorded
+    steps.run(make_step([(row, 0, [row], True) for row in range(3)], new_rows=[make_row(row, 1) for row in range(3)]))
+    steps.run(make_step([(0, 1, [5, 6], True)]))
+    assert [line for line in device.log if "replay" in line] == ["replay 1"]  # of 4
+    assert computed[8:] == [1]
+
+
+def test_all_graphs_leave_their_logits_in_one_place(folder, device, monkeypatch) -> None:
+    steps = StepRunner(recorded_model(folder, device, monkeypatch), ROWS)
+    steps.capture_graphs()
+    outputs = [captured.graph.output for captured in steps._graphs._graphs.values()]
+    assert sorted(map(len, outputs)) == [1, 2, 4, 6]
+    assert len({output.data_ptr() for output in outputs}) == 1
+    steps.drop_graphs()
+    assert steps._graphs._logits is None
+
+
+def test_padding_writes_where_nobody_reads(folder, device, monkeypatch) -> None:
+    model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="6")
+    steps = StepRunner(model, ROWS)
+    steps.capture_graphs()
+    steps.run(make_step([(1, 0, [7, 8, 9], True)], new_rows=[make_row(1, 3)]))
+    before = model.pool.data.clone()
+    steps.run(make_step([(1, 3, None, True)]))
+    changed = (model.pool.data != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed in ([2], [0, 2])
+
+
+def test_without_graphs_there_are_none(folder, device, monkeypatch) -> None:
+    assert recorded_model(folder, device, monkeypatch, disable_cuda_graph=True).graph_sizes == ()
+    monkeypatch.setattr(StaticAttention, "is_graph_safe", False)
+    assert recorded_model(folder, device, monkeypatch).graph_sizes == ()
+
+
+class StaticExperts(TorchOps):
+    """Every token through every expert, those of no choice by a weight of nought: nothing is asked of the choice."""
+
+    def run_experts(self, x_TN, networks: ExpertNetworks, experts_TC, weights_TC) -> torch.Tensor:
+        shares_TE = torch.zeros(len(x_TN), networks.spec.count).scatter_(1, experts_TC, weights_TC)
+        outs = [networks.forward(e, x_TN) * shares_TE[:, e, None] for e in range(networks.spec.count)]
+        return torch.stack(outs).sum(0)
+
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral"])
+def test_models_with_experts_are_graphs_where_nobody_looks_at_the_choice(tmp_path, device, monkeypatch, name) -> None:
+    make_reference(name).save_pretrained(tmp_path)
+    monkeypatch.setattr(model_runner, "choose_ops", lambda device: StaticExperts())
+    steps = StepRunner(recorded_model(tmp_path, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
+    plain = plain_steps(tmp_path)
+    steps.capture_graphs()
+    rows = range(3)
+    prompts = make_step([(row, 0, [row, 9, 4], True) for row in rows], new_rows=[make_row(row, 3) for row in rows])
+    for step in (prompts, *(make_step([(row, at, None, True) for row in rows]) for at in range(3, 8))):
+        same(steps.run(step), plain.run(step))
+    assert sum(line == "replay 0" for line in device.log) == 5
+
+
+def test_models_with_experts_that_are_looked_through_on_the_host_have_no_graphs(
+    tmp_path, device, monkeypatch, caplog
+) -> None:
+    make_reference("qwen3-moe").save_pretrained(tmp_path)
+    caplog.set_level("INFO")
+    model = recorded_model(tmp_path, device, monkeypatch)
+    assert model.graph_sizes == ()
+    assert "without CUDA graphs: without Triton's kernels, experts are looked through on the host" in caplog.text
+
+
+class HalfFrozen:
+    """A model that looks at the host while it is captured."""
+
+    def __init__(self) -> None:
+        self.reads = False
+        self.seen = torch.zeros(3)
+
+    def prepare(self, batch) -> None:
+        pass
+
+    def compute(self, batch) -> torch.Tensor:
+        if self.reads:
+            self.seen.sum().item()
+        return self.seen * batch.starts[0]
+
+
+class Batch:
+    q_lens = (1,)
+    starts = (2,)
+
+
+def test_what_a_graph_reads_of_the_host_is_frozen_and_a_wait_is_an_error(device) -> None:
+    model = HalfFrozen()
+    graphs = DecodeGraphs(device, model, (1,))
+    assert graphs.size_for(1) is None
+    graphs.capture(lambda size: Batch())
+    model.seen += 1
+    batch = Batch()
+    batch.starts = (5,)
+    assert graphs.run(batch).tolist() == [2.0] * 3  # the 2 of its capture, the ones of now
+    model.reads = True
+    with pytest.raises(HostSync, match="item"):
+        graphs.capture(lambda size: Batch())
+    graphs.drop()
+    assert graphs.size_for(1) is None

@@ -1,0 +1,73 @@
+"""No import runs up, none in a circle: what stands below can be read, tested and changed without what stands above."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.import_arrows import FLOORS, circles, read_arrows, running_up
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def arrows():
+    return read_arrows(ROOT)
+
+
+def test_no_import_runs_up(arrows):
+    assert not running_up(arrows)
+
+
+def test_no_import_runs_in_a_circle(arrows):
+    assert not circles(arrows)
+
+
+def test_every_floor_is_there_and_read(arrows):
+    assert {a.source.split(".")[0] for a in arrows} | {"messages"} == set(FLOORS)
+
+
+def made(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.joinpath("__init__.py").touch()
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..scheduler.req import Req",
+        "from ..scheduler import req",
+        "from pdserve.scheduler.req import Req",
+        "import pdserve.scheduler.req",
+        "if TYPE_CHECKING:\n    from ..scheduler.req import Req",
+        "def f():\n    from ..scheduler.req import Req",
+    ],
+)
+def test_a_turned_arrow_is_named(tmp_path, line):
+    root = made(tmp_path, scheduler__req="class Req: ...\n", mem_cache__pool=line + "\n")
+    [problem] = {p.split(", which")[0].split(":")[0] for p in running_up(read_arrows(root))}
+    assert problem == "mem_cache/pool.py"
+    assert "scheduler/ stands above mem_cache/" in running_up(read_arrows(root))[0]
+    turned = made(tmp_path, scheduler__req="from ..mem_cache.pool import x\n", mem_cache__pool="x = 1\n")
+    assert not running_up(read_arrows(turned))
+
+
+@pytest.mark.parametrize("line", ["from tools.text import x", "import tools.text", "from ..tools import text"])
+def test_the_product_imports_no_tools(tmp_path, line):
+    root = made(tmp_path, router__a=line + "\n", tools__text="x = 1\n")
+    assert running_up(read_arrows(root))[0].startswith("router/a.py:1 imports tools")
+
+
+def test_a_circle_within_a_folder_is_named(tmp_path):
+    root = made(tmp_path, router__a="from .b import x\n", router__b="from .c import x\n", router__c="from . import a\n")
+    assert len(circles(read_arrows(root))) == 3
+    assert not circles(read_arrows(made(tmp_path, router__c="x = 1\n")))
+
+
+def test_a_folder_without_a_floor_is_named(tmp_path):
+    root = made(tmp_path, attic__a="from ..messages.base import Message\n", messages__base="class Message: ...\n")
+    assert "give attic/ a place" in running_up(read_arrows(root))[0]
