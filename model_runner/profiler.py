@@ -55,7 +55,7 @@ def profile_folder(options: ServerOptions, run_dir: Path) -> Path:
 
 
 class ProfiledSteps:
-    """A ``StepRunner`` whose launches and waits have names in the profile."""
+    """A ``StepRunner`` that names its launches and waits in the profile."""
 
     def __init__(self, steps: StepRunner) -> None:
         self._steps = steps
@@ -84,7 +84,7 @@ class RankProfiler:
     """Records the steps of this rank: ``start``, steps by ``steps``, ``stop``. One thread."""
 
     def __init__(self, folder: Path, rank: int, device: torch.device, steps: StepRunner) -> None:
-        """``folder`` is that of all profiles."""
+        """Record nothing yet; ``folder`` holds all profiles."""
         self.folder = folder
         self._rank = rank
         self._plain = steps

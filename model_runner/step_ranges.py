@@ -70,7 +70,7 @@ def name_layers(device: torch.device) -> Callable[[int, LayerForward], LayerForw
 
 
 def with_ranges(kind: type[S]) -> type[S]:
-    """Return a subclass of a ``StepRunner`` whose phases are ranges."""
+    """Return a subclass of a ``StepRunner`` with a range around each phase."""
     named: type[S] = type(f"Ranged{kind.__name__}", (_Ranged, kind), {})
     return named
 

@@ -52,7 +52,7 @@ class Profiling:
     """The profile that runs, and the result of the last one. Called from the scheduler's loop."""
 
     def __init__(self, outbox: Outbox, newest_step: Callable[[], int]) -> None:
-        """``newest_step`` returns the number of steps that were sent to the worker."""
+        """Start without a profile; ``newest_step`` returns the number of steps that were sent to the worker."""
         self._outbox = outbox
         self._newest_step = newest_step
         self.state = ProfileState.IDLE

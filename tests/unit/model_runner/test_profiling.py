@@ -56,11 +56,11 @@ class Rig:
         self.profiling = Profiling(self.outbox, lambda: self.step)
 
     def told(self) -> list[Any]:
-        """What the worker was told since the last call."""
+        """Return what the worker was told since the last call."""
         return self._take(self.worker.messages)
 
     def answers(self) -> list[ProfileResult]:
-        """What HTTP was told since the last call."""
+        """Return what HTTP was told since the last call."""
         return self._take(self.http.messages)
 
     def _take(self, messages: deque[Any]) -> list[Any]:
