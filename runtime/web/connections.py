@@ -36,7 +36,7 @@ class Connection(Protocol):
     network: str
 
     def end(self) -> None:
-        """Close the connection."""
+        """Close the connection and free its descriptor at once."""
 
 
 def network_of(address: str) -> str:

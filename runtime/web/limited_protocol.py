@@ -68,6 +68,9 @@ def _last_words(status: int, reason: str, message: str) -> bytes:
 HEAD_TOO_LONG = _last_words(
     431, "Request Header Fields Too Large", "the request's line and headers, or its trailers, are too long or too many"
 )
+NO_PLACE = _last_words(
+    503, "Service Unavailable", "too many connections wait here for a request; send it again on a new connection"
+)
 NO_REQUEST = _last_words(400, "Bad Request", "this is no HTTP request")
 
 
@@ -142,9 +145,19 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._connections.hold(self, self._framing_bytes + self._head_bytes)
 
     def end(self) -> None:
-        """Close the connection, which waits for a request."""
-        if not self.transport.is_closing():
-            self.transport.close()
+        """Close the connection, which waits for a request, and free its descriptor at once.
+
+        A head that has not arrived in full is answered with a 503 if the kernel takes that now. What the client has
+        not taken of an earlier answer is lost: the descriptor would be held for it until ``send_seconds`` are over.
+        """
+        if self.transport.get_write_buffer_size() and self._send_limit is not None:
+            self._send_limit.reset()
+            return
+        if self._phase is Phase.HEAD and not self.transport.is_closing():
+            # uvloop writes at the end of its turn, or now if more waits than this limit.
+            self.transport.set_write_buffer_limits(high=0)
+            self.transport.write(NO_PLACE)
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.IDLE:

@@ -68,7 +68,7 @@ class SendLimit:
             self._timer.cancel()
             self._timer = None
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Abort, and have the kernel drop what it holds, too: it would wait for the client as long again."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
@@ -85,6 +85,6 @@ class SendLimit:
         self._unchanged = self._unchanged + 1 if size == self._waiting_bytes else 0
         self._waiting_bytes = size
         if self._unchanged >= CHECKS:
-            self._reset()
+            self.reset()
         else:
             self._timer = self._loop.call_later(self._interval, self._check)

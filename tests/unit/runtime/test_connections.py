@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
+from collections.abc import Callable
+from typing import Any
 
 import httpx
+import psutil
 import pytest
+import uvloop
 from support.fake_engine import FakeEngine
 from support.machine import limit
 from support.served_app import serving
@@ -109,3 +115,74 @@ def test_a_server_full_of_half_sent_heads_answers(monkeypatch: pytest.MonkeyPatc
                 writer.close()
 
     asyncio.run(run())
+
+
+LOOPS = pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
+@pytest.fixture
+def one_may_wait(monkeypatch: pytest.MonkeyPatch) -> Connections:
+    """The connections of the next server, of which one may wait."""
+    counted = Connections(60, max_waiting=1)
+    monkeypatch.setattr(module.Connections, "of_process", lambda files_each: counted)
+    return counted
+
+
+@LOOPS
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: loc"], ids=["nothing", "half a head"])
+def test_one_that_is_ended_is_told_why(
+    one_may_wait: Connections, run_loop: Callable[[Any], None], sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with serving(FakeEngine()) as port, asyncio.timeout(limit(30)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            await until(lambda: one_may_wait.head_bytes == len(sent) and one_may_wait.waiting == 1)
+            _, other = await asyncio.open_connection("127.0.0.1", port)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert b"connection: close\r\n" in answer
+            assert "too many connections" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            for end in (writer, other):
+                end.close()
+
+    run_loop(run())
+
+
+@LOOPS
+def test_one_that_has_not_taken_its_answer_gives_its_descriptor_back_at_once(
+    one_may_wait: Connections, run_loop: Callable[[Any], None]
+) -> None:
+    """Its server would wait for it much longer than this test does."""
+
+    async def run() -> None:
+        engine = FakeEngine(send_timeout=10_000.0)
+        body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1}}).encode()
+        make = engine.text
+        engine.text = lambda request, _text, *rest, **more: make(request, "x" * 2**22, *rest, **more)  # type: ignore[method-assign]
+        async with serving(engine) as port, asyncio.timeout(limit(30)):
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(sock, ("127.0.0.1", port))
+                head = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+                await loop.sock_sendall(sock, head + body)
+                await until(lambda: len(engine.requests) == 1 and one_may_wait.waiting == 1)
+                assert has_descriptor(port, sock)
+                _, other = await asyncio.open_connection("127.0.0.1", port)
+                await until(lambda: not has_descriptor(port, sock))
+                other.close()
+
+    run_loop(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
+
+
+def has_descriptor(port: int, client: socket.socket) -> bool:
+    """Whether this process has the server's end of the connection that ``client`` is the other end of."""
+    ends = psutil.Process().net_connections("tcp4")
+    return any(end.laddr[1] == port and end.raddr == client.getsockname() for end in ends)
