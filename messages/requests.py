@@ -89,6 +89,13 @@ class TokenizeReq(Message):
         return [self.rid, *self.forks]
 
 
+class ChatRendered(Message):
+    """Within the tokenizer process: the conversation of a request has been rendered. ``characters``: of its text."""
+
+    rid: str
+    characters: int
+
+
 class GenerateReq(Message):
     """Tokenizer → scheduler: a request with its prompt as int32 bytes.
 

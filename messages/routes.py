@@ -30,7 +30,7 @@ from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
 from .profiling import ProfileReq, ProfileResult
-from .requests import AbortReq, ForkedReq, GenerateReq, StopReq, TokenizeReq
+from .requests import AbortReq, ChatRendered, ForkedReq, GenerateReq, StopReq, TokenizeReq
 from .sessions import ReleaseReq, ResumeReq, SnapshotReq, SnapshotResult
 from .text import TextAnswer, TextQuestion
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
@@ -64,7 +64,7 @@ Answer = (
 Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived
 
-ToTokenizer = TokenizeReq | AbortReq | Session | Question | TextQuestion
+ToTokenizer = TokenizeReq | ChatRendered | AbortReq | Session | Question | TextQuestion
 ToScheduler = GenerateReq | ForkedReq | AbortReq | StopReq | Session | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand

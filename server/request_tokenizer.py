@@ -6,7 +6,8 @@ fails is answered with 400 and changes nothing for those that arrived with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -25,6 +26,7 @@ from .text_questions import TextQuestions
 BAD_REQUEST = 400
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
+NOTHING_RENDERED: Mapping[str, str | PromptError] = MappingProxyType({})
 
 
 class RequestTokenizer:
@@ -44,8 +46,26 @@ class RequestTokenizer:
         # A tokenizer may know ids that the model has no weights for; ending on one would never happen.
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
-    def tokenize(self, reqs: Sequence[TokenizeReq]) -> list[GenerateReq | ReqError]:
-        """One answer for each request, in order. Texts of the same kind are encoded as one batch."""
+    def render(self, req: TokenizeReq) -> str | PromptError:
+        """Return the conversation of a request as the model's template renders it, or why the request is refused.
+
+        May run on another thread than ``tokenize``.
+        """
+        assert req.chat is not None, "only a conversation can be rendered"
+        try:
+            self._check_sampling(req.sampling)
+            self._check_one_prompt(req)
+            return self._encoder.chat_text(req.chat)
+        except PromptError as e:
+            return e
+
+    def tokenize(
+        self, reqs: Sequence[TokenizeReq], rendered: Mapping[str, str | PromptError] = NOTHING_RENDERED
+    ) -> list[GenerateReq | ReqError]:
+        """Return one answer for each request, in order. Texts of the same kind are encoded as one batch.
+
+        ``rendered``: what ``render`` returned for each request with a conversation, by rid.
+        """
         results: list[GenerateReq | ReqError | None] = [None] * len(reqs)
         prompts: dict[int, list[int]] = {}
         texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}  # by: add special tokens?
@@ -60,7 +80,7 @@ class RequestTokenizer:
                     if add_special_tokens is None:
                         # A chat template prints the special tokens itself.
                         add_special_tokens = req.chat is None
-                    texts[add_special_tokens].append((i, self._text(req)))
+                    texts[add_special_tokens].append((i, self._text(req, rendered)))
             except PromptError as e:
                 results[i] = _refuse(req, e)
         for add_special_tokens, entries in texts.items():
@@ -105,10 +125,13 @@ class RequestTokenizer:
             if not prompt:
                 raise PromptError(name, f"{name} is empty; give the model at least one token to continue")
 
-    def _text(self, req: TokenizeReq) -> str:
-        """The text to encode: the prompt itself, or the conversation as the template renders it."""
+    def _text(self, req: TokenizeReq, rendered: Mapping[str, str | PromptError]) -> str:
+        """Return the text to encode: the prompt itself, or the rendered conversation."""
         if req.chat is not None:
-            return self._encoder.chat_text(req.chat)
+            text = rendered[req.rid]
+            if isinstance(text, PromptError):
+                raise text
+            return text
         return self._encoder.checked("text", req.text or "")
 
     def _generate_req(self, req: TokenizeReq, token_ids: list[int]) -> GenerateReq:

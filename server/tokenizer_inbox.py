@@ -16,8 +16,7 @@ import logging
 from collections import deque
 
 from ..messages.channel import Receiver, UndeclaredMessage
-from ..messages.conversation import Conversation
-from ..messages.requests import AbortReq, TokenizeReq
+from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
 from ..messages.routes import ToTokenizer
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,6 @@ SLICE = 32
 SLICE_WORK = 1 << 16
 """Maximum work of one slice, and of the short frames of one turn, in characters or token ids: some 25 ms. A frame of
 more is set aside. A single prompt of more is a slice of its own, as a tokenizer can't be interrupted."""
-WORK_PER_CHAT_MESSAGE = 16
-"""What a chat template spends on a message beside its characters."""
 
 
 def work_of(message: ToTokenizer) -> int:
@@ -37,15 +34,10 @@ def work_of(message: ToTokenizer) -> int:
     if isinstance(message, TokenizeReq):
         if message.text is not None:
             return len(message.text)
-        return len(message.input_ids or ()) + _work_of_chat(message.chat)
-    return 0  # questions about text have a thread of their own
-
-
-def _work_of_chat(chat: Conversation | None) -> int:
-    if chat is None:
-        return 0
-    work = sum(len(m.content) + len(m.reasoning_content or "") + WORK_PER_CHAT_MESSAGE for m in chat.messages)
-    return work + (len(repr(chat.template_args)) if chat.template_args else 0)
+        return len(message.input_ids or ())
+    if isinstance(message, ChatRendered):
+        return message.characters
+    return 0  # conversations to be rendered and questions about text have threads of their own
 
 
 class TokenizerInbox:

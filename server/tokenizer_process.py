@@ -2,8 +2,9 @@
 
 A ``TokenizeReq`` becomes a ``GenerateReq`` (or a ``ForkedReq``, if several answers are wanted) for the scheduler, or a
 ``ReqError`` for each of its answers, which goes straight back to HTTP.
-Questions about text are answered here, on a thread of their own. Everything else (aborts, questions) is passed to the
-scheduler unchanged and in its place, so that an abort never overtakes the request that it ends.
+Conversations are rendered, and questions about text answered, on threads of their own. Everything else (aborts,
+questions) is passed to the scheduler unchanged and in its place, so that an abort never overtakes the request that it
+ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -35,8 +36,9 @@ from ..model_files.text.load import find_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.options import ServerOptions
+from .chat_renderer import ChatRenderer, Rendered
 from .question_thread import QuestionThread
-from .request_tokenizer import RequestTokenizer
+from .request_tokenizer import NOTHING_RENDERED, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
 
 logger = logging.getLogger(__name__)
@@ -66,9 +68,11 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     )
 
 
-def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Routed:
-    """Tokenize what is to be tokenized and keep the order of everything."""
-    answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)]))
+def route(
+    tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer], rendered: Mapping[str, Rendered] = NOTHING_RENDERED
+) -> Routed:
+    """Tokenize what is to be tokenized and keep the order of everything. ``rendered``: conversations, by rid."""
+    answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)], rendered))
     routed = Routed([], [], [])
     for message in messages:
         if isinstance(message, TokenizeReq):
@@ -117,9 +121,17 @@ def main() -> None:
     except (TextError, ModelError) as e:
         sys.exit(f"tokenizer: {e}")
     thread = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
+    renderer = ChatRenderer(
+        tokenizer.render,
+        Sender(ctx.zmq_ctx, ctx.address("tokenizer")),
+        2 * ctx.options.max_queued_requests,
+        ctx.options.disaggregation_mode,
+    )
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        routed = route(tokenizer, inbox.next_turn())
+        turn = renderer.sort(inbox.next_turn())
+        routed = route(tokenizer, turn.messages, turn.texts)
+        routed.to_http.extend(turn.answers)
         for question in routed.questions:
             thread.ask(question)
         deliver(routed, scheduler, http)

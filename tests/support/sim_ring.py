@@ -30,6 +30,7 @@ from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import deliver as deliver_in
 from pdserve.server.tokenizer_process import route as route_in
 from support.machine import limit
+from support.rendering import rendered
 from support.sim import VOCAB, Sent, SimInstance, make_options
 
 CONTEXT = 512
@@ -89,7 +90,7 @@ class SimRing(SimInstance):
         """The tokenizer's end of the ring."""
         self.limits["tokenizer"].send(*messages)
         scheduler, http = self.limits["scheduler"], self.limits["http"]
-        deliver_in(route_in(self.tokenizer, list(messages)), scheduler, http)
+        deliver_in(route_in(self.tokenizer, list(messages), rendered(self.tokenizer, messages)), scheduler, http)
         self._answer()
         sent = list(scheduler.messages)
         scheduler.messages.clear()

@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 from support.fake_engine import FakeEngine, with_engine
+from support.rendering import rendered
 from support.sim import VOCAB
 from support.sim_ring import CONTEXT, SimRing, SimTokenizer
 
@@ -80,7 +81,8 @@ def test_http_sends_a_prompt_once_whatever_n_is(path: str, prompt: dict[str, Any
 @pytest.mark.parametrize("prompt", [{"text": "x" * 400}, {"chat": Conversation([ChatMessage("user", "x" * 400)])}])
 def test_a_prompt_is_rendered_and_encoded_once_and_passed_on_once(prompt: dict[str, Any]) -> None:
     tokenizer, counting = make_tokenizer()
-    [forked] = route(tokenizer, [make_req(forks=["a-1", "a-2"], **prompt)]).to_scheduler
+    request = make_req(forks=["a-1", "a-2"], **prompt)
+    [forked] = route(tokenizer, [request], rendered(tokenizer, [request])).to_scheduler
     assert isinstance(forked, ForkedReq)
     assert counting.encoded == 400
     first, *others = forked.requests()

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.messages.control import Ping
 from pdserve.messages.conversation import ChatMessage, Conversation
-from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.messages.requests import AbortReq, ChatRendered, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.sessions import SnapshotReq
 from pdserve.messages.text import DecodeReq, EncodeReq
@@ -96,26 +96,27 @@ def test_a_turn_of_short_frames_has_a_limit_of_work() -> None:
 
 def test_every_kind_of_prompt_counts() -> None:
     many = SLICE_WORK + 1
-    chat = Conversation([ChatMessage("user", "a" * (many // 2), reasoning_content="b" * (many // 2))])
-    with_documents = Conversation([ChatMessage("user", "a")], template_args={"documents": [{"text": "a" * many}]})
-    sampling = SamplingParams(seed=1)
     long = [
-        TokenizeReq(rid="c", sampling=sampling, arrival=0.0, chat=chat),
-        TokenizeReq(rid="d", sampling=sampling, arrival=0.0, chat=with_documents),
-        TokenizeReq(rid="i", sampling=sampling, arrival=0.0, input_ids=[1] * many),
+        ChatRendered("c", many),
+        TokenizeReq(rid="i", sampling=SamplingParams(seed=1), arrival=0.0, input_ids=[1] * many),
     ]
     for message in long:
         box, _channel = inbox([message], [req("quick")])
         assert box.next_turn()[0] == req("quick")
 
 
-def test_questions_about_text_wait_for_no_turn_and_take_none() -> None:
-    questions = [EncodeReq(1, texts=["a" * (SLICE_WORK + 1)]), DecodeReq(2, [[1] * (SLICE_WORK + 1)])]
+def test_questions_about_text_and_conversations_wait_for_no_turn_and_take_none() -> None:
+    chat = Conversation([ChatMessage("user", "a" * (SLICE_WORK + 1))])
+    others = [
+        EncodeReq(1, texts=["a" * (SLICE_WORK + 1)]),
+        DecodeReq(2, [[1] * (SLICE_WORK + 1)]),
+        TokenizeReq(rid="c", sampling=SamplingParams(seed=1), arrival=0.0, chat=chat),
+    ]
     box, channel = inbox([long_req("a"), long_req("b")])
     box.next_turn()
-    channel.waiting.extend([[question] for question in questions])
+    channel.waiting.extend([[other] for other in others])
     channel.waiting.append([req("quick")])
-    assert box.next_turn() == [*questions, req("quick"), long_req("b")]
+    assert box.next_turn() == [*others, req("quick"), long_req("b")]
 
 
 def test_what_names_an_answer_that_is_set_aside_comes_after_it() -> None:

@@ -1,9 +1,12 @@
 """The tokenizer and detokenizer as the processes that they are."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +16,7 @@ from support.machine import limit
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.channel import Receiver, Sender, ipc_address
 from pdserve.messages.control import Ping, Pong
+from pdserve.messages.conversation import ChatMessage, Conversation
 from pdserve.messages.outputs import DetokenizeInit, ReqError, ReqTokens, TextBatch, TokenBatch
 from pdserve.messages.requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from pdserve.messages.routes import ToHttp, ToScheduler, ToSupervisor
@@ -99,6 +103,35 @@ def test_tokenizer_process_serves_and_survives_what_is_not_declared(start):
     [error] = child.recv("http")
     assert isinstance(error, ReqError)
     assert (error.rid, error.status) == ("bad", 400)
+
+
+def test_a_chat_template_that_hangs_holds_up_conversations_alone(start):
+    child = start("tokenizer")
+    with template_stopped(child.process.pid):
+        chats = [make_req(f"chat{i}", chat=Conversation([ChatMessage("user", "Hello")])) for i in range(10)]
+        child.sender.send(*chats, Ping(id=1), make_req("raw", text="Hello"), AbortReq(rid="chat9"))
+        child.sender.send(Ping(id=2))
+        got = []
+        while not got or got[-1] != Ping(id=2):
+            got += child.recv("scheduler") or pytest.fail("nothing arrives while the template hangs")
+        assert [getattr(m, "rid", m) for m in got] == [Ping(id=1), "raw", Ping(id=2)]
+        [ended] = child.recv("http")
+        assert [(item.rid, item.finish.type.value) for item in ended.items] == [("chat9", "abort")]
+    while len(got) < 12:
+        got += child.recv("scheduler")
+    assert [m.rid for m in got[3:]] == [f"chat{i}" for i in range(9)]
+    assert {bytes(m.input_ids) for m in got[3:]} == {bytes(got[3].input_ids)}
+
+
+@contextmanager
+def template_stopped(tokenizer):
+    """Stop the process that renders chat templates."""
+    [pid] = Path(f"/proc/{tokenizer}/task/{tokenizer}/children").read_text().split()
+    os.kill(int(pid), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(int(pid), signal.SIGCONT)
 
 
 def test_detokenizer_process_serves_and_survives_what_is_not_declared(start):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.rendering import rendered
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.control import Ping
@@ -48,7 +49,8 @@ def make_req(rid="r", **fields):
 
 
 def one(requests, **fields):
-    [answer] = requests.tokenize([make_req(**fields)])
+    reqs = [make_req(**fields)]
+    [answer] = requests.tokenize(reqs, rendered(requests, reqs))
     return answer
 
 
@@ -79,7 +81,7 @@ def test_texts_ids_and_chats_that_arrive_together_are_answered_in_order(requests
         make_req("d", chat=chat("two")),
         make_req("e", text="three"),
     ]
-    answers = requests.tokenize(reqs)
+    answers = requests.tokenize(reqs, rendered(requests, reqs))
     assert [a.rid for a in answers] == list("abcde")
     assert isinstance(answers[2], ReqError)
     [one_, two, three] = smollm.encode_batch(["one", "two", "three"], add_special_tokens=False)

@@ -1,0 +1,194 @@
+"""Renders the conversations of requests on a thread of its own, so that a template holds up nothing but conversations.
+
+    TokenizeReq ──▶ waits ──▶ is rendered ──ChatRendered──▶ passed on, with its text
+                ├── too many wait: 429
+                └── all its answers are aborted: ended here
+
+API keys take turns, and none can fill the queue. Messages that name a request which is here are held, and follow it:
+an abort must never overtake the request that it ends.
+
+The tokenizer's loop calls ``sort``. The thread sends a ``ChatRendered`` on the loop's own channel to wake it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from ..messages.base import Message
+from ..messages.channel import SendsMessages
+from ..messages.outputs import (
+    FinishReason,
+    FinishType,
+    InstanceRole,
+    Phase,
+    PhaseTime,
+    ReqError,
+    ReqMeta,
+    ReqText,
+    TextBatch,
+    Timing,
+)
+from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
+from ..messages.routes import ToTokenizer
+from ..model_files.text.errors import PromptError
+from .key_queue import KeyQueue
+from .key_shares import KeyShares
+
+logger = logging.getLogger(__name__)
+FAILED = "the tokenizer failed on this conversation; the server's log says why"
+Rendered = str | PromptError
+"""A conversation as the model's template renders it, or why its request is refused."""
+
+
+class Sorted(NamedTuple):
+    """What to do with a turn's messages."""
+
+    messages: list[ToTokenizer]
+    """What to handle now, in this order."""
+    texts: dict[str, Rendered]
+    """The conversations among them, rendered, by rid."""
+    answers: list[Message]
+    """What to tell HTTP of requests that ended here."""
+
+
+@dataclass(eq=False)
+class _Chat:
+    """A request whose conversation is to be rendered."""
+
+    req: TokenizeReq
+    is_started: bool = False
+    """Whether the thread has taken it. Guarded by the lock."""
+    rendered: Rendered = ""
+    """Set by the thread before it sends ``ChatRendered``."""
+    held: list[ToTokenizer] = field(default_factory=list)
+    """Messages that name one of its answers, in the order of their arrival."""
+    aborts: dict[str, str] = field(default_factory=dict)
+    """Reasons by the rid of each answer that is aborted."""
+
+
+class ChatRenderer:
+    """Requests with conversations, from their arrival until they are rendered. Their rids are unique.
+
+    ``render`` runs on the thread. ``loop`` leads to the loop's own channel and is used by the thread alone.
+    ``most_waiting``: maximum number of requests here, half of them of one API key. ``here``: see ``Timing``.
+    """
+
+    def __init__(
+        self, render: Callable[[TokenizeReq], Rendered], loop: SendsMessages, most_waiting: int, here: InstanceRole
+    ) -> None:
+        self._render = render
+        self._loop = loop
+        self._here = here
+        self._chats: dict[str, _Chat] = {}
+        """Requests that are here, by the rid of each of their answers."""
+        self._shares = KeyShares(most_waiting)
+        self._lock = threading.Lock()
+        self._waiting: KeyQueue[_Chat] = KeyQueue()
+        """Requests that the thread has not taken. Guarded by the lock."""
+        self._thread = ThreadPoolExecutor(1, "chat-renderer")
+
+    def sort(self, messages: Sequence[ToTokenizer]) -> Sorted:
+        """Return what is to be done now, and take in what is not. Does not wait."""
+        out = Sorted([], {}, [])
+        for message in messages:
+            if isinstance(message, TokenizeReq) and message.chat is not None:
+                self._take(message, out)
+            elif isinstance(message, ChatRendered):
+                self._pass_on(self._chats[message.rid], out)
+            elif isinstance(message, AbortReq) and not message.rid:
+                out.messages.append(message)
+                for rid in list(self._chats):
+                    self._hold(AbortReq(rid, message.reason), out)
+            elif getattr(message, "rid", None) in self._chats:
+                self._hold(message, out)
+            else:
+                out.messages.append(message)
+        return out
+
+    def close(self) -> None:
+        """Wait until every conversation is rendered."""
+        self._thread.shutdown()
+
+    def _take(self, req: TokenizeReq, out: Sorted) -> None:
+        shares, key = self._shares, req.key_name
+        if not shares.has_room(key, 1):
+            text = (
+                f"{shares.of(key)} conversations of this API key wait for the chat template, {shares.held} of all "
+                f"keys; the limit is {shares.most} (twice --max-queued-requests), of which a key may have as many as "
+                "it leaves free; try again later"
+            )
+            refusal = ReqError(req.rid, 429, text, "overloaded_error", code="rate_limit_exceeded", retry_after=1)
+            out.answers.extend(msgspec.structs.replace(refusal, rid=rid) for rid in req.rids)
+            return
+        shares.take(key, 1)
+        chat = _Chat(req)
+        self._chats.update(dict.fromkeys(req.rids, chat))
+        with self._lock:
+            self._waiting.append(key, chat)
+        self._thread.submit(self._render_next)
+
+    def _hold(self, message: ToTokenizer, out: Sorted) -> None:
+        """Keep a message behind the request that it names. The abort of the last answer ends one that still waits."""
+        chat = self._chats.get(getattr(message, "rid", ""))
+        if chat is None:
+            return  # of an abort of all, which has ended it with another of its answers
+        chat.held.append(message)
+        if isinstance(message, AbortReq):
+            chat.aborts[message.rid] = message.reason
+        if len(chat.aborts) == len(chat.req.rids) and self._withdraw(chat):
+            self._forget(chat)
+            out.answers.append(self._end_of(chat))
+            out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
+
+    def _withdraw(self, chat: _Chat) -> bool:
+        """Take a request out of the queue; return whether it was there."""
+        with self._lock:
+            if not chat.is_started:
+                self._waiting.remove(chat.req.key_name, chat)
+            return not chat.is_started
+
+    def _end_of(self, chat: _Chat) -> TextBatch:
+        """Return the end of an aborted request, as an instance tells it of one without output."""
+        ms = 1000 * max(0.0, time.monotonic() - chat.req.arrival)
+        timing = Timing(tokenize_ms=ms, here=self._here, phases=[PhaseTime(Phase.TOKENIZE, self._here, ms)])
+        return TextBatch(
+            [
+                ReqText(rid, "", [], FinishReason(FinishType.ABORT, message=reason), ReqMeta(0, 0, 0, timing))
+                for rid, reason in chat.aborts.items()
+            ]
+        )
+
+    def _pass_on(self, chat: _Chat, out: Sorted) -> None:
+        self._forget(chat)
+        out.messages.append(chat.req)
+        out.texts[chat.req.rid] = chat.rendered
+        out.messages.extend(chat.held)
+
+    def _forget(self, chat: _Chat) -> None:
+        for rid in chat.req.rids:
+            del self._chats[rid]
+        self._shares.give_back(chat.req.key_name, 1)
+
+    # --- on the thread ---
+
+    def _render_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return  # one was withdrawn
+            chat = self._waiting.pop()
+            chat.is_started = True
+        try:
+            chat.rendered = self._render(chat.req)
+        except Exception:  # the tokenizer library raises plain ones, and no conversation may stop this thread
+            logger.exception("a conversation can't be rendered", extra={"rid": chat.req.rid})
+            chat.rendered = PromptError("messages", FAILED)
+        size = len(chat.rendered) if isinstance(chat.rendered, str) else 0
+        self._loop.send(ChatRendered(chat.req.rid, size))
