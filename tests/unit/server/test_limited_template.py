@@ -15,7 +15,7 @@ from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.limited_template import LimitedTemplate
 from pdserve.model_files.text.rendering import BrokenStream, RenderLimits, TemplateSource
 
-LIMITS = RenderLimits(cpu_seconds=0.3, memory_bytes=1 << 27, seconds=limit(30))
+LIMITS = RenderLimits(cpu_seconds=1.0, memory_bytes=1 << 27, seconds=limit(30))
 BOMBS = {
     "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
     "{% endfor %}",
@@ -45,7 +45,7 @@ def test_a_bomb_refuses_its_conversation_and_the_next_one_is_rendered(template: 
     with pytest.raises(PromptError) as refused:
         template.render(chat(bomb))
     assert refused.value.field == "messages"
-    assert any(words in str(refused.value) for words in ("0.3 s of a processor", "MemoryError", "characters of it"))
+    assert any(words in str(refused.value) for words in ("1 s of a processor", "MemoryError", "characters of it"))
     assert template.render(chat("é\n\0 \U0001f600")) == "<s>é\n\0 \U0001f600"
 
 
@@ -98,7 +98,7 @@ def test_a_conversation_is_read_on_its_own_time(monkeypatch: pytest.MonkeyPatch)
     assert done == ["read TemplateSource", "clock", "answered", *once, *once, "clock", "read Conversation"]
 
 
-@pytest.mark.parametrize(("source", "reason"), [("\n{% if %}", "line 2"), ("{{ 7 ** 10000000 }}", "0.3 s of a proc")])
+@pytest.mark.parametrize(("source", "reason"), [("\n{% if %}", "line 2"), ("{{ 7 ** 100000000 }}", "1 s of a proc")])
 def test_what_does_not_compile_ends_the_start(source: str, reason: str) -> None:
     template = LimitedTemplate(LIMITS)
     with pytest.raises(TokenizerLoadError, match=reason):
