@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -92,6 +92,9 @@ lint: $(STAMP) ## check format, style, and the language of docstrings, comments,
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@PYTHONPATH=. $(BIN)/python -P -m tools.prose
+
+house: $(STAMP) ## print figures of the code's structure: imports up, large classes, guards; HOUSE="--json"
+	@PYTHONPATH=. $(BIN)/python -P -m tools.house $(HOUSE)
 
 types: $(STAMP) ## check types
 	@$(BIN)/mypy $(addprefix -p ,$(PACKAGES)) -p tools

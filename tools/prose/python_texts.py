@@ -21,9 +21,9 @@ NOUN_DECORATORS = {"property", "cached_property", "fixture", "setter", "overload
 PARAMETER = re.compile(r"^(\w+)\n((?: +\S.*\n?)+)", re.MULTILINE)
 
 
-def python_texts(source: str) -> list[Text]:
-    """Return every piece of prose in ``source``."""
-    tree = ast.parse(source)
+def python_texts(source: str, tree: ast.Module | None = None) -> list[Text]:
+    """Return every piece of prose in ``source``, which is parsed unless its ``tree`` is given."""
+    tree = tree or ast.parse(source)
     texts = [*_docstrings(tree), *_comments(source)]
     if HAS_HELP.search(source):
         texts += _help_texts(tree)

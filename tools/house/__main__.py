@@ -1,0 +1,7 @@
+"""Entry point of ``python -m tools.house``, which runs in the repository's root."""
+
+import sys
+
+from .command import main
+
+sys.exit(main())
