@@ -43,7 +43,7 @@ class GraphModel(Protocol):
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32."""
+        """Logits of ``batch.logit_indices``, [L, V], always of one type."""
         ...
 
 
@@ -124,7 +124,7 @@ class DecodeGraphs:
         return size_for(self._sizes, count) if self._graphs else None
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits of all entries, [S, V] float32, where the graph left them: valid until a graph runs again."""
+        """Logits of all entries, [S, V], where the graph left them: valid until a graph runs again."""
         self._model.prepare(batch)
         graph = self._graphs[len(batch.q_lens)].graph
         graph.replay()

@@ -41,10 +41,13 @@ class Scores(NamedTuple):
 
 
 def score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
-    """Of each row of float32 logits: its target's logprob, and those of its ``most`` best tokens. Nobody waits."""
+    """Score each row of logits: its target's log-probability, and those of its ``most`` best tokens, in float32.
+
+    Waits for nothing.
+    """
     size = max(1, CHUNK_LOGPROBS // logits_NV.shape[1])
     chunks = [
-        _score(logits_NV[begin : begin + size], targets_N[begin : begin + size], most)
+        _score(logits_NV[begin : begin + size].float(), targets_N[begin : begin + size], most)
         for begin in range(0, max(1, len(targets_N)), size)
     ]
     return chunks[0] if len(chunks) == 1 else Scored(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))

@@ -66,7 +66,7 @@ class TorchModel(Protocol):
     """A model that runs on an attention backend."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+        """Logits of ``batch.logit_indices``, [L, V]; ``attention`` has planned ``batch``."""
 
 
 class ModelRunner:
@@ -82,6 +82,7 @@ class ModelRunner:
     ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
     ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
+    ``logits_dtype`` (of what ``compute`` returns),
     ``weight_bytes`` (in memory; ``step_weight_bytes``: what a decode step reads of them), ``clears_begun_pages``,
     ``load_seconds``. Of a rank, the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the
     weights its own.
@@ -126,6 +127,7 @@ class ModelRunner:
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         self.graph_sizes: tuple[int, ...] = ()
+        self.logits_dtype = torch.float32
         self._attention: AttentionBackend | None = None
         self._clears = False
         self._named_layers: Callable[[int, LayerForward], LayerForward] | None = None
@@ -148,7 +150,7 @@ class ModelRunner:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
             self.prepare(batch)
-            return self.compute(batch)
+            return self.compute(batch).float()
 
     def prepare(self, batch: ForwardBatch) -> None:
         """The half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
@@ -158,7 +160,7 @@ class ModelRunner:
             self._attention.plan(batch)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """The other half, which can be captured where ``graph_sizes`` has any."""
+        """The other half, which can be captured where ``graph_sizes`` has any; logits of ``logits_dtype``."""
         return self._compute(batch)
 
     def _start_native(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
@@ -337,6 +339,7 @@ class ModelRunner:
     def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
         attentions, limits = list[AttentionSpec | MLASpec](), None
         if isinstance(model, Decoder):
+            self.logits_dtype = model.logits_dtype
             attentions = [layer.attention for layer in model.spec.layers]
             limits = attention_limits(model.spec, options.max_running_requests, self.context_length)
         sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)

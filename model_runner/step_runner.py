@@ -70,13 +70,14 @@ class Model(Protocol):
     page_size: int
     num_window_pages: int
     graph_sizes: tuple[int, ...]
+    logits_dtype: torch.dtype
 
     def prepare(self, batch: ForwardBatch) -> None:
         """What goes before ``compute``."""
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Logits, [L, V] float32."""
+        """Logits, [L, V] of ``logits_dtype``."""
         ...
 
 
@@ -132,7 +133,7 @@ class StepRunner:
         self._graphs = DecodeGraphs(device, model, model.graph_sizes)
         # Graphs read it at every replay, so it is made once and stays.
         self._all_entries = torch.arange(max(model.graph_sizes, default=0), device=device.torch)
-        self._queued = choose_sampler(device, self._rows)
+        self._queued = choose_sampler(device, self._rows, model.logits_dtype)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
         self._ended_at = 0.0
@@ -229,6 +230,8 @@ class StepRunner:
     def _launch_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> PendingStep:
         plan, size, there = self._prepare(step)
         logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
+        if self._queued is None or not self._queued.reads_halves:
+            logits_LV = logits_LV.float()
         params = self._rows.params(plan.sampled_rows)
         chosen = self._choose(logits_LV[: len(plan.sampled)], plan, there, params)
         listings = self._listings(step, logits_LV, params, chosen.tokens)

@@ -174,7 +174,7 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+        """Logits of ``batch.logit_indices``, [L, V] of ``logits_dtype``; ``attention`` has planned ``batch``."""
         x_TN = F.embedding(batch.input_ids, self.embed_tokens)
         if self._embedding_scale != 1.0:
             x_TN.mul_(self._embedding_scale)
@@ -191,7 +191,7 @@ class Decoder:
             if batch.done is not None and x_TN.device.type == "cpu":
                 batch.done.advance(i + 1)
         x_LN = ops.norm(self.norm, x_TN.index_select(0, batch.logit_indices))
-        logits = self.ranks.join(linear(x_LN, self.lm_head, None).float())
+        logits = self.ranks.join(linear(x_LN, self.lm_head, None)).to(self.logits_dtype)
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         if self.spec.logit_softcap is not None:
@@ -201,6 +201,12 @@ class Decoder:
     def wrap_layers(self, wrap: Callable[[int, LayerForward], LayerForward]) -> None:
         """Compute each layer by ``wrap(its number, Layer.forward)`` from now on."""
         self._forwards = [wrap(i, layer.forward) for i, layer in enumerate(self.layers)]
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """That of the activations, whose product they are; float32 if they are scaled or capped after it."""
+        is_product = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
+        return self.lm_head.dtype if is_product else torch.float32
 
     @property
     def why_no_graphs(self) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -38,7 +38,12 @@ class SampledRows(NamedTuple):
 
 
 class QueuedSampler(ABC):
-    """``torch_sampler.py`` and ``triton_sampler.py``; both choose the same tokens but where rounding decides."""
+    """``torch_sampler.py`` and ``triton_sampler.py``; both choose the same tokens but where rounding decides.
+
+    ``reads_halves``: whether logits may be bfloat16 or float16, too.
+    """
+
+    reads_halves: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, inits: Sequence[RowInit]) -> None:
@@ -48,7 +53,7 @@ class QueuedSampler(ABC):
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
         """Choose each row's token, which becomes its last one (``RowStates.last_tokens``) and is counted for penalties.
 
-        ``logits_SV``: float32, left as they are. A row that is not ``finite`` gets a token that means nothing.
+        ``logits_SV``: left as they are. A row that is not ``finite`` gets a token that means nothing.
         """
 
     @abstractmethod

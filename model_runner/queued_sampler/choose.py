@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 
+import torch
+
 from ..device.base import Device
 from ..rows import RowStates
 from .base import QueuedSampler
@@ -13,7 +15,7 @@ from .torch_sampler import TorchSampler
 log = logging.getLogger(__name__)
 
 
-def choose_sampler(device: Device, states: RowStates) -> QueuedSampler | None:
+def choose_sampler(device: Device, states: RowStates, logits_dtype: torch.dtype) -> QueuedSampler | None:
     """Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
     vocabulary, else torch's; None on the host itself, where a sampler may look before it goes on.
     """
@@ -28,4 +30,4 @@ def choose_sampler(device: Device, states: RowStates) -> QueuedSampler | None:
     if states.vocab_size > MAX_VOCAB:
         log.warning("Triton's sampler takes %d tokens at most: operations of torch choose here", MAX_VOCAB)
         return TorchSampler(device, states)
-    return TritonSampler(device, states)
+    return TritonSampler(device, states, logits_dtype)

@@ -42,7 +42,11 @@ FIRST_PLACES = 4
 class TritonSampler(QueuedSampler):
     """On CUDA devices; on the host's memory in Triton's interpreter."""
 
-    def __init__(self, device: Device, states: RowStates) -> None:
+    reads_halves = True
+
+    def __init__(self, device: Device, states: RowStates, logits_dtype: torch.dtype = torch.float32) -> None:
+        """``logits_dtype``: that of the logits which will come; kernels are compiled for it."""
+        self._logits_dtype = logits_dtype
         self._device = device
         self._states = states
         vocab, there = states.vocab_size, device.torch
@@ -128,7 +132,7 @@ class TritonSampler(QueuedSampler):
         """
         put, vocab = self._device.upload, self._states.vocab_size
         nobody, zero = put(np.array([-1])), put(np.array([0]))
-        logits = torch.zeros((1, vocab), dtype=torch.float32, device=self._device.torch)
+        logits = torch.zeros((1, vocab), dtype=self._logits_dtype, device=self._device.torch)
         finite = torch.empty(1, dtype=torch.bool, device=self._device.torch)
         for draws in (True, False):
             sample(logits, self._table, nobody, zero, zero.clone(), finite, self._work, draws=draws)

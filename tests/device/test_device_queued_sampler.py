@@ -131,3 +131,22 @@ def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path
             same(queue.collect(), expected.pop(0))
     same(queue.collect(), expected.pop(0))
     assert len(steps._queued._table.counts) <= 2 * ROWS  # places go back with their requests
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the device that records is the host's")
+def test_logits_of_bfloat16_stay_so_and_give_the_same_answers(device: Device, monkeypatch, tmp_path: Path) -> None:
+    """The kernels convert what they read: to the bit what a conversion before them gives."""
+    folder = save_model(tmp_path, "qwen3")
+    monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
+    answers = []
+    for reads_halves in (True, False):
+        monkeypatch.setattr(TritonSampler, "reads_halves", reads_halves)
+        model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3", dtype="bfloat16")
+        steps = StepRunner(model, ROWS)
+        steps.capture_graphs()
+        assert model.logits_dtype is steps._graphs._logits.dtype is torch.bfloat16
+        answers.append([steps.run(step) for step in islice(random_steps(1), 8)])
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours.next_tokens == theirs.next_tokens
+        assert ours.logprobs == theirs.logprobs
+        assert ours.input_logprobs == theirs.input_logprobs

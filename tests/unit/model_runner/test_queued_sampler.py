@@ -27,18 +27,18 @@ def test_the_same_tokens_are_chosen_step_after_step(seed: int) -> None:
 
 def test_only_what_computes_beside_the_host_needs_it_and_a_gpu_gets_triton_s(monkeypatch) -> None:
     states, device = RowStates(2, 10, torch.device("cpu")), RecordingDevice()
-    assert choose_sampler(CpuDevice(), states) is None
-    assert isinstance(choose_sampler(device, states), TorchSampler)
+    assert choose_sampler(CpuDevice(), states, torch.float32) is None
+    assert isinstance(choose_sampler(device, states, torch.float32), TorchSampler)
     triton_sampler = pytest.importorskip("pdserve.model_runner.queued_sampler.triton_sampler")
     monkeypatch.setattr(triton_sampler, "TritonSampler", lambda *args: "triton")
     device.torch = torch.device("cuda")
-    assert choose_sampler(device, states) == "triton"
+    assert choose_sampler(device, states, torch.float32) == "triton"
     monkeypatch.setattr(choose, "TorchSampler", lambda *args: "torch")
     monkeypatch.setattr(states, "vocab_size", 2**19 + 1)
-    assert choose_sampler(device, states) == "torch"
+    assert choose_sampler(device, states, torch.float32) == "torch"
     monkeypatch.setattr(states, "vocab_size", 10)
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
-    assert choose_sampler(device, states) == "torch"
+    assert choose_sampler(device, states, torch.float32) == "torch"
 
 
 def test_counts_are_the_next_request_s_when_a_row_is_taken_again() -> None:

@@ -26,6 +26,7 @@ class FakeModel:
     num_slots = 512
     hardware = CpuDevice()
     graph_sizes = ()
+    logits_dtype = torch.float32
     engine = None
     sampler = None
     clears_begun_pages = False
