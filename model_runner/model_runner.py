@@ -8,6 +8,7 @@ engine, which runs passes in the model's place, with weights of its own. A model
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,8 +45,10 @@ from .loader.open_packed import Quantization, choose_quantization, open_packed
 from .loader.quantized_blocks import BlockSource, QuantizedActivations, has_whole_blocks
 from .models.decoder import Decoder, LayerForward
 from .placement import SPIN_US
-from .pool_size import choose_pools, layers_apart
+from .pool_size import GIB, choose_pools, layers_apart
+from .step_memory import GRAPH_BYTES, StepSizes, bytes_of_steps
 from .step_plan import begun_tokens
+from .step_runner import StepRunner
 from .tensor_parallel.group import alone
 from .transformers_model.refusals import refuse_for_transformers
 
@@ -83,6 +86,7 @@ class ModelRunner:
     ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
     ``logits_dtype`` (of what ``compute`` returns),
+    ``step_bytes`` (of an accelerator, what steps take beside weights and pool; 0: not measured),
     ``weight_bytes`` (in memory; ``step_weight_bytes``: what a decode step reads of them), ``clears_begun_pages``,
     ``load_seconds``. Of a rank, the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the
     weights its own.
@@ -128,6 +132,7 @@ class ModelRunner:
         self.engine: CpuEngine | None = None
         self.graph_sizes: tuple[int, ...] = ()
         self.logits_dtype = torch.float32
+        self.step_bytes = 0
         self._attention: AttentionBackend | None = None
         self._clears = False
         self._named_layers: Callable[[int, LayerForward], LayerForward] | None = None
@@ -192,7 +197,9 @@ class ModelRunner:
             model, blocks = load()
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
-            self._allocate_pool(options, self._kept(spec), kv_dtype, shard, windows, labels)
+            self._make_layout(options, self._kept(spec), kv_dtype, windows, labels)
+            self._measure_steps(options, lambda: self._use_torch(options, model, shard), labels)
+            self._allocate_pool(options, shard, labels)
         self.step_weight_bytes = self.weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             if self.attention_backend == "cpu":
@@ -278,7 +285,9 @@ class ModelRunner:
             self.weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
             self.step_weight_bytes = self.weight_bytes
         with self._timed("kv_pool"):
-            self._allocate_pool(options, loaded.shape, kv_dtype)
+            self._make_layout(options, loaded.shape, kv_dtype)
+            self._measure_steps(options, lambda: self._use_torch(options, loaded.model))
+            self._allocate_pool(options)
         self._use_torch(options, loaded.model)
 
     def _load(
@@ -390,20 +399,55 @@ class ModelRunner:
             self._meet = engine.meet
         self._clears, self._compute = self.clears_begun_pages, engine.forward
 
-    def _allocate_pool(
+    def _make_layout(
         self,
         options: ServerOptions,
         kept: HasKV,
         dtype: torch.dtype,
-        shard: Shard | None = None,
         windows: Mapping[int, int] | None = None,
         labels: LabelChannels | None = None,
     ) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
         self.page_size = options.page_size
-        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows, labels)
-        self.kv_region: KVRegion | None = None
+        self.layout = make_layout(kept, options.page_size, dtype, order, windows, labels)
+
+    def _measure_steps(
+        self, options: ServerOptions, use_torch: Callable[[], None], labels: LabelChannels | None = None
+    ) -> None:
+        """Find ``step_bytes`` by steps over pools of page 0 alone. A pool whose size is given needs none."""
+        if not self.hardware.beside or options.max_total_tokens is not None:
+            return
+        graphs: list[int] = []
+
+        def make() -> tuple[StepRunner, StepSizes]:
+            use_torch()
+            graphs.extend(self.graph_sizes)
+            # Graphs share their memory, and the largest takes most.
+            self.graph_sizes = self.graph_sizes[-1:]
+            gathers = self._attention is None or not self._attention.is_graph_safe
+            size = StepSizes.of(options, self.device.type, self.context_length, gathers=gathers)
+            return StepRunner(self, options.max_running_requests), size
+
+        self.pool = make_pool(self.layout, 1, self.device, labels=labels)
+        has_windows = self.layout.window_group is not None
         self.window_pool: KVPool | None = None
+        if has_windows:
+            self.window_pool = make_pool(self.layout, 1, self.device, group=1)
+        self.num_slots, self.num_window_pages = self.page_size, int(has_windows)
+        try:
+            self.step_bytes = bytes_of_steps(self.hardware, make) + len(graphs[1:]) * GRAPH_BYTES
+        finally:
+            self._attention, self.window_pool, self._compute = None, None, _without_weights
+            del self.pool
+            gc.collect()
+        log.info("steps take up to %.2f GiB beside weights and KV pool", self.step_bytes / GIB)
+
+    def _allocate_pool(
+        self, options: ServerOptions, shard: Shard | None = None, labels: LabelChannels | None = None
+    ) -> None:
+        layout = self.layout
+        self.kv_region: KVRegion | None = None
+        self.window_pool = None
         self.window_region: KVRegion | None = None
         self.num_window_pages = self.max_total_tokens = 0
         self._exchange: NativeRanks | None = None
@@ -451,7 +495,7 @@ class ModelRunner:
         """To reserve, with page 0, beside weights that are loaded; ``max_total_tokens``: what is handed out of them."""
         memory, kind = self.hardware.memory(), self.device.type
         self.max_total_tokens, reserved = choose_pools(
-            options, self.layout, self.context_length, weight_bytes, memory, kind
+            options, self.layout, self.context_length, weight_bytes, memory, kind, self.step_bytes
         )
         self.num_window_pages = reserved.windowed // options.page_size + 1 if reserved.windowed else 0
         return reserved.kept // options.page_size + 1

@@ -24,17 +24,22 @@ USUAL_PIECE = {"cuda": 2048, "cpu": 512}
 HOST_RESERVE = 0.1
 CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before it allocates: CUDA's context, code of kernels, workspaces of libraries."""
+WINDOW_NUMBER_BYTES = 4
 ANY_MEMORY = Memory(1 << 62, 1 << 62)
 """Of addresses there are enough."""
 
 
 class PoolRequest(NamedTuple):
-    """What the options ask for; ``most_tokens`` is what all running requests could ever fill."""
+    """What the options ask for; ``most_tokens`` is what all running requests could ever fill.
+
+    ``step_bytes``: what is taken of an accelerator after the pool (``step_memory.py``); 0: it was not measured.
+    """
 
     max_total_tokens: int | None
     mem_fraction_static: float | None
     page_size: int
     most_tokens: int
+    step_bytes: int = 0
 
 
 class WindowRequest(NamedTuple):
@@ -89,9 +94,18 @@ def windows_ratio(window: int, context_length: int, page_size: int) -> float:
 
 
 def choose_pools(
-    options: ServerOptions, layout: KVLayout, context_length: int, weight_bytes: int, memory: Memory, device_type: str
+    options: ServerOptions,
+    layout: KVLayout,
+    context_length: int,
+    weight_bytes: int,
+    memory: Memory,
+    device_type: str,
+    step_bytes: int = 0,
 ) -> PoolSizes:
-    """For a model of that layout, beside weights that are loaded. Raises ``ModelError``."""
+    """Size the pools of a model of that layout, beside weights that are loaded. Raises ``ModelError``.
+
+    ``step_bytes``: see ``PoolRequest``.
+    """
 
     def choose(request: PoolRequest, memory: Memory) -> PoolTokens:
         if (group := layout.window_group) is None:
@@ -102,7 +116,10 @@ def choose_pools(
         return choose_pool_tokens(request, windows, page_bytes, weight_bytes, memory, device_type)
 
     most = options.max_running_requests * (context_length + options.page_size - 1)
-    request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
+    if layout.window_group is not None:
+        # Each page has the number of its window page in a table, which is made with the pool.
+        step_bytes += most // options.page_size * WINDOW_NUMBER_BYTES
+    request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most, step_bytes)
     first = choose(request, memory)
     limit = options.max_total_tokens_limit
     if limit is None or limit < first.kept + options.page_size:
@@ -140,7 +157,7 @@ def choose_pool_tokens(
     windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)
     if request.max_total_tokens is None:
         # Of what both have, each page 0 too; what one does not need is the other's.
-        both_bytes = _budget(_fraction(request, device_type), weight_bytes, memory, device_type) - kept_bytes
+        both_bytes = _budget(request, weight_bytes, memory, device_type) - kept_bytes
         both_bytes -= window_bytes
         if kept_bytes:
             kept = min(most, max(0, both_bytes - windowed * window_bytes) // kept_bytes)
@@ -178,15 +195,15 @@ def choose_max_total_tokens(
                 f"{memory.free / GIB:.2f} GiB are free; choose at most {(memory.free // page_bytes - 1) * page_size}"
             )
         return pages * page_size
-    fraction = _fraction(request, device_type)
-    budget = _budget(fraction, weight_bytes, memory, device_type)
+    budget = _budget(request, weight_bytes, memory, device_type)
     # Page 0 takes its share, too.
     pages = min(budget // page_bytes - 1, -(-request.most_tokens // page_size))
     if pages < 1:
+        steps = f" and {request.step_bytes / GIB:.2f} GiB that steps take" if request.step_bytes else ""
         raise NotEnoughMemory(
-            f"--mem-fraction-static {fraction} of {memory.total / GIB:.2f} GiB leaves no room for a KV pool beside "
-            f"{weight_bytes / GIB:.2f} GiB of weights ({memory.free / GIB:.2f} GiB are free); raise it, free memory, "
-            "or set --max-total-tokens"
+            f"--mem-fraction-static {_fraction(request, device_type)} of {memory.total / GIB:.2f} GiB leaves no room "
+            f"for a KV pool beside {weight_bytes / GIB:.2f} GiB of weights{steps} ({memory.free / GIB:.2f} GiB are "
+            "free); raise it, free memory, or set --max-total-tokens"
         )
     return pages * page_size
 
@@ -195,16 +212,20 @@ def _fraction(request: PoolRequest, device_type: str) -> float:
     return DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
 
 
-def _budget(fraction: float, weight_bytes: int, memory: Memory, device_type: str) -> int:
+def _budget(request: PoolRequest, weight_bytes: int, memory: Memory, device_type: str) -> int:
     """Bytes for the pool.
 
-    ``fraction`` of the device is the instance's share. What others use of it is none of its share, as long as the pool
+    A fraction of the device is the instance's share. What others use of it is none of its share, as long as the pool
     fits into what they leave: the result does not depend on which of several instances on a device starts first.
+
+    What steps take comes from the instance's part of the rest. If that is too small, it comes off the share.
     """
+    fraction = _fraction(request, device_type)
     if device_type == "cpu":
         return int(min(memory.total * fraction - weight_bytes, memory.free * (1 - HOST_RESERVE)))
-    share = memory.total * fraction - weight_bytes - CONTEXT_BYTES
-    # For activations and graphs: of what the default leaves, as much as is this instance's share of the rest.
+    # Of what the default leaves, as much as is this instance's share of the rest.
     default = DEFAULT_FRACTION[device_type]
-    reserve = memory.total * min(1 - fraction, (1 - default) * fraction / default)
+    rest = memory.total * min(1 - fraction, (1 - default) * fraction / default)
+    reserve = max(rest, request.step_bytes)
+    share = memory.total * fraction + rest - reserve - weight_bytes - CONTEXT_BYTES
     return int(min(share, memory.free - reserve))

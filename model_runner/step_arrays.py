@@ -126,7 +126,10 @@ class StepArrays:
         if longest <= self._small.capacity:
             return self._small.load(arrays, padded_to)
         if longest > self._large.capacity:
-            self._large = _Area(self._device, max(longest, 2 * self._large.capacity))
+            # Its size depends on the longest step alone, and the old one goes first: so the most that it ever takes is
+            # known before (``step_memory.py``).
+            self._large = self._small
+            self._large = _Area(self._device, 1 << (longest - 1).bit_length())
         return self._large.load(arrays, padded_to)
 
     def padded(self, size: int) -> PaddedArrays:

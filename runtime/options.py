@@ -149,7 +149,7 @@ class ServerOptions:
         memory before it is used; it may be more than there is room for now. Default: the size at the start.
     mem_fraction_static
         Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a share of
-        what the control groups allow.
+        what the control groups allow. On cuda the pool is smaller if steps need more than the rest.
     swa_full_tokens_ratio
         Of a model some of whose layers have a sliding window: how many tokens those layers keep, as a share of what the
         others do. More suits many short requests, less a few long ones. Default: the share of a request's tokens that

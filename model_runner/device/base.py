@@ -76,6 +76,10 @@ class Device(ABC):
         """Bytes that are in use: by this process on the host, by all on an accelerator."""
 
     @abstractmethod
+    def peak(self, run: Callable[[], object]) -> int:
+        """Run ``run``; return by how many bytes the memory that this process has on the device grew at most."""
+
+    @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros on the host, from where copies to the device are queued without anybody waiting."""
 

@@ -43,6 +43,10 @@ class CpuDevice(Device):
         """See the base class."""
         return resident_bytes()
 
+    def peak(self, run: Callable[[], object]) -> int:
+        """Raises ``NotImplementedError``."""
+        raise NotImplementedError("memory of the host is everybody's")
+
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See the base class."""
         return torch.zeros(*shape, dtype=dtype)

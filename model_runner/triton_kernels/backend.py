@@ -187,9 +187,10 @@ class TritonAttention(AttentionBackend):
         pages = int((-(-kv_lens // self._page_size)).sum())
         arrays = self._extend_arrays
         if arrays.capacity < len(entries) or len(arrays.kv_indices) < pages:
-            arrays = self._extend_arrays = self._make_arrays(
-                triton.next_power_of_2(max(arrays.capacity, len(entries))), max(pages, 2 * len(arrays.kv_indices))
-            )
+            capacity = triton.next_power_of_2(max(arrays.capacity, len(entries)))
+            # As in ``step_arrays.py``: the size depends on the longest step alone, and the old ones go first.
+            del arrays, self._extend_arrays
+            arrays = self._extend_arrays = self._make_arrays(capacity, triton.next_power_of_2(pages))
         tile_list = prefill_tile_list(lens, kv_lens, self._queries)
         whole, last_tokens, firsts, lengths, tiles = self._send(entries, lasts, lasts + 1 - lens, lens, tile_list)
         self._fill(arrays, PlannedRows(whole, last_tokens), table)

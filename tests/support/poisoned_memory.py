@@ -3,7 +3,7 @@
 A caching allocator gives a freed block to the next tensor of its size, so work that still reads it computes from other
 numbers. Here such work computes from ``POISON``, which is NaN in every float type and beyond every index as an integer,
 and so is memory that nobody has written yet. Blocks begin 8 bytes behind a multiple of 64: slices of one copy lie at
-any multiple of an element, and nothing may rely on more.
+any multiple of an element, and nothing may rely on more. What is in use is counted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class PoisonedMemory(TorchDispatchMode):
         super().__init__()
         self._behind = behind
         self._free: dict[int, deque[np.ndarray]] = defaultdict(deque)
+        self.used = 0
+        """Bytes of tensors."""
+        self.peak = 0
+        """The most that ``used`` was since it was last set."""
+        self.shared = 0
+        """Of ``used``, what a device would not take a second time: memory that graphs share."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -65,10 +71,18 @@ class PoisonedMemory(TorchDispatchMode):
         memory = free.popleft() if len(free) > KEPT_BACK else _memory(size, self._behind)
         # The tensor's storage holds this view and nothing else does.
         block = memory[:nbytes]
+        self.used += size
+        self.peak = max(self.peak, self.used - self.shared)
         weakref.finalize(block, self._take_back, memory).atexit = False
         return block
 
+    def mark(self) -> int:
+        """Begin to look for the peak; return what is in use now."""
+        self.peak = self.used - self.shared
+        return self.peak
+
     def _take_back(self, memory: np.ndarray) -> None:
+        self.used -= len(memory)
         memory.view(np.uint16)[:] = POISON
         self._free[len(memory)].append(memory)
 

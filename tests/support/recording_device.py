@@ -10,6 +10,7 @@ itself (``with device: ...``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Self
@@ -87,6 +88,9 @@ class RecordedGraph:
         self._calls = recorder.calls
         self._made = recorder.made
         self.output = output
+        self.own_bytes = sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._made}.values()
+        )
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -126,7 +130,8 @@ class _Fetched:
         if self._device.is_guarded:
             raise HostSync("wait")
         self._device.log.append("wait")
-        return [tensor.clone().numpy() for tensor in self._tensors]
+        with _disable_current_modes():  # copies are the host's
+            return [tensor.clone().numpy() for tensor in self._tensors]
 
 
 class RecordingDevice(Device):
@@ -144,6 +149,7 @@ class RecordingDevice(Device):
         self._depth = 0
         self._hosts: set[int] = set()
         self._host_memory: list[Tensor] = []
+        self._graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         self._depth += 1
@@ -160,8 +166,23 @@ class RecordingDevice(Device):
     def used(self) -> int:
         return 0
 
+    def mark(self) -> int:
+        """Begin to look for the ``most`` bytes that tensors have; return those that they have now."""
+        return self._memory.mark()
+
+    @property
+    def most(self) -> int:
+        return self._memory.peak
+
+    def peak(self, run: Callable[[], object]) -> int:
+        before = self.mark()
+        with nullcontext() if self._depth else self:
+            run()
+        return self.most - before
+
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        zeros = torch.zeros(*shape, dtype=dtype)
+        with _disable_current_modes():
+            zeros = torch.zeros(*shape, dtype=dtype)
         self._hosts.add(zeros.untyped_storage().data_ptr())
         self._host_memory.append(zeros)
         return zeros
@@ -213,7 +234,16 @@ class RecordingDevice(Device):
                 output = run()
         finally:
             self._is_capturing = False
-        return RecordedGraph(self, number, recorder, output)
+        graph = RecordedGraph(self, number, recorder, output)
+        self._graphs.add(graph)
+        weakref.finalize(graph, self._count_graphs).atexit = False
+        self._count_graphs()
+        return graph
+
+    def _count_graphs(self) -> None:
+        """What graphs compute in between is memory that they share."""
+        sizes = [graph.own_bytes for graph in self._graphs]
+        self._memory.shared = sum(sizes) - max(sizes, default=0)
 
     def synchronize(self) -> None:
         if self.is_guarded:

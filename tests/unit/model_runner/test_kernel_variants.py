@@ -42,9 +42,11 @@ def asked() -> Iterator[set[tuple[str, str]]]:
         yield asked
 
 
-def make_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[StepRunner, ModelRunner]:
+def make_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: RecordingDevice | None = None, **options: object
+) -> tuple[StepRunner, ModelRunner]:
     """Steps by Triton's attention, operations and sampler, on a device whose memory is aligned as CUDA's."""
-    device = RecordingDevice(PoisonedMemory(behind=0))
+    device = device or RecordingDevice(PoisonedMemory(behind=0))
     for name, value in (
         ("open_device", lambda *args, **more: device),
         ("choose_attention_backend", lambda *args: "triton"),

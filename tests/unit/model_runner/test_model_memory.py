@@ -87,6 +87,28 @@ def test_instances_on_one_gpu_have_their_shares_whichever_starts_first(weights: 
         assert 0 <= 0.44 * 80 * GIB - weights[instance] - CONTEXT_BYTES - pool < MIB
 
 
+def of_gpu(step_bytes: int, *, fraction: float = 0.88, free: int = 60 * GIB) -> int:
+    """Bytes of the pool of an instance with 16 GiB of weights on a GPU of 80 GiB."""
+    request = PoolRequest(None, fraction, 16, 10**9, step_bytes)
+    return (choose_max_total_tokens(request, MIB, 16 * GIB, Memory(80 * GIB, free), "cuda") // 16 + 1) * MIB
+
+
+def test_what_steps_take_comes_from_what_the_share_leaves_and_then_from_the_pool() -> None:
+    rest = int(0.12 * 80 * GIB)
+    assert of_gpu(0) == of_gpu(rest - MIB)
+    # Partial sums of attention in a latent space, say.
+    assert 4 * GIB - MIB <= of_gpu(0) - of_gpu(rest + 4 * GIB) <= 4 * GIB + MIB
+    # Nothing is left out of the share: all of it is for steps to take.
+    assert of_gpu(3 * GIB, fraction=1.0) <= 80 * GIB - 16 * GIB - CONTEXT_BYTES - 3 * GIB
+    # Others left little: it must do for both.
+    assert of_gpu(12 * GIB, free=30 * GIB) <= 18 * GIB
+
+
+def test_a_pool_beside_which_no_step_fits_says_what_steps_take() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"16.00 GiB of weights and 70.00 GiB that steps take \(60.00 GiB"):
+        of_gpu(70 * GIB)
+
+
 def test_an_instance_that_is_alone_leaves_what_it_always_left() -> None:
     gpu = SimulatedGpu((16 * GIB,), 0.88)
     gpu.do("load", 0)

@@ -1,0 +1,173 @@
+"""What is allocated after the KV pool is in the budget before it: on a device whose memory is counted.
+
+Attention, operations and sampler are Triton's, whose launches do nothing (``support/kernel_variants.py``): memory is
+what a GPU would be asked for, and results mean nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import poisoned_memory
+from support.families import make_reference
+from support.poisoned_memory import PoisonedMemory
+from support.recording_device import RecordingDevice
+
+from pdserve.messages.base import pack_i32, unpack_i32
+from pdserve.messages.requests import MAX_TOP_LOGPROBS
+from pdserve.messages.worker import ForwardStep, InputLogprobSpec
+from pdserve.model_runner import model_runner
+from pdserve.model_runner.errors import NotEnoughMemory
+from pdserve.model_runner.measure_steps import measure_steps
+from pdserve.model_runner.step_memory import GRAPH_BYTES, StepSizes
+from pdserve.model_runner.step_queue import StepQueue
+from pdserve.model_runner.warm_up import warm_up
+from pdserve.runtime.options import ServerOptions
+from tests.unit.test_native_steps import make_row, make_step
+
+pytest.importorskip("triton")
+from support.kernel_variants import variants_asked_for
+
+from tests.unit.test_kernel_variants import PAGE, ROWS, draw_step, make_steps
+
+CHUNK = 160
+OPTIONS = {"max_total_tokens": None, "chunked_prefill_size": CHUNK, "cuda_graph_bs": "4"}
+
+
+@pytest.fixture(autouse=True)
+def launches_do_nothing() -> Iterator[None]:
+    with variants_asked_for():
+        yield
+
+
+@pytest.fixture
+def device(monkeypatch) -> Iterator[RecordingDevice]:
+    """What no launch has written is 0, not poison: a token's number."""
+    monkeypatch.setattr(poisoned_memory, "POISON", 0)
+    with RecordingDevice(PoisonedMemory(behind=0)) as device:
+        yield device
+
+
+class Instance:
+    """An instance that has started as the worker does."""
+
+    def __init__(self, folder: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch, **options) -> None:
+        self._device = device
+        make_pool = model_runner.make_pool
+
+        def marked(*args, **more):
+            # The first pools are those that steps are measured with, the last ones serve.
+            self.before_pools = device.mark()
+            self.at_start = self.at_start or self.before_pools
+            pool = make_pool(*args, **more)
+            self._before = device.mark()
+            return pool
+
+        self.at_start = self.before_pools = 0
+        """Memory in use before the first and before the last pool was made."""
+        monkeypatch.setattr(model_runner, "make_pool", marked)
+        self.steps, self.model = make_steps(folder, monkeypatch, device, **(OPTIONS | options))
+        warm_up(self.steps, ROWS, self.model.context_length, PAGE, every_variant=True)
+        self.steps.capture_graphs()
+        measure_steps(self.steps, ROWS, self.model.context_length, PAGE, rehearse=True)
+
+    @property
+    def taken(self) -> int:
+        """Bytes at most since the pools were there."""
+        return self._device.most - self._before
+
+    def serve(self) -> None:
+        """Run steps of all kinds, then the largest that there can be, one of them ahead."""
+        queue = StepQueue(self.steps, None, ahead=1)
+        for step in [*random_steps(self.model.vocab_size), *largest_steps(self.model.context_length)]:
+            queue.launch(step)
+            while queue.is_full:
+                queue.collect()
+
+
+def random_steps(vocab_size: int) -> Iterator[ForwardStep]:
+    """Those of ``draw_step`` with no more prompt tokens than options allow."""
+    rng = random.Random(1)
+    for _ in range(40):
+        step = draw_step(rng, vocab_size)
+        if sum(n for n in unpack_i32(step.q_lens).tolist() if n > 1) <= CHUNK:
+            yield step
+
+
+def largest_steps(context_length: int) -> Iterator[ForwardStep]:
+    """Prompts of as many tokens as a step may have, scored, beside decodes; and long contexts."""
+    kinds = {"temperature": 1.0, "top_p": 0.5, "presence_penalty": 0.4, "logprobs": MAX_TOP_LOGPROBS}
+    new = [make_row(row, 1, **kinds, history=pack_i32([3])) for row in range(ROWS)]
+    scored = InputLogprobSpec(0, 0, pack_i32(np.zeros(CHUNK, dtype=np.int64)), MAX_TOP_LOGPROBS)
+    prompt = [(0, 0, [5] * CHUNK, True), *((row, 0, [row], True) for row in range(1, ROWS))]
+    for _ in range(2):
+        yield make_step(prompt, new_rows=new, input_logprobs=[scored])
+    each = CHUNK // ROWS
+    yield make_step([(row, context_length - 4 - each, [7] * each, True) for row in range(ROWS)])
+    for ahead in (4, 3, 2):
+        yield make_step([(row, context_length - ahead, None, True) for row in range(ROWS)])
+
+
+def model_of(name: str, folder: Path) -> Path:
+    make_reference(name).save_pretrained(folder)
+    return folder
+
+
+NAMES = ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "deepseek-v3"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_comes_after_the_pool_was_measured_before_it(device, tmp_path: Path, monkeypatch, name: str) -> None:
+    """A buffer that is made later than the steps which are measured, or grows larger, fails this."""
+    instance = Instance(model_of(name, tmp_path), device, monkeypatch)
+    assert instance.before_pools == instance.at_start, "what was measured is still held"
+    instance.serve()
+    assert 0 < instance.taken <= instance.model.step_bytes
+    # It is no rough guess either.
+    assert instance.taken > 0.95 * instance.model.step_bytes
+
+
+def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_path: Path, monkeypatch) -> None:
+    """Those that were not captured to measure them lie in the memory of the largest."""
+    instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, cuda_graph_bs="1,2,4")
+    assert instance.model.graph_sizes == (1, 2, 4)
+    assert instance.taken + 2 * GRAPH_BYTES <= instance.model.step_bytes
+
+
+def test_a_pool_of_a_given_size_needs_no_measuring(device, tmp_path: Path, monkeypatch) -> None:
+    _, model = make_steps(model_of("qwen3", tmp_path), monkeypatch, device, max_total_tokens=256)
+    assert model.step_bytes == 0
+
+
+def test_steps_that_do_not_fit_beside_the_weights_say_what_to_lower(device, tmp_path: Path, monkeypatch) -> None:
+    def full(_run: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device, "peak", full)
+    with pytest.raises(NotEnoughMemory, match=r"lower --chunked-prefill-size .*\(CUDA out of memory\)"):
+        make_steps(model_of("qwen3", tmp_path), monkeypatch, device, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers", "expected"),
+    [
+        ({}, False, (256, 2048, 2048, 4096)),
+        ({"chunked_prefill_size": 512, "max_logprobs_per_request": 100}, False, (256, 512, 100, 4096)),
+        # Prompts that are never cut.
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, False, (256, 4096, 4096, 4096)),
+        (
+            {"max_running_requests": 2, "chunked_prefill_size": 10000, "max_prefill_tokens": 10000},
+            False,
+            (2, 8188, 8188, 4096),
+        ),
+        # Contexts that attention copies are no longer than prompts.
+        ({}, True, (256, 2048, 2048, 2050)),
+    ],
+)
+def test_sizes_follow_from_the_options(options: dict, gathers: bool, expected: tuple) -> None:
+    assert StepSizes.of(ServerOptions(**options), "cuda", 4096, gathers=gathers) == expected
