@@ -4,10 +4,11 @@ A *sub-room* is a folder or file directly inside a room: ``scheduler.policies``,
 pair of sub-rooms of one room where a file of the first imports from the second, however often. A *mutual pair* is
 two sub-rooms with arrows both ways.
 
-Sub-rooms have no given order. They are put in one in which few arrows point from a lower sub-room to a higher one;
-the arrows that still do are *imports up*. A room without cycles has none. Finding the least number is NP-hard, so the
-order comes from a greedy start (Eades, Lin and Smyth, 1993) that is improved by moving one sub-room at a time, until
-no move helps. The result is deterministic. It may be a little above the least number, never below.
+Sub-rooms have no given order. The order chosen here leaves few arrows from a lower sub-room to a higher one. Those
+that are left are *imports up*. A room without cycles has none.
+
+Finding the least number is NP-hard. A greedy order (Eades, Lin and Smyth, 1993) is improved by moving one sub-room at
+a time, until no move helps. The result is deterministic. It may be a little above the least number, never below.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """Guards: branches on an optional part.
 
-An *optional part* is a collaborator that an object gets at its construction and may lack: an attribute that
-``__init__`` sets and no other method assigns, or a field of a dataclass that its room never assigns, of the type
-``Part | None``. ``Part`` is a first-party class with a public method that is no message, enum, named tuple,
-exception or dataclass. So state that comes and goes, and data that may be missing, are no parts.
+An *optional part* is a collaborator that an object gets at its construction and may lack. Its type is ``Part | None``,
+and it is one of these:
 
-A *guard* is an expression that asks whether a part is there, in the room of an owner of a part of that name (a leading
-underscore does not matter):
+* an attribute that ``__init__`` sets and no other method assigns;
+* a field of a dataclass that is assigned nowhere in its room.
+
+``Part`` is a first-party class with a public method. Messages, enums, named tuples, exceptions and dataclasses are
+data, not parts. State that comes and goes is no part either.
+
+A *guard* is an expression that asks whether a part is there. It counts in each room with an owner of a part of that
+name; a leading underscore does not matter. Guards are:
 
 * a comparison of the part with ``None``, be it an attribute or a local variable;
 * the part alone as a condition: ``if self.tiers``, ``not tiers``, ``tiers and …``;

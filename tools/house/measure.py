@@ -38,7 +38,7 @@ class House(NamedTuple):
 
     rooms: dict[str, dict[str, int]]
     total: dict[str, int]
-    """Of the product, so without ``tests``: sums; the widest class; the names that several classes have."""
+    """Figures of the product, without ``tests``: sums, the widest class, and the names that several classes have."""
     guards_by_part: dict[str, int]
     places: dict[str, list[str]]
     """Places by figure; of "widest", classes of more than 20 public methods."""
