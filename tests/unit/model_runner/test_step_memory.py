@@ -28,12 +28,12 @@ from pdserve.model_runner.step_memory import GRAPH_BYTES, StepSizes
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.warm_up import warm_up
 from pdserve.runtime.options import ServerOptions
-from tests.unit.test_native_steps import make_row, make_step
+from tests.unit.model_runner.test_native_steps import make_row, make_step
 
 pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
-from tests.unit.test_kernel_variants import PAGE, ROWS, draw_step, make_steps
+from tests.unit.model_runner.test_kernel_variants import PAGE, ROWS, draw_step, make_steps
 
 CHUNK = 160
 OPTIONS = {"max_total_tokens": None, "chunked_prefill_size": CHUNK, "cuda_graph_bs": "4"}
