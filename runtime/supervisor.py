@@ -20,7 +20,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -348,8 +348,11 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
     return replace(options, **ports), list(held.values())
 
 
-def run_server(options: ServerOptions) -> int:
-    """``pdserve server``: run one instance until it is told to stop; returns the exit code."""
+def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], ServerOptions] = lambda given: given) -> int:
+    """``pdserve server``: run one instance until it is told to stop; returns the exit code.
+
+    ``prepare`` decides, once for all children, what the options leave open. It may raise ``InstanceFailed``.
+    """
     harden(allow_dumps=options.allow_core_dumps)
     held: list[socket.socket] = []
     failure = ""
@@ -365,7 +368,10 @@ def run_server(options: ServerOptions) -> int:
         return 1
     warn_of_exposed_files(options)
     try:
-        return Supervisor(options).run()
+        return Supervisor(prepare(options)).run()
+    except InstanceFailed as e:
+        log.error("%s", e)
+        return 1
     finally:
         for sock in held:
             sock.close()

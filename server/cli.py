@@ -74,9 +74,9 @@ def server(*, options: Annotated[ServerOptions, Parameter(name="*")] = SERVER_DE
         check_options(options)
     except OptionError as e:
         return _refuse("server", e)
-    from ..runtime.supervisor import run_server
+    from .instance import run_instance
 
-    return run_server(options)
+    return run_instance(options)
 
 
 @app.command

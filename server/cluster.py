@@ -37,6 +37,7 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess
 from .log_folder import LogFolder, LogFolderError
+from .pinned_model import pin_model
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ def run_cluster(options: ClusterOptions) -> int:
     with contextlib.ExitStack() as stack:
         try:
             options.check()
+            options = pin_model(options)
             if options.cluster_secret_file is None:
                 secret = stack.enter_context(private_file("cluster-secret", secrets.token_urlsafe(MIN_CHARS)))
                 options = replace(options, cluster_secret_file=secret)

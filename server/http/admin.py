@@ -24,7 +24,7 @@ from .state import HttpState
 
 FOR_USERS = frozenset(
     (
-        *("status", "role", "version", "model", "fingerprint", "context_length", "vocab_size", "device"),
+        *("status", "role", "version", "model", "revision", "fingerprint", "context_length", "vocab_size", "device"),
         *("weights_dtype", "attention_backend", "kv_layout", "machine", "memory", "pool", "tiers"),
         *("invariants", "invariants_steps_ago", "requests", "queues", "queue_seconds", "retractions"),
         *("preemptions", "counters", "cost_model", "itl_budget", "load_seconds", "http"),

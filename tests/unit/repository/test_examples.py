@@ -33,7 +33,7 @@ from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer, GenerateAnswer
 
 RUNNERS = {
-    "pdserve.runtime.supervisor": "run_server",
+    "pdserve.server.instance": "run_instance",
     "pdserve.router.process": "run_router",
     "pdserve.server.cluster": "run_cluster",
     "pdserve.terminal.chat.run": "run_chat",

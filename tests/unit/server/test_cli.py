@@ -19,7 +19,7 @@ from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
 
 RUNNERS = {
-    "server": ("pdserve.runtime.supervisor", "run_server"),
+    "server": ("pdserve.server.instance", "run_instance"),
     "router": ("pdserve.router.process", "run_router"),
     "up": ("pdserve.server.cluster", "run_cluster"),
     "chat": ("pdserve.terminal.chat.run", "run_chat"),
