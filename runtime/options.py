@@ -10,7 +10,7 @@ from .trusted_path import read_secret
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_LOGPROBS = 1 << 18
-"""About 5 MB in messages and 70 MiB in the HTTP process: 32k tokens with 7 alternatives each, 12k with 20."""
+"""About 5 MB in messages and 80 MiB in the HTTP process: 32k tokens with 7 alternatives each, 12k with 20."""
 RECENT_TOKENS = 16
 """Of a row, which --enable-double-sparsity attends to in any case."""
 
