@@ -63,7 +63,7 @@ def pinned_revision(path: str, revision: str | None) -> str | None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path`` names nothing on this machine and may be the name of a model on the hub."""
+    """Return whether ``path`` names nothing on this machine and may be the name of a model on the hub."""
     local = Path(path).expanduser()
     if path == EMBEDDED_MODEL or local.exists():
         return False

@@ -28,8 +28,8 @@ class ServerOptions:
         Folder, .gguf file or hub name of the tokenizer; default: the model's own.
     revision
         Commit, tag or branch of a hub model and of its tokenizer. Only a commit's whole hash (40 digits) pins what is
-        served; without it, each start takes the newest, one for all processes and instances that it starts. The log
-        and /server_info say which commit it is.
+        served. Without it, each start takes the newest, the same for all its processes and instances. The log and
+        /server_info say which commit it is.
     tokenizer_revision
         The same of --tokenizer-path, where that is a hub name.
     load_format

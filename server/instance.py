@@ -8,5 +8,5 @@ from .pinned_model import pin_model
 
 
 def run_instance(options: ServerOptions) -> int:
-    """Run an instance whose processes all load the same commit of a hub model. Returns the exit code."""
+    """Run an instance. All its processes load the same commit of a hub model. Returns the exit code."""
     return run_server(options, pin_model)

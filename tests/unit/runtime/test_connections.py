@@ -183,6 +183,6 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def has_descriptor(port: int, client: socket.socket) -> bool:
-    """Whether this process has the server's end of the connection that ``client`` is the other end of."""
+    """Return whether this process has the server's end of the connection that ``client`` is the other end of."""
     ends = psutil.Process().net_connections("tcp4")
     return any(end.laddr[1] == port and end.raddr == client.getsockname() for end in ends)
