@@ -159,6 +159,7 @@ class ServerOptions:
         Most requests that hold KV memory at once.
     max_queued_requests
         Most requests that wait; one more is answered with 429, and with when half of them should have had their turn.
+        Twice as many conversations may wait to be rendered by the chat template, half of them of one API key.
     max_logprobs_per_request
         Maximum number of log-probabilities that one request may ask for: its answers x (scored prompt tokens + output
         tokens) x (1 + alternatives). A request for more is answered with 400, or 413 if only a batch comes to more. A
