@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -82,9 +82,15 @@ campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns;
 hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or a peer; HOSTILE="--who client --minutes 30 --seed 1"
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m hostile $(HOSTILE)
 
-# Not by setup: a machine with a GPU has its own PyTorch, and may have no network.
+# Not by setup: a machine with a GPU has its own PyTorch, and may have no network. There it is python3 that has PyTorch,
+# and PYTHONPATH may name what was taken along.
+GPU_PYTHON := $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),python3))
+
 gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"
-	@PYTHONPATH=.ns "$(or $(wildcard $(BIN)/python),$(PYTHON),python3)" -m pdserve.benchmark.gpu_check $(GPU_CHECK)
+	@PYTHONPATH=".ns$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)" -P -m pdserve.benchmark.gpu_check $(GPU_CHECK)
+
+gpu-wheels: $(STAMP) ## collect what gpu-check needs on a machine without a network in .gpu-check/wheels, and print its size
+	@$(BIN)/python -P -m pdserve.benchmark.gpu_check.collect .gpu-check/wheels
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 

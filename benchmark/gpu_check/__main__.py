@@ -2,9 +2,10 @@
 
     make gpu-check GPU_CHECK="--wheels DIR --only kernels"
 
-Each part is a process of its own with three minutes from a bare start; what a part has found by then is kept, and the
-page is written after each. Compiled kernels are kept in --cache, and found there by the next run. --dry-run runs
-everything on a CPU, at tiny shapes, kernels in Triton's interpreter.
+A part has nine minutes from a bare start, its groups of checks run in processes of their own, and the page is written
+after each of them. What no time was left for is named there. Everything is written to --page and --cache: compiled
+kernels, installed wheels, records, logs and tables. --dry-run runs everything on a CPU, at tiny shapes, kernels in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,33 +22,34 @@ import time
 from pathlib import Path
 
 from ...runtime.python import python_command
-from .install import install
+from .install import describe, install, is_there, needed
 from .page import render
-from .record import PARTS, PartRecord, read_record
+from .record import PARTS, PartRecord, close_group, read_record, write_record
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 175.0
-"""Seconds of one part."""
+LIMIT = 520.0
+"""Seconds of one part: nine minutes, less what it takes to install wheels."""
+LAST_SECONDS = 30.0
+"""No check begins in these last seconds of a part."""
+NO_GPU = 2
 
 
 def main() -> int:
-    """The number of parts that did not end well, or found something amiss."""
+    """Return the number of parts in which something was found amiss or left out."""
     options = _arguments()
     results = options.cache / ("dry-run" if options.dry_run else "results")
     results.mkdir(parents=True, exist_ok=True)
-    if options.wheels is not None:
-        begin = time.monotonic()
-        for name in install(options.wheels, ROOT / "pyproject.toml"):
-            print(f"not in {options.wheels}: {name}; what needs it will say so", file=sys.stderr)
-        print(f"installed what was missing in {time.monotonic() - begin:.0f} s")
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    _install(options)
+    tokenizer = _tokenizer(options)
     failed = 0
     for part in options.only or PARTS:
         record_file = results / f"{part}.json"
         record_file.unlink(missing_ok=True)
-        _run_part(part, record_file, options)
-        records = [record for each in PARTS if (record := read_record(results / f"{each}.json")) is not None]
-        options.page.write_text(render(records, _command(options)))
-        failed += not _is_well(read_record(record_file))
+        print(f"== {part}", flush=True)
+        _run_part(part, record_file, options, tokenizer)
+        record = read_record(record_file)
+        failed += record is None or not record.is_well
     print(f"wrote {options.page}")
     return failed
 
@@ -57,7 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder to install from what is missing; nothing else is asked")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be given again")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, at tiny shapes")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".gpu-check", help="compiled kernels, results")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".gpu-check", help="compiled kernels, records, logs")
     parser.add_argument("--page", type=Path, default=None, help="what is written; default docs/gpu-results.md")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a part may take")
     options = parser.parse_args()
@@ -68,41 +70,101 @@ def _arguments() -> argparse.Namespace:
     return options
 
 
-def _run_part(part: str, record_file: Path, options: argparse.Namespace) -> None:
-    command = python_command("-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file))
-    command += ["--dry-run"] * options.dry_run
-    print(f"== {part}", flush=True)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(options.cache, options.dry_run), start_new_session=True
-    )
+def _install(options: argparse.Namespace) -> None:
+    """Install what is missing from the folder of wheels, and name what is not to be had."""
+    if options.wheels is not None:
+        begin = time.monotonic()
+        count = install(options.wheels, site_of(options.cache))
+        print(f"installed {count} wheels that were missing in {time.monotonic() - begin:.0f} s", flush=True)
+    describe(ROOT / "pyproject.toml", site_of(options.cache))
+    for name in needed(ROOT / "pyproject.toml"):
+        if not is_there(name, site_of(options.cache)):
+            print(f"not installed: {name}; what needs it will fail", file=sys.stderr)
+
+
+def _tokenizer(options: argparse.Namespace) -> Path | None:
+    """Return the tokenizer's file. A process of its own looks for it, as this one may lack the libraries."""
+    code = "import sys; from pathlib import Path; from pdserve.benchmark.gpu_check.tokenizer_file import find_tokenizer"
+    code += "; wheels, cache = sys.argv[1:]; print(find_tokenizer(Path(wheels) if wheels else None, Path(cache)))"
+    words = ("-c", code, "" if options.wheels is None else str(options.wheels.absolute()), str(options.cache))
+    env = environment(options.cache, options.dry_run)
+    done = subprocess.run(python_command(*words), cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    found = done.stdout.strip()
+    return None if found in ("", "None") else Path(found)
+
+
+def _run_part(part: str, record_file: Path, options: argparse.Namespace, tokenizer: Path | None) -> None:
+    """Run the groups of a part, one after another, and write the page after each."""
+    deadline = time.monotonic() + options.limit
+    for group in PARTS[part]:
+        command = python_command("-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file), group)
+        command += ["--dry-run"] * options.dry_run
+        if tokenizer is not None:
+            command += ["--tokenizer", str(tokenizer)]
+        reason = _run_group(command, deadline - time.monotonic(), environment(options.cache, options.dry_run))
+        record = read_record(record_file)
+        if record is None:
+            if reason == f"exit status {NO_GPU}":
+                return
+            record = PartRecord(part, options.dry_run, "unknown device")
+        close_group(record, group, reason)
+        record.is_over = group == PARTS[part][-1]
+        write_record(record_file, record)
+        _write_page(record_file.parent, options)
+
+
+def _run_group(command: list[str], seconds: float, env: dict[str, str]) -> str:
+    """Run a group's process to its end or its limit; return why it ended early, "" if it did not."""
+    if seconds < LAST_SECONDS:
+        return "no time was left"
+    command = [*command, "--seconds", f"{seconds - LAST_SECONDS:.0f}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
-        process.wait(options.limit)
+        status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        print(f"{part}: {options.limit:.0f} s are over", file=sys.stderr)
+        return f"the part's time was over, after {seconds:.0f} s of this group"
     finally:
         # It may have servers of its own.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    if status < 0:
+        return f"its process was killed by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else ""
+
+
+def _write_page(results: Path, options: argparse.Namespace) -> None:
+    records = [record for part in PARTS if (record := read_record(results / f"{part}.json")) is not None]
+    options.page.write_text(render(records, _command(options)))
 
 
 def environment(cache: Path, dry_run: bool) -> dict[str, str]:
-    """Of a part: where compiled kernels are kept, and how modules are found where pdserve is not installed."""
-    paths = [str(ROOT / ".ns"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return the environment of a part: where it writes, and how modules are found where pdserve is not installed.
+
+    What PYTHONPATH names goes before what the check has installed.
+    """
+    paths = [str(ROOT / ".ns"), *filter(None, [os.environ.get("PYTHONPATH")]), str(site_of(cache))]
     kept = {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "FLASHINFER_WORKSPACE_BASE": str(cache / "flashinfer"),
         "TORCH_EXTENSIONS_DIR": str(cache / "torch"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "CUDA_CACHE_PATH": str(cache / "cuda"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(cache / "hypothesis"),
+        # The CPU engine's kernels.
+        "XDG_CACHE_HOME": str(cache / "xdg"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
     }
     if dry_run:
         kept |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **kept}
 
 
-def _is_well(record: PartRecord | None) -> bool:
-    return record is not None and record.ended == "whole" and all(f.ok is not False for f in record.findings)
+def site_of(cache: Path) -> Path:
+    """Return the folder that missing packages are installed into."""
+    return cache / "site"
 
 
 def _command(options: argparse.Namespace) -> str:

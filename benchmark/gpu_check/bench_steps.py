@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...messages.base import pack_i32
+from ...messages.base import pack_i32, unpack_i32
 from ...messages.worker import ForwardStep, SlotDelta
 from ...model_runner.measure_steps import greedy_row
 from ...model_runner.model_runner import ModelRunner
@@ -17,13 +18,21 @@ from ...model_runner.step_runner import StepRunner
 
 
 class Times(NamedTuple):
-    """Of a step, in milliseconds: from one result to the next, and of the host's launch. ``idle``: share of the time in
-    which the GPU had nothing to do, NaN where there is none.
+    """Milliseconds of a step: from one result to the next, and of the host's launch. ``idle``: share of the time in
+    which the GPU had nothing to do, NaN if there is none.
     """
 
     step_ms: float
     launch_ms: float
     idle: float
+
+
+class Captured(NamedTuple):
+    """What the capture of graphs took. ``reserved``: bytes that torch holds afterwards, ``added`` of them since."""
+
+    seconds: float
+    reserved: int
+    added: int
 
 
 class BenchSteps:
@@ -36,13 +45,20 @@ class BenchSteps:
         size = model.page_size
         self._row_slots = (context // size + 8) * size
         self._decode(1, context, new=True)
+        before, begin = _reserved(), time.perf_counter()
         self._steps.capture_graphs()
+        model.hardware.synchronize()
+        self.captured = Captured(time.perf_counter() - begin, _reserved(), _reserved() - before)
+
+    def begin(self, batch: int) -> None:
+        """Begin ``batch`` rows anew, with a context of KV that was never computed."""
+        self._decode(batch, self._context, new=True)
 
     def decode(self, batch: int, count: int) -> Times:
-        """``count`` decode steps of ``batch`` rows, each launched before the one before is read."""
-        self._decode(batch, self._context, new=True)
-        device, queue = self.model.hardware, StepQueue(self._steps, None, ahead=1 if self.model.hardware.beside else 0)
-        launches, busy = [], 0.0
+        """Run ``count`` decode steps of ``batch`` rows, each launched before the one before is read."""
+        self.begin(batch)
+        device, launches, busy = self.model.hardware, [], 0.0
+        queue = self._queue()
         device.synchronize()
         begin = time.perf_counter()
         for i in range(count):
@@ -59,18 +75,39 @@ class BenchSteps:
         idle = 1 - busy / spent if busy else float("nan")
         return Times(spent / count * 1e3, float(np.median(launches)) * 1e3, max(0.0, idle) if busy else idle)
 
+    def tokens(self, batch: int, positions: Sequence[int], *, overwrite: bool) -> list[list[int]]:
+        """Return the tokens of steps of ``batch`` rows at ``positions`` past the context, two of them open at a time.
+
+        ``overwrite``: between launches, take freed memory of many sizes and fill it with numbers beyond every index.
+        A graph that reads memory which nothing keeps then computes something else, or fails. The rows have begun.
+        """
+        queue, found, held = self._queue(), [], []
+        for position in positions:
+            if overwrite:
+                held = [_beyond_every_index(size, self.model.hardware.torch) for size in OVERWRITTEN]
+            queue.launch(self._step(batch, self._context + position, [1] * batch))
+            while queue.is_full:
+                found.append(unpack_i32(queue.collect().next_tokens).tolist())
+        while len(queue):
+            found.append(unpack_i32(queue.collect().next_tokens).tolist())
+        del held
+        return found
+
     def prefill(self, tokens: int, count: int) -> float:
-        """Milliseconds of a prompt of ``tokens``, the best of ``count``."""
-        best = float("inf")
+        """Return the median milliseconds of a prompt of ``tokens``, run ``count`` times."""
+        times = []
         for _ in range(count):
             step = self._step(1, 0, [tokens], new=True)
             begin = time.perf_counter()
             self._steps.run(step)
-            best = min(best, time.perf_counter() - begin)
-        return best * 1e3
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times)) * 1e3
+
+    def _queue(self) -> StepQueue:
+        return StepQueue(self._steps, None, ahead=1 if self.model.hardware.beside else 0)
 
     def _busy(self, batch: int, count: int) -> float:
-        """Seconds that the GPU works for so many steps, which are queued behind a long wait, so that it has no gaps.
+        """Return the seconds that the GPU works for this many steps, queued behind a long wait, so without gaps.
 
         More are open than a server has (``step_arrays.py``): they may read one another's arrays, which are of one size.
         """
@@ -107,3 +144,15 @@ class BenchSteps:
             new_rows=[greedy_row(row) for row in range(batch)] if new else [],
             slot_deltas=[SlotDelta(row, 0, pack_i32(slots)) for row, slots in enumerate(deltas)],
         )
+
+
+OVERWRITTEN = (1, 2, 8, 64, 256, 1 << 16, 1 << 20)
+"""Sizes in numbers of 8 bytes: those of the step's arrays, of logits and of activations."""
+
+
+def _beyond_every_index(size: int, device: torch.device) -> torch.Tensor:
+    return torch.full((size,), 2**40, dtype=torch.int64, device=device)
+
+
+def _reserved() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from ...runtime import clean_start  # isort: skip  # noqa: F401
 
-import subprocess
-import tempfile
-import threading
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from ...runtime.python import python_command
-from . import ipc_check
-from .part import Part, open_part
-from .record import Finding
-from .servers import ask, free_port, generate, serve_all
+from . import handover_rate, ipc_check
+from .pair import missing, serve_pair
+from .part import Part, run_group
+from .record import Check, Finding
+from .servers import ask
 from .token_checks import LENGTH, Asked, compare, judge, make_asked
 
 
@@ -40,18 +35,27 @@ class Ranks(NamedTuple):
     gpus: int = 2
 
 
-def main() -> None:
-    """What has been tried least comes first: the time of a part is limited."""
-    part = open_part("handovers")
-    for name, find in ipc_check.checks(part):
-        part.recorder.check(name, find)
-    with tempfile.TemporaryDirectory() as folder:
-        asked = make_asked(part, Path(folder))
-        for ranks in instances(part, asked):
-            part.recorder.check(ranks.name, lambda ranks=ranks: check_ranks(part, ranks, asked))  # type: ignore[misc]
-        for sides in pairs(part, asked):
-            part.recorder.check(sides.name, lambda sides=sides: check_pair(part, sides, asked))  # type: ignore[misc]
-    part.recorder.finish()
+def rank_checks(part: Part) -> Iterator[Check]:
+    """Yield the checks of instances of several ranks."""
+    asked = make_asked(part)
+    for ranks in instances(part, asked):
+        yield ranks.name, lambda ranks=ranks: check_ranks(part, ranks, asked)  # type: ignore[misc]
+
+
+def pair_checks(part: Part) -> Iterator[Check]:
+    """Yield the checks of pairs."""
+    asked = make_asked(part)
+    for sides in pairs(part, asked):
+        yield sides.name, lambda sides=sides: check_pair(part, sides, asked)  # type: ignore[misc]
+
+
+GROUPS = {
+    "driver": ipc_check.checks,
+    "ranks": rank_checks,
+    "pairs": pair_checks,
+    "rate": handover_rate.checks,
+}
+"""The ones that have been tried least come first: the time of a part is limited."""
 
 
 def pairs(part: Part, asked: Asked) -> list[Sides]:
@@ -94,18 +98,10 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
     """Tokens of a decode whose prompts another instance computed, and how many bytes came of them."""
     if why_not := _too_few(part, sides.gpus) or missing(sides.backend):
         return Finding("", f"not run: {why_not}")
-    transfer, port = ["--disaggregation-transfer-backend", sides.backend], free_port()
-    prefill = [*sides.prefill, *transfer, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port"]
-    decode = [*sides.decode, *transfer, "--disaggregation-mode", "decode", "--disaggregation-threshold", "always"]
-    servers = [([*prefill, str(port)], asked.log(f"{sides.name} P")), (decode, asked.log(f"{sides.name} D"))]
-    with serve_all(servers) as [one, other]:
-        found = []
-        for room, prompt in enumerate(asked.prompts, 1):
-            where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
-            prefilled = _later(one, prompt, where)
-            found.append(generate(other, prompt, LENGTH, **where))
-            prefilled.join(30)
-        computed = ask(f"{other}/server_info")["counters"]["prompt_tokens"]
+    logs = asked.log(f"{sides.name} P"), asked.log(f"{sides.name} D")
+    with serve_pair(sides.backend, sides.prefill, sides.decode, logs) as pair:
+        found = [pair.answer(room, prompt, LENGTH) for room, prompt in enumerate(asked.prompts, 1)]
+        computed = ask(f"{pair.decode}/server_info")["counters"]["prompt_tokens"]
     finding = judge(found, asked.reference, 1.0, f"by {sides.backend}")
     finding.ok = bool(finding.ok) and not computed  # else the decode has not needed what came
     return finding
@@ -126,28 +122,5 @@ def _too_few(part: Part, gpus: int) -> str:
     return f"it takes {gpus} GPUs, and there are {there}" if gpus > max(there, 1) else ""
 
 
-@cache
-def missing(backend: str) -> str:
-    """Why a transfer backend can't be loaded, "" where it can. Asked of another process: what libraries do as they are
-    loaded stays there.
-    """
-    code = (
-        "import os, sys\n"
-        "from pdserve.disaggregation.errors import BackendUnavailable\n"
-        "from pdserve.disaggregation.transfer.backends.registry import find_backend\n"
-        "try: find_backend(sys.argv[1])\n"
-        "except BackendUnavailable as e: print(e, flush=True)\n"
-        "os._exit(0)"
-    )
-    done = subprocess.run(python_command("-c", code, backend), capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _later(address: str, prompt: Sequence[int], where: dict[str, Any]) -> threading.Thread:
-    thread = threading.Thread(target=generate, args=(address, prompt, LENGTH), kwargs=where, daemon=True)
-    thread.start()
-    return thread
-
-
 if __name__ == "__main__":
-    main()
+    run_group("handovers", GROUPS)

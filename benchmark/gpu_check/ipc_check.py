@@ -26,7 +26,7 @@ from ...disaggregation.transfer.backends.ipc_driver import DeviceCopy, IpcDriver
 from ...disaggregation.transfer.region import allocate_region
 from ...runtime.python import python_command
 from .part import Part
-from .record import Finding
+from .record import Check, Finding
 
 ROUNDS = 5
 SECONDS = 30.0
@@ -48,7 +48,7 @@ def size_of(device: torch.device) -> Size:
     return Size(64 << 10, 4096) if device.type == "cuda" else Size(4096, 16)
 
 
-def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def checks(part: Part) -> Iterator[Check]:
     """Names, and what finds out."""
     yield "memory of the GPU mapped by another process, and written", lambda: _or_why_not(part, check_write)
     yield "a writer that is killed writes nothing after", lambda: _or_why_not(part, check_killed_writer)

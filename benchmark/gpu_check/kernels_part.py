@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ...runtime import clean_start  # isort: skip  # noqa: F401
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +21,10 @@ from ...model_runner.device.choice import open_device
 from ...model_runner.forward_batch import ForwardBatch
 from ...model_runner.kv_pool import KVShape, make_layout, make_pool
 from . import op_checks, packed_checks, sampler_checks
-from .part import Part, open_part
-from .record import Finding
+from .part import Part, run_group
+from .record import Check, Finding
 
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-3, torch.float16: 5e-3}
 """Of the largest difference to the reference in float32. Products of float32 may round to TF32."""
 
 
@@ -71,24 +71,21 @@ def shapes(dry_run: bool) -> list[Shape]:
     ]
 
 
-def main() -> None:
-    """All of them."""
-    part = open_part("kernels")
-    for name, find in checks(part):
-        part.recorder.check(name, find)
-    part.recorder.finish()
-
-
-def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """Names, and what finds out."""
-    for shape in shapes(part.dry_run):
-        for dtype in (torch.float32,) if part.dry_run else TOLERANCE:
-            for backend in ("triton", "flashinfer"):
+def checks(part: Part) -> Iterator[Check]:
+    """Yield the checks of attention: first in the type that models are served in."""
+    for dtype in (torch.float32,) if part.dry_run else TOLERANCE:
+        for backend in ("triton", "flashinfer"):
+            for shape in shapes(part.dry_run):
                 name = f"{backend}, {str(dtype).removeprefix('torch.')}: {shape.name}"
                 yield name, lambda s=shape, d=dtype, b=backend: check_attention(part, s, d, b)  # type: ignore[misc]
-    yield from sampler_checks.checks(part)
-    yield from op_checks.checks(part)
-    yield from packed_checks.checks(part)
+
+
+GROUPS = {
+    "attention": checks,
+    "sampler": sampler_checks.checks,
+    "layers": op_checks.checks,
+    "packed": packed_checks.checks,
+}
 
 
 def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:
@@ -107,7 +104,7 @@ def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) 
         if part.dry_run or reason:
             return Finding("", f"not run: {reason or 'it has no interpreter'}")
     torch.manual_seed(1)
-    batch, pages = _batch(shape, part.device)
+    batch, pages = make_batch(shape, part.device)
     most = sum(-(-(start + count) // PAGE) for start, count in shape.lens)
     windows = () if shape.window is None else (shape.window,)
     limits = AttentionLimits(shape.heads, windows, len(shape.lens), batch.req_to_token.shape[1])
@@ -134,8 +131,8 @@ def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) 
 PAGE = 16
 
 
-def _batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
-    """Rows over scattered pages; the second is how many pages there are, with page 0."""
+def make_batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
+    """Make rows over scattered pages; the second is how many pages there are, with page 0."""
     columns = max(start + count for start, count in shape.lens) // PAGE * PAGE + PAGE
     per_row = columns // PAGE
     pages = len(shape.lens) * per_row + 1
@@ -161,4 +158,4 @@ def _batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_group("kernels", GROUPS)

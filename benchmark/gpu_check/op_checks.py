@@ -22,7 +22,7 @@ from ...model_runner.layers.expert_networks import ExpertNetworks, StackedLinear
 from ...model_runner.layers.rms_norm import RMSNorm
 from ...model_runner.layers.rotary import RotaryEmbedding
 from .part import Part
-from .record import Finding
+from .record import Check, Finding
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Of the largest difference to torch's operations on the CPU, which round more often: as a share of the number, or of 1
@@ -31,7 +31,7 @@ where it is less.
 ROUNDS = 8
 
 
-def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def checks(part: Part) -> Iterator[Check]:
     """Names, and what finds out."""
     for dtype in TOLERANCE:
         for name, run in OPS.items():

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from ...model_runner.loader.packed_sources import DummyMatrices
 from ...model_runner.packed.matrices import join
 from ...model_runner.packed.weights import COLUMNS, FP8Weight, PackedWeight
 from .part import Part
-from .record import Finding
+from .rates import median_seconds, read_rate
+from .record import Check, Finding
 
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Of a result, as a share of the product of the magnitudes: a rounding of its type."""
@@ -41,7 +41,7 @@ KINDS = (
 )
 
 
-def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def checks(part: Part) -> Iterator[Check]:
     """Names, and what finds out: by each tile of the products, which take seconds to compile."""
     half, other = CLOSE
     cases = ((half, 2), (half, 20)) if part.dry_run else ((half, 1), (half, 33), (half, 300), (other, 16))
@@ -85,32 +85,48 @@ def in_fp8(x: Tensor, columns: int) -> Tensor:
     return ((parts / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)[:, : x.shape[1]]
 
 
-def rates(part: Part, copy_rate: float) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """Names, and what measures: products of 1 and of 16 tokens with a matrix of an 8B, as a share of ``copy_rate``."""
+def rates(part: Part) -> Iterator[Check]:
+    """Yield measurements of products of a few tokens with a matrix of an 8B, beside torch's of the same size."""
     for kind in KINDS:
-        for tokens in (1,) if part.dry_run else (1, 16):
-            yield f"{kind.name}, {tokens} tokens", lambda k=kind, t=tokens: measure(part, k, t, copy_rate)  # type: ignore[misc]
+        for tokens in (1,) if part.dry_run else (1, 16, 2048):
+            yield f"product of {kind.name}, {tokens} tokens", lambda k=kind, t=tokens: measure(part, k, t)  # type: ignore[misc]
 
 
-def measure(part: Part, kind: Kind, tokens: int, copy_rate: float) -> Finding:
-    """Several matrices in turn, that the caches don't hold together."""
+def measure(part: Part, kind: Kind, tokens: int) -> Finding:
+    """Several matrices in turn, that the caches don't hold together; then the same by ``F.linear``, in bfloat16."""
     from ...model_runner.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
         return Finding("", NO_FP8)
-    outputs, inputs, count = (64, 128, 2) if part.dry_run else (28_672, 4096, 8)
+    outputs, inputs, count = (64, 128, 2) if part.dry_run else (28_672, 4096, 4)
     weights = [drawn(part, kind, outputs, inputs) for _ in range(count)]
     x = torch.randn(tokens, inputs, device=part.device).bfloat16()
-    best = float("inf")
-    for _ in range(1 if part.dry_run else 8):
-        begin = time.perf_counter()
-        for weight in weights:
-            packed_product(x, weight, None)
-        if part.device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - begin) / count)
+    seconds = median_seconds(part, [lambda w=weight: packed_product(x, w, None) for weight in weights])  # type: ignore[misc]
     nbytes = weights[0].nbytes + x.nbytes + tokens * outputs * x.element_size()
-    return Finding("", f"{best * 1e3:.3f} ms, {nbytes / best / copy_rate:.0%} of the copy rate")
+    floats = [torch.randn(outputs, inputs, device=part.device, dtype=torch.bfloat16) for _ in range(count)]
+    plain = median_seconds(part, [lambda w=weight: torch.nn.functional.linear(x, w) for weight in floats])  # type: ignore[misc]
+    told = f"{seconds * 1e6:.1f} µs, {nbytes / seconds / read_rate(part):.0%} of the read rate; "
+    told += f"F.linear of bfloat16 {plain * 1e6:.1f} µs"
+    if kind.eight:
+        told += f"; {_scaled(part, x, floats)}"
+    return Finding("", told)
+
+
+def _scaled(part: Part, x: Tensor, floats: list[Tensor]) -> str:
+    """Tell what torch's own product in FP8 takes, with a scale for each token and row."""
+    tokens = max(len(x), 16)  # its least
+    eight = torch.randn(tokens, x.shape[1], device=part.device).to(torch.float8_e4m3fn)
+    one, other = (torch.ones(shape, device=part.device) for shape in ((tokens, 1), (1, len(floats[0]))))
+    weights = [weight.to(torch.float8_e4m3fn) for weight in floats]
+
+    def product(weight: Tensor) -> Tensor:
+        return torch._scaled_mm(eight, weight.T, one, other, out_dtype=torch.bfloat16)
+
+    try:
+        seconds = median_seconds(part, [lambda w=weight: product(w) for weight in weights])  # type: ignore[misc]
+    except RuntimeError as e:
+        return f"torch._scaled_mm: not here ({str(e).splitlines()[0][:80]})"
+    return f"torch._scaled_mm of {tokens} tokens {seconds * 1e6:.1f} µs"
 
 
 def multiplies_fp8(part: Part) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from .record import PartRecord
 
-TITLES = {"kernels": "Kernels", "server": "Server", "handovers": "Hand-overs and ranks", "bench": "Speed"}
-TITLES |= {"peers": "Beside others"}
+TITLES = {"kernels": "Kernels", "device": "Tests on the device", "server": "Server", "served": "Speed of a server"}
+TITLES |= {"handovers": "Hand-overs and ranks", "bench": "Speed of steps", "peers": "Beside others"}
 SIGNS = {True: "yes", False: "**no**", None: ""}
 
 
@@ -23,13 +23,15 @@ def render(records: Sequence[PartRecord], command: str) -> str:
     for record in records:
         lines += [f"## {TITLES[record.part]}", ""]
         versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-        ended = "" if record.ended == "whole" else f" Ended early: {record.ended}."
+        ended = "" if record.is_over else " Not over yet."
         lines += [f"{record.device}; {versions}. {record.seconds:.0f} s.{ended}", ""]
         lines += ["| what | found | asked for | met |", "|---|---|---|---|"]
         lines += [
             f"| {_cell(f.name)} | {_cell(f.figure)} | {_cell(f.asked)} | {SIGNS[f.ok]} |" for f in record.findings
         ]
         lines.append("")
+        if record.left_out:
+            lines += ["**Left out:** " + "; ".join(record.left_out) + ".", ""]
     return "\n".join(lines)
 
 

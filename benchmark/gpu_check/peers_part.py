@@ -1,5 +1,7 @@
-"""The same load on pdserve and on transformers' continuous batching, one after the other on the same device: prompts of
-mixed lengths that all come at once, greedy, each with the same number of tokens. Weights are random.
+"""Others beside pdserve on the same device, one after the other: torch alone, and transformers' continuous batching.
+
+The load of the latter: prompts of mixed lengths that all come at once, greedy, each with the same number of tokens.
+Weights are random. It attends by SDPA and captures no graphs, so it is a weak peer: to be behind it would be a fault.
 """
 
 from __future__ import annotations
@@ -11,19 +13,19 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .part import Part, open_part
-from .record import Finding
+from .part import Part, run_group
+from .peer_steps import compiled_checks, product_checks, prompt_checks
+from .record import Check, Finding
 from .servers import ask, serve
 from .token_checks import CONFIG, Prompts
 
-START_SECONDS = 90.0
 ANSWER_SECONDS = 120.0
 
 
@@ -45,16 +47,14 @@ class NotRun(RuntimeError):
     """The peer can't be measured here; the message says why."""
 
 
-def main() -> None:
-    """pdserve, the peer, and how they compare."""
-    part = open_part("peers")
+def batching_checks(part: Part) -> Iterator[Check]:
+    """Yield pdserve, the peer, and how they compare."""
     load = make_load(part.dry_run)
-    rates: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for name, run in PEERS.items():
         title = f"{name}: {len(load.prompts)} requests"
-        part.recorder.check(title, lambda n=name, r=run: measure(part, load, n, r, rates))  # type: ignore[misc]
-    part.recorder.check("pdserve to transformers", lambda: compare(part, rates))
-    part.recorder.finish()
+        yield title, lambda n=name, r=run: measure(part, load, n, r, measured)  # type: ignore[misc]
+    yield "pdserve to transformers", lambda: compare(part, measured)
 
 
 def make_load(dry_run: bool) -> Load:
@@ -97,10 +97,10 @@ def time_ours(part: Part, load: Load) -> float:
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
         llama |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
         Path(folder, "config.json").write_text(json.dumps(load.config | llama))
-        args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2"]
+        args = ["--model-path", folder, "--load-format", "dummy", *part.server_tokenizer]
         args += ["--device", part.device.type, "--dtype", "float32" if part.dry_run else "bfloat16"]
         args += ["--max-total-tokens", "2048"] if part.dry_run else ["--attention-backend", "triton"]
-        with serve(args, Path(folder, "server.log"), START_SECONDS) as address:
+        with serve(args, part.log("peers")) as address:
             _ours(address, load.warm, load.length)
             begin = time.perf_counter()
             answers = _ours(address, load.prompts, load.length)
@@ -164,7 +164,13 @@ def _check_whole(answers: list[list[int]], load: Load) -> None:
 
 
 PEERS = {"pdserve": time_ours, "transformers' continuous batching": time_transformers}
+GROUPS = {
+    "products": product_checks,
+    "prompts": prompt_checks,
+    "compiled": compiled_checks,
+    "batching": batching_checks,
+}
 
 
 if __name__ == "__main__":
-    main()
+    run_group("peers", GROUPS)

@@ -1,5 +1,11 @@
-"""What a part of the check has found, in a file that is written anew after every finding: a part that is cut off leaves
-what it had. Of the standard library alone: the page is also made where nothing is installed yet.
+"""What a part of the check has found, in a file that is written anew before and after every check.
+
+Of the standard library alone: the page is also made where nothing is installed yet.
+
+A part has groups of checks, and each group is a process of its own. So an error of the device, after which a process
+can't use it any more, ends a group and not the part. The file says at any time what is found, which check runs, and
+which ones follow in the group. What a process could not check is left out by name: ``Recorder`` says so if it can, and
+``close_group`` if the process has died or was ended.
 """
 
 from __future__ import annotations
@@ -8,11 +14,22 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-PARTS = ("kernels", "server", "handovers", "bench", "peers")
+PARTS = {
+    "kernels": ("attention", "sampler", "layers", "packed"),
+    "device": ("tests",),
+    "server": ("cpu", "device"),
+    "served": ("1B", "8B"),
+    "handovers": ("driver", "ranks", "pairs", "rate"),
+    "bench": ("rates", "1B", "8B", "graphs", "packed"),
+    "peers": ("products", "prompts", "compiled", "batching"),
+}
+"""The groups of each part, in the order in which they run."""
+Check = tuple[str, Callable[[], "Finding"]]
+"""A name, and what finds out."""
 
 
 @dataclass
@@ -34,48 +51,120 @@ class PartRecord:
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Checks that were not made, each with the reason."""
+    group: str = ""
+    """The group whose checks are known, the last one that has begun."""
+    pending: list[str] = field(default_factory=list)
+    """Checks of the group that runs, from the one that runs on."""
+    is_checking: bool = False
+    """Whether the first of ``pending`` has begun."""
     seconds: float = 0.0
-    ended: str = "cut off"
-    """How: "whole", "cut off", or the error."""
+    is_over: bool = False
+    """Whether no group follows."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything was checked."""
+        return self.is_over and not self.left_out
+
+    @property
+    def is_well(self) -> bool:
+        """Whether everything was checked and nothing was found amiss."""
+        return self.is_whole and all(finding.ok is not False for finding in self.findings)
 
 
 class Recorder:
-    """Writes ``record`` to ``path``."""
+    """Writes ``record`` to ``path``. No check begins after ``seconds`` from now.
 
-    def __init__(self, record: PartRecord, path: Path) -> None:
+    ``is_alive`` is asked after an error: whether this process can still use its device.
+    """
+
+    def __init__(
+        self,
+        record: PartRecord,
+        path: Path,
+        seconds: float = float("inf"),
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.record = record
         self._path = path
+        self._is_alive = is_alive
         self._begin = time.monotonic()
+        self._until = self._begin + seconds
+        self._seconds_before = record.seconds
         self._write()
 
-    def check(self, name: str, find: Callable[[], Finding]) -> None:
-        """Note what ``find`` says. An error is a finding, too: the other checks go on."""
-        begin = time.monotonic()
+    def run(self, group: str, make_checks: Callable[[], Iterable[Check]]) -> None:
+        """Make the checks of a group, one after another, until the device fails or the time is over."""
+        todo: list[Check] = []
+        self.record.group = group
+
+        def prepare() -> Finding:
+            todo.extend(make_checks())
+            return Finding("", f"{len(todo)} checks")
+
+        self.record.pending = [f"preparing “{group}”"]
+        self.check(self.record.pending[0], prepare)
+        self.record.pending = [name for name, _ in todo]
+        for name, find in todo:
+            if time.monotonic() > self._until:
+                self._leave_out("no time was left")
+                break
+            if not self.check(name, find):
+                self._leave_out(f"the device failed in “{name}”")
+                break
+        self._write()
+
+    def check(self, name: str, find: Callable[[], Finding]) -> bool:
+        """Note what ``find`` returns or raises; return whether the device can still be used."""
+        self.record.is_checking = True
+        self._write()
+        begin, alive = time.monotonic(), True
         try:
             finding = find()
         except Exception as e:  # noqa: BLE001 - whatever it is, it is what this check came to
             traceback.print_exc()
             finding = Finding(name, f"{type(e).__name__}: {e}"[:300], ok=False)
+            if not (alive := self._is_alive()):
+                finding.figure += " (the device failed: run again with CUDA_LAUNCH_BLOCKING=1 to see in which kernel)"
         finding.name = name
         self.record.findings.append(finding)
+        self.record.pending, self.record.is_checking = self.record.pending[1:], False
         told = {True: "ok", False: "FAILED", None: "-"}[finding.ok]
         print(f"{told:6} {name}: {finding.figure} ({time.monotonic() - begin:.1f} s)", flush=True)
         self._write()
+        return alive
 
-    def finish(self) -> None:
-        """All was checked."""
-        self.record.ended = "whole"
-        self._write()
+    def _leave_out(self, reason: str) -> None:
+        self.record.left_out += [f"{name} ({reason})" for name in self.record.pending]
+        self.record.pending = []
 
     def _write(self) -> None:
-        self.record.seconds = round(time.monotonic() - self._begin, 1)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self.record), indent=1))
-        os.replace(new, self._path)
+        self.record.seconds = round(self._seconds_before + time.monotonic() - self._begin, 1)
+        write_record(self._path, self.record)
+
+
+def close_group(record: PartRecord, group: str, reason: str) -> None:
+    """Note what a group's process has left when it ended. ``reason``: why it did, "" if by itself."""
+    why = reason or "its process died"
+    if record.group != group:
+        record.pending, record.is_checking = [f"all of “{group}”"], False
+    if record.is_checking:
+        record.findings.append(Finding(record.pending.pop(0), f"not finished: {why}", ok=False))
+    record.left_out += [f"{name} ({why})" for name in record.pending]
+    record.pending, record.is_checking = [], False
+
+
+def write_record(path: Path, record: PartRecord) -> None:
+    """Write the file at once: a reader finds the old record or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(asdict(record), indent=1))
+    os.replace(new, path)
 
 
 def read_record(path: Path) -> PartRecord | None:
-    """None where the part has not begun."""
+    """Return what the file holds; None if the part has not begun."""
     if not path.is_file():
         return None
     fields = json.loads(path.read_text())

@@ -18,13 +18,13 @@ from ...model_runner.queued_sampler.torch_sampler import TorchSampler
 from ...model_runner.rows import RowStates
 from ...model_runner.sampler import sample
 from .part import Part
-from .record import Finding
+from .record import Check, Finding
 
 POSITION = 8
 STEPS = 8
 
 
-def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def checks(part: Part) -> Iterator[Check]:
     """Names, and what finds out."""
     for name, make in (("triton", _triton), ("torch", TorchSampler)):
         yield f"{name}: sampler, everything asked for", lambda m=make: check_tokens(part, m)  # type: ignore[misc]

@@ -15,20 +15,23 @@ from typing import Any
 
 from ...runtime.python import python_command
 
+START_SECONDS = 150.0
+"""Limit of a server's start: a bare machine compiles the kernels that it needs."""
+
 
 class ServerFailed(RuntimeError):
     """It did not start; the message is the end of its log."""
 
 
 @contextmanager
-def serve(args: Sequence[str], log: Path, seconds: float = 60.0) -> Iterator[str]:
+def serve(args: Sequence[str], log: Path, seconds: float = START_SECONDS) -> Iterator[str]:
     """The address of ``pdserve server`` with ``args``; raises ``ServerFailed``."""
     with serve_all([(args, log)], seconds) as [address]:
         yield address
 
 
 @contextmanager
-def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = 60.0) -> Iterator[list[str]]:
+def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = START_SECONDS) -> Iterator[list[str]]:
     """The addresses of several (arguments, log), which start at the same time; raises ``ServerFailed``."""
     ports, processes = [], []
     for args, log in servers:

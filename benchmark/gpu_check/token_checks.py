@@ -19,14 +19,19 @@ Prompts = list[list[int]]
 Tokens = list[list[int]]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIG = SIZES | {"num_key_value_heads": 2, "vocab_size": 49152, "head_dim": 64, "max_position_embeddings": 2048}
-OPTIONS = ["--tokenizer-path", "smollm2", "--max-total-tokens", "8192"]
+OPTIONS = ["--max-total-tokens", "8192"]
 LENGTH = 24
 SAME = "the same tokens"
 
 
-class Asked(NamedTuple):
-    """``options``: of any server. ``folder``: for logs. ``reference``: what ``model`` says to each of ``prompts``."""
+PROMPTS = (5, 40, 300, 17, 64, 100, 1, 2, 15, 16, 31, 33, 63, 65, 127, 128, 129, 200, 511, 7)
+"""Tokens of each prompt: around the sizes of pages and tiles."""
 
+
+class Asked(NamedTuple):
+    """``options``: of any server. ``folder``: of models. ``reference``: what ``model`` says to each of ``prompts``."""
+
+    part: Part
     folder: Path
     options: list[str]
     model: Any
@@ -44,16 +49,18 @@ class Asked(NamedTuple):
 
     def log(self, name: str) -> Path:
         """Return the path of the log file of the server with this name."""
-        return self.folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
+        return self.part.log(name)
 
 
-def make_asked(part: Part, folder: Path) -> Asked:
-    """``folder``: for the model and the logs."""
+def make_asked(part: Part) -> Asked:
+    """Save a random model and have transformers answer prompts with it."""
+    folder = part.scratch
     model = save_model(folder / "model", 2 if part.dry_run else SIZES["num_hidden_layers"])
     rng = np.random.default_rng(0)
-    lens = (5, 40) if part.dry_run else (5, 40, 300, 17, 64, 100)
+    lens = (5, 40) if part.dry_run else PROMPTS
     prompts = [rng.integers(3, CONFIG["vocab_size"], length).tolist() for length in lens]
-    return Asked(folder, OPTIONS, model, prompts, answers_of(model, prompts))
+    options = [*part.server_tokenizer, *OPTIONS]
+    return Asked(part, folder, options, model, prompts, answers_of(model, prompts))
 
 
 def compare(

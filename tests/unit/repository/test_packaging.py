@@ -35,7 +35,8 @@ DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cud
 NOT_PRODUCT = {"tests", "docs", "docker", "tools", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
-FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
+FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache", "--page", "--limit"}
+# llama.cpp's, and of make gpu-check
 FOREIGN_FLAGS |= {"--answer"}  # of model_runner.kernels.activation_quality
 FOREIGN_FLAGS |= {"--who", "--minutes"}  # of make hostile-campaign
 FOREIGN_FLAGS |= {"--update", "--move", "--figures"}  # of tools.prose
