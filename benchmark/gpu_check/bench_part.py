@@ -75,17 +75,17 @@ class Bench:
 
 
 def small_checks(part: Part) -> Iterator[Check]:
-    """Yield those of a 1B."""
+    """Yield the measurements of a 1B."""
     yield from _of_backends(part, shape_called("1B", part.dry_run))
 
 
 def large_checks(part: Part) -> Iterator[Check]:
-    """Yield those of an 8B."""
+    """Yield the measurements of an 8B."""
     yield from _of_backends(part, shape_called("8B", part.dry_run))
 
 
 def packed_model_checks(part: Part) -> Iterator[Check]:
-    """Yield those of packed weights: products alone, then whole models."""
+    """Yield the measurements of packed weights: products alone, then whole models."""
     yield from packed_checks.rates(part)
     for name in PACKED_SHAPES:
         shape = shape_called(name, part.dry_run)
@@ -96,7 +96,7 @@ def packed_model_checks(part: Part) -> Iterator[Check]:
 
 
 def graph_checks(part: Part) -> Iterator[Check]:
-    """Yield those of graphs whose surroundings are overwritten: what a graph reads must be kept."""
+    """Yield those of graphs with freed memory overwritten: what a graph reads must be kept."""
     bench = Bench(part, shape_called("1B", part.dry_run), "triton")
     yield f"{bench.label}: loaded for overwritten memory", bench.load
     for batch in bench.shape.asked:

@@ -1,4 +1,4 @@
-"""Shapes of models whose speed is measured, and what is asked of each."""
+"""Shapes of the models to measure, and the speed that is asked of each."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ ON_THE_MACHINE = (
     *("typing-extensions", "setuptools", "numpy", "transformers", "tokenizers", "safetensors", "regex"),
     *("huggingface-hub", "hf-xet", "tqdm", "pyyaml", "packaging"),
 )
-"""Packages of every machine with PyTorch and transformers. Other versions may need other packages beside these, so a
-wheel too many is taken along rather than one too few: only those that are missing are installed.
+"""Packages of every machine with PyTorch and transformers. Other versions of them may need other packages beside
+these, so rather a wheel too many is taken along. Only wheels of missing packages are installed.
 """
 PYTHON = "3.12"
 PLATFORMS = (

@@ -13,7 +13,7 @@ _BLOCKS = 16
 
 
 def read_all(data: Tensor, out: Tensor) -> None:
-    """Read ``data`` ([N] int32, N a multiple of 4096) once. ``out`` ([1] int32) gets what no compiler can foresee."""
+    """Read ``data`` ([N] int32, N a multiple of 4096) once. A result in ``out`` ([1] int32) keeps it."""
     count = data.numel()
     if data.dtype != torch.int32 or count % _BLOCK:
         raise ValueError(f"{count} numbers of {data.dtype}: not int32 in blocks of {_BLOCK}")

@@ -54,7 +54,7 @@ class PartRecord:
     left_out: list[str] = field(default_factory=list)
     """Checks that were not made, each with the reason."""
     group: str = ""
-    """The group whose checks are known, the last one that has begun."""
+    """The group that began last and has told the names of its checks."""
     pending: list[str] = field(default_factory=list)
     """Checks of the group that runs, from the one that runs on."""
     is_checking: bool = False

@@ -1,7 +1,7 @@
 """Speed of a server: what its clients see, beside the bare step of the same model. Weights are random.
 
-Prompts are random numbers, so no prefix is cached. A stream's gaps (ITL) are those of decode steps of one batch size:
-all requests of a load come at once, with prompts and answers of one length.
+Prompts are random numbers, so no prefix is cached. All requests of a load come at once, with prompts and
+answers of one length. So a stream's gaps (ITL) are decode steps of one batch size.
 """
 
 from __future__ import annotations

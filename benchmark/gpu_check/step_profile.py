@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Of one step. ``gap_us``: time between the first kernel's begin and the last one's end in which none ran."""
+    """Averages of a step. ``gap_us``: time from the first kernel to the end of the last one in which none ran."""
 
     kernels: float
     busy_us: float
