@@ -10,7 +10,7 @@ import pytest
 from tools.house.command import main
 from tools.house.measure import FIGURES, House, measure
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PARTS = """
 from dataclasses import dataclass
 from enum import Enum
