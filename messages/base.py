@@ -12,9 +12,9 @@ import numpy.typing as npt
 Epoch = Annotated[str, msgspec.Meta(max_length=128)]
 """Names one start of one instance."""
 Room = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""What a request calls its hand-over, and both of its legs with it."""
+"""Number of a hand-over, drawn for each request and sent to both of its legs."""
 Reason = Annotated[str, msgspec.Meta(max_length=2048)]
-"""Why something is refused or over, for people. Whoever writes it cuts it: ``decode.shown(text, REASON_CHARS)``."""
+"""Why something is refused or over, for people. Its author cuts it: ``decode.shown(text, REASON_CHARS)``."""
 REASON_CHARS = 1000
 
 I32 = npt.NDArray[np.int32]
@@ -23,13 +23,15 @@ I32 = npt.NDArray[np.int32]
 class HandoverId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Names one hand-over, in every message that is about one.
 
-    ``epoch`` is that of the decode instance, which draws a new ``attempt`` for each: a room alone can be used again, by
-    a client that asks twice with the same body, while what it meant before is still being cleared away.
+    A room alone is not unique. A client that sends the same body twice uses it again, while the first hand-over is
+    still being cleared away.
     """
 
     epoch: Epoch
+    """Epoch of the decode instance."""
     room: Room
     attempt: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    """Drawn anew by the decode for each hand-over."""
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -37,10 +39,10 @@ class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 def pack_i32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Little-endian int32 bytes of ``values``; raises ``OverflowError`` where one does not fit."""
+    """Pack ``values`` into little-endian int32 bytes; raises ``OverflowError`` if a value does not fit."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def unpack_i32(data: bytes) -> I32:
-    """The read-only int32 array behind ``data`` (no copy)."""
+    """Return ``data`` as a read-only int32 array, without a copy."""
     return np.frombuffer(data, dtype="<i4")

@@ -3,8 +3,8 @@
 A frame is a msgpack list of messages, so that one send carries a whole step. A channel declares the messages it
 accepts; its decoder is built once. A frame that is not a list of those is refused (``decode.py``) and changes nothing.
 
-A receiver can't answer a frame that it refuses, so its sender does not send one that is too large: it raises
-``FrameTooLarge``, and whoever sends tells the clients (``too_large.py`` has the words).
+A receiver cannot answer a frame that it refuses. So ``Sender`` never sends one that is too large. It raises
+``FrameTooLarge``, and its caller reports the error to the clients (``too_large.py`` has the texts).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IPC_FRAME_BYTES = 1 << 30
 class FrameTooLarge(ValueError):
     """Messages are longer than a frame may be. None of the frame's messages was sent.
 
-    ``messages``: those that are too long by themselves; ``size``: bytes of the longest of them.
+    ``messages`` are the ones that do not even fit into a frame of their own. ``size`` is the longest one's, in bytes.
     """
 
     def __init__(self, messages: list[Message], size: int, limit: int) -> None:
@@ -61,19 +61,20 @@ class SendsMessages(Protocol):
 
 
 def ipc_address(run_dir: Path, name: str) -> str:
-    """The address of channel ``name`` of the instance whose run directory (mode 0700) is given."""
+    """Return the address of channel ``name`` of the instance with this run directory (mode 0700)."""
     return f"ipc://{run_dir / name}.ipc"
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """One frame."""
+    """Encode messages as one frame."""
     return _encoder.encode(messages)
 
 
 class Sender:
-    """The sending end (PUSH, connects). One thread only, as every ZMQ socket. ``limit``: bytes of a frame.
+    """The sending end (PUSH, connects). Like every ZMQ socket, it belongs to one thread.
 
-    ``linger_ms``: how long what is queued may take to leave after ``close``; None: ``LINGER_MS``, -1: any time.
+    ``limit`` is the maximum length of a frame in bytes. ``linger_ms`` is how long queued messages may take to leave
+    after ``close``: None means ``LINGER_MS``, -1 means without limit.
     """
 
     def __init__(
@@ -122,7 +123,10 @@ class Receiver(Generic[M]):
         self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     def recv(self, timeout_ms: int) -> list[M]:
-        """The next frame's messages, or [] after ``timeout_ms`` (-1 waits for ever); raises ``UndeclaredMessage``."""
+        """Return the next frame's messages, or [] after ``timeout_ms``; raises ``UndeclaredMessage``.
+
+        A timeout of -1 waits without limit.
+        """
         # Without a limit a plain recv waits as well as a poll, for a fifth of the Python code.
         if timeout_ms >= 0 and not self.socket.poll(timeout_ms):
             return []
@@ -144,7 +148,7 @@ class AsyncReceiver(Generic[M]):
         self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     async def recv(self) -> list[M]:
-        """The next frame's messages; raises ``UndeclaredMessage``."""
+        """Wait for the next frame and return its messages; raises ``UndeclaredMessage``."""
         return self._codec.decode(await self._socket.recv())
 
     def close(self) -> None:

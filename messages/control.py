@@ -1,7 +1,7 @@
 """Questions about the instance itself, and the supervisor's messages.
 
-A question rides the same ring as requests, HTTP → tokenizer → scheduler → detokenizer → HTTP, so its answer proves
-that every process on the ring is alive.
+A question takes the way of requests: HTTP → tokenizer → scheduler → detokenizer → HTTP. So its answer proves that each
+of these processes is alive.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ MAX_TRANSFERS = 1000
 
 
 class Ping(Message):
-    """Is the instance able to serve? ``sent`` is ``time.monotonic()``."""
+    """HTTP → scheduler: is the instance able to serve? Answered by ``Pong``."""
 
     id: int
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which instance this is, for who sends it work. ``role``: its current one.
-
-    ``bootstrap_port``: where its KV is asked for, None where it exchanges none; on ``bootstrap_host``, or where that is
-    "" at the address that the instance is reached at.
-    """
+    """Identity of an instance, for routers."""
 
     epoch: str
     role: str
+    """Current role."""
     bootstrap_host: str = ""
+    """Host of the bootstrap server; "" stands for the address at which the instance is reached."""
     bootstrap_port: int | None = None
+    """Port of the bootstrap server, at which peers ask for KV; None for an instance that exchanges none."""
 
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast one more request would decode here: ``token_ms`` from one of its tokens to the next, as far as it can be
-    foreseen, prompts that are computed here between them included, ``decode_ms`` without those, and ``stream_ms`` more
-    for each that comes with it. ``budget_ms``: what is promised for that time, 0 where nothing is. ``max_tokens``: how
-    long it may become at most.
-    """
+    """Estimate of how fast one more request would decode here."""
 
     token_ms: float
+    """Estimated time from one of its tokens to the next, with the prompts that are computed in between."""
     decode_ms: float
+    """Estimated time from one of its tokens to the next, without prompts."""
     stream_ms: float
+    """Additional time for each further request that comes with it."""
     budget_ms: float
+    """Limit of that time (``--itl-budget-ms``); 0 without one."""
     max_tokens: int
+    """Maximum length of a request, prompt and output."""
 
 
 class Pong(Message):
-    """``ready`` False comes with the reason (loading, draining, the worker is stuck), True with what somebody should
-    look after, if there is anything. ``identity``: None before the scheduler has begun. ``pace``: None where requests
-    shall stay where their sender put them.
-    """
+    """Scheduler → HTTP: whether the instance is able to serve."""
 
     id: int
     ready: bool
     reason: str = ""
+    """Why it is not ready (loading, draining, the worker is stuck). If it is ready: a problem to look after, or ""."""
     identity: Identity | None = None
+    """None before the scheduler has started."""
     pace: Pace | None = None
+    """None unless the instance lets a router choose where to decode (``--disaggregation-threshold auto``)."""
 
 
 class FlushCacheReq(Message):
@@ -68,78 +68,84 @@ class FlushCacheReq(Message):
 
 
 class FlushCacheResult(Message):
-    """``flushed`` tokens were dropped; ``success`` False (with the reason) while requests are running."""
+    """Scheduler → HTTP: result of a ``FlushCacheReq``."""
 
     id: int
     success: bool
+    """False while requests are running; ``message`` has the reason."""
     flushed: int = 0
+    """Dropped tokens."""
     message: str = ""
 
 
 class ServerInfoReq(Message):
-    """What does the scheduler hold?"""
+    """HTTP → scheduler: describe your state. Answered by ``ServerInfo``."""
 
     id: int
 
 
 class ServerInfo(Message):
-    """The scheduler's view, JSON-ready: pools, queues, role, peers, counters, invariants."""
+    """State of the scheduler, ready for JSON: pools, queues, role, peers, counters, invariants."""
 
     id: int
     info: dict[str, Any]
 
 
 class TransfersReq(Message):
-    """Which hand-overs are open?"""
+    """HTTP → scheduler: list the open hand-overs. Answered by ``Transfers``."""
 
     id: int
 
 
 class Transfers(Message):
-    """Those of the instance, JSON-ready; the oldest ``MAX_TRANSFERS``, and how many there are."""
+    """Scheduler → HTTP: the open hand-overs of the instance."""
 
     id: int
     open: int
+    """Number of open hand-overs."""
     transfers: list[dict[str, Any]]
+    """The oldest ``MAX_TRANSFERS`` of them, ready for JSON."""
 
 
 class Ready(Message):
-    """Child → supervisor: process ``name`` can serve; ``info`` says what start-up spent where (seconds)."""
+    """Child → supervisor: process ``name`` can serve."""
 
     name: str
     info: dict[str, float] = {}
+    """Seconds that start-up spent, by phase."""
 
 
 class Drain(Message):
-    """Supervisor → scheduler: admit nothing more, finish what runs, then answer ``Drained``.
-
-    ``to``: bootstrap addresses of instances that shall go on with it; without any, it is finished here.
-    """
+    """Supervisor → scheduler: admit no more requests, finish the running ones, then answer ``Drained``."""
 
     to: list[tuple[str, int]] = []
+    """Bootstrap addresses of instances that running requests migrate to. Without any, they finish here."""
 
 
 class StopAsked(Message):
-    """HTTP → supervisor: an admin wants the instance drained, as by SIGTERM. ``to``: as in ``Drain``."""
+    """HTTP → supervisor: drain the instance, as on SIGTERM, because an admin asked for it. ``to``: as in ``Drain``."""
 
     to: list[tuple[str, int]] = []
 
 
 class RoleReq(Message):
-    """HTTP → scheduler: what this instance is to be offered from now on."""
+    """HTTP → scheduler: change the role of this instance. Answered by ``RoleResult``."""
 
     id: int
     role: Literal["unified", "prefill", "decode"]
 
 
 class RoleResult(Message):
-    """The role from now on, and the one before; ``message`` where it can't be changed."""
+    """Scheduler → HTTP: result of a ``RoleReq``."""
 
     id: int
     role: str
+    """Role from now on."""
     before: str
+    """Role before."""
     message: str = ""
+    """Why the role could not be changed; "" if it was."""
 
 
 class Drained(Message):
-    """No request is left. Scheduler → detokenizer → HTTP → supervisor: it arrives behind the last answers."""
+    """Scheduler → detokenizer → HTTP → supervisor: no request is left. It arrives after the last answers."""

@@ -1,6 +1,6 @@
-"""The one function that decodes what came from a socket.
+"""The one function that decodes bytes from a socket.
 
-Whatever comes from a socket is hostile until it is decoded: a frame gives messages, or it is refused with
+Bytes from a socket are hostile until they are decoded. A frame either gives messages, or it is refused with
 ``UndeclaredMessage`` and changes nothing. No frame ends a process.
 """
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 SHOWN_CHARS = 300
-"""Characters of a stranger's text that reach a log line or an error."""
+"""Maximum characters of a peer's or client's text in a log line or an error."""
 
 
 class UndeclaredMessage(ValueError):
@@ -26,27 +26,27 @@ class UndeclaredMessage(ValueError):
 def decode(
     decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], data: bytes | bytearray | memoryview, limit: int
 ) -> T:
-    """What ``data`` (at most ``limit`` bytes) says; raises ``UndeclaredMessage`` and nothing else."""
+    """Decode ``data`` (at most ``limit`` bytes); raises ``UndeclaredMessage`` and nothing else."""
     if len(data) > limit:
         raise UndeclaredMessage(f"dropped a frame of {len(data)} bytes: at most {limit} are taken here")
     try:
         return decoder.decode(data)
     except Exception as e:
-        # Broad on purpose: msgspec's own errors are not all that a frame can cause. Bad UTF-8 is a UnicodeDecodeError,
-        # deep nesting a RecursionError, and what the next version raises is not ours to guess.
+        # Broad on purpose: a frame can cause more than msgspec's own errors. Bad UTF-8 is a UnicodeDecodeError, deep
+        # nesting a RecursionError, and the next version may raise others.
         raise UndeclaredMessage(f"dropped a frame of {len(data)} bytes: {shown(str(e))}") from e
 
 
 def shown(text: str, limit: int = SHOWN_CHARS) -> str:
-    """A stranger's ``text``, fit for one log line: cut to ``limit`` characters, without line breaks and the like."""
+    """Make untrusted ``text`` fit for one log line: at most ``limit`` characters, all of them printable."""
     cut = text if len(text) <= limit else f"{text[:limit]}…"
     return cut if cut.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
 class Codec(Generic[M]):
-    """Decodes the frames of one channel: a msgpack list of messages. ``declared`` is a union of ``Message`` types.
+    """Decoder of one channel's frames, each a msgpack list of messages.
 
-    A frame has at most ``limit`` bytes and, where given, ``most`` messages.
+    ``declared`` is a union of ``Message`` types. A frame has at most ``limit`` bytes and, if given, ``most`` messages.
     """
 
     def __init__(self, declared: Any, limit: int, most: int | None = None) -> None:
@@ -55,5 +55,5 @@ class Codec(Generic[M]):
         self._limit = limit
 
     def decode(self, frame: bytes | memoryview) -> list[M]:
-        """The frame's messages; raises ``UndeclaredMessage``."""
+        """Return the messages of a frame; raises ``UndeclaredMessage``."""
         return decode(self._decoder, frame, self._limit)

@@ -1,12 +1,14 @@
 """Control-plane messages between the schedulers of two instances (frames over TCP).
 
-One connection joins a pair, whoever of the two dialled, and carries hand-overs in both directions. In each hand-over
-one is the sender (it computes the prompt) and one the receiver (it takes the KV, and names its own epoch in the
-``HandoverId``). ``epoch`` is always that of whom the message is for, as far as its author knows: a message for an
-earlier life of a process is dropped. Every message of a hand-over also names that.
+One connection joins a pair, whichever side dialled, and carries hand-overs in both directions. In each hand-over one
+instance is the sender: it computes the prompt. The other is the receiver: it takes the KV, and its epoch is part of the
+``HandoverId``.
 
-These come over the network, from whoever reaches the port: every field is bounded to what an honest peer can mean, so
-that nothing behind the decoder has to expect a number that fits into no int64, or a name of a megabyte.
+Every message names the recipient's ``epoch``, as far as its author knows it. A message for an earlier start of a
+process is dropped. Every message of a hand-over also has the ``HandoverId``.
+
+Any program that reaches the port can send these messages. So every field is bounded to what an honest peer can mean.
+Code after the decoder never meets a number that fits into no int64, or a name of a megabyte.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ PROTOCOL_VERSION = 17
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
-"""Eleven days: what is added up for ever stays a number that means something."""
+"""Maximum duration, eleven days. Durations are added up without end, and their sum has to stay meaningful."""
 MAX_TRANSFER_BYTES = 1 << 40
-"""Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
+"""Maximum bytes of one hand-over. Such counts are added up without end, and their sum has to fit into an int64."""
 
 MAX_PHASES = 32
-"""More than there are phases times roles."""
+"""Maximum phases of a timing; larger than the number of phases times roles."""
 DURATIONS = (
     *("tokenize_ms", "queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms"),
     *("first_token_ms", "push_ms", "ahead_ms"),
@@ -38,22 +40,22 @@ DURATIONS = (
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Checksum = Annotated[int, Meta(ge=0)]
-"""xxh3_64; the wire format ends at 64 bits by itself."""
+"""An xxh3_64 checksum; the wire format itself limits it to 64 bits."""
 MAX_SLICES = 1 << 16
-"""Of one hand-over: as many writes of 4 MiB, or of a longer page, are 256 GiB."""
+"""Maximum slices of one hand-over. With writes of 4 MiB or of a longer page, they hold 256 GiB or more."""
 MAX_HASH_BYTES = 16 << 20
-"""Of one hand-over: 64 bits for each part of each layer of a page."""
+"""Maximum bytes of the hashes of one hand-over: 64 bits for each part of each layer of a page."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 PageNumbersByGroup = Annotated[list[PageNumbers], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 def check_timing(timing: Timing) -> None:
-    """Raise ``ValueError`` for durations, and bytes, that can't be a hand-over's."""
+    """Raise ``ValueError`` for durations or byte counts that no hand-over can have."""
     durations = {name: getattr(timing, name) for name in DURATIONS}
     if timing.timeline is not None:
         durations |= msgspec.structs.asdict(timing.timeline)
     for name, duration in durations.items():
-        # What is no number is not within either.
+        # NaN fails this comparison as well.
         if not -MAX_DURATION_MS <= duration <= MAX_DURATION_MS:
             raise ValueError(f"{name} is no duration")
     if len(timing.phases) > MAX_PHASES or not all(0 <= one.ms <= MAX_DURATION_MS for one in timing.phases):
@@ -63,64 +65,62 @@ def check_timing(timing: Timing) -> None:
 
 
 class Hello(Message):
-    """Both ways, first: who I am. ``sender`` is its author's epoch; ``link`` grows with each try of that epoch to reach
-    this one.
-
-    ``metadata`` is that of ``Invite``, which only those learn whom an instance has chosen to dial or invite. Who dials
-    shows it to prove its epoch: registrations hold its digest. Who answers leaves it out.
-    """
+    """First message of a connection in both directions: the author introduces itself."""
 
     epoch: Epoch
     sender: Annotated[str, Meta(min_length=1, max_length=128)]
+    """The author's epoch."""
     link: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    """Number that grows with each attempt of ``sender`` to reach ``epoch``."""
     version: int
     fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout
     backend: Annotated[str, Meta(max_length=32)]
     metadata: Metadata
+    """Metadata of ``Invite``, which only instances know that ``sender`` has dialled or invited. The dialling side sends
+    it to prove its epoch, because registrations hold its digest. The answering side leaves it out.
+    """
 
 
 class Invite(Message):
-    """Receiver → sender: I shall ask you for KV; my worker lets yours in, so let it connect.
-
-    ``metadata``: how the transfer backend reaches my pool, the pool's secret included.
-    """
+    """Receiver → sender: I am going to ask you for KV. My worker admits yours, so let it connect."""
 
     epoch: Epoch
     metadata: Metadata
+    """How the transfer backend reaches the receiver's pool, the pool's secret included."""
 
 
 class Welcome(Message):
-    """Sender → receiver: my worker can write into your pool. Ask."""
+    """Sender → receiver: my worker can write into your pool, so send your requests."""
 
     epoch: Epoch
 
 
 class Refused(Message):
-    """Either way: the pair can't exchange pages, and why."""
+    """Either way: the pair cannot exchange pages, for this reason."""
 
     epoch: Epoch
     reason: Reason
 
 
 class TransferRequest(Message):
-    """Receiver → sender: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
-    ``dst_pages``, of each group of the layout. Of a group whose pages go back behind a window these are the prompt's
-    last ones, as far as whoever goes on sees.
-
-    ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there. ``checksum``:
-    whether the slices of ``TransferDone`` shall have theirs. ``hashes``: it compares what each page held when it was
-    computed, if the sender knows (``--kv-debug``).
-    """
+    """Receiver → sender: send the KV of a hand-over to these pages."""
 
     epoch: Epoch
     handover: HandoverId
     prompt_len: Tokens
     prompt_digest: Checksum
+    """Digest of the int32 prompt. It guards against a room that means another prompt at the sender."""
     decode_prefix_len: Tokens
+    """First token to send (page-aligned); the receiver has the KV of those before it."""
     dst_pages: PageNumbersByGroup
+    """Pages of the receiver for each group of the layout. A group with a window gets only the prompt's last pages,
+    those that later tokens see.
+    """
     checksum: bool = True
+    """Whether the slices of ``TransferDone`` need checksums."""
     hashes: bool = False
+    """Whether the receiver wants hashes of the pages as they were computed, if the sender has them (``--kv-debug``)."""
 
     def __post_init__(self) -> None:
         if any(len(pages) % 4 for pages in self.dst_pages):
@@ -130,59 +130,53 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live."""
+    """Receiver → sender: this room is in my queue. I ask for it when I have memory; keep it while I am connected."""
 
     epoch: Epoch
     handover: HandoverId
 
 
 class ForecastRequest(Message):
-    """Receiver → sender: I have memory for this room. How long would it take? I may compute the prompt myself."""
+    """Receiver → sender: I have memory for this room. How long would its prompt take? I may compute it myself."""
 
     epoch: Epoch
     handover: HandoverId
 
 
 class Forecast(Message):
-    """Sender → receiver: so long the prompt would take here from now on, behind what is to be computed before it.
-
-    Given once for a room.
-    """
+    """Sender → receiver: estimated time until the prompt is computed here. Sent once for a room."""
 
     epoch: Epoch
     handover: HandoverId
     ms: float
+    """Milliseconds from now on, with the work that is computed before it."""
 
     def __post_init__(self) -> None:
-        # What is no number is not within either.
+        # NaN fails this comparison as well.
         if not 0 <= self.ms <= MAX_DURATION_MS:
             raise ValueError("ms is no duration")
 
 
 class Declined(Message):
-    """Receiver → sender: I compute the prompt myself; nothing was asked for in this room, nor will be."""
+    """Receiver → sender: I compute the prompt myself, and never ask for KV of this room."""
 
     epoch: Epoch
     handover: HandoverId
 
 
 class Progress(Message):
-    """Sender → receiver: more of the prompt was computed, or more of its KV has landed. Wait on.
-
-    Told every few seconds of a hand-over that takes longer. ``pages``: whole pages of the prompt that are computed, and
-    pages that have landed, added up. Unless it has grown, the receiver waits no longer than it would have anyway.
-    """
+    """Sender → receiver: the hand-over makes progress, so keep waiting. Sent every few seconds of a long hand-over."""
 
     epoch: Epoch
     handover: HandoverId
     pages: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    """Computed whole pages of the prompt plus pages that have landed. Only growth extends the receiver's time limit."""
 
 
 class FirstToken(Message):
-    """Sender → receiver: the prompt is computed, and this is what follows it; its KV lands when it does.
+    """Sender → receiver: the prompt is computed, and this token follows it.
 
-    The receiver's client need not wait for the KV. ``timing``: where the time went there, so far. ``input_logprobs``:
-    those of the prompt, where they were asked for. ``cached_beyond``: of the cached tokens.
+    The KV may land later. The receiver sends the token to its client at once.
     """
 
     epoch: Epoch
@@ -190,34 +184,37 @@ class FirstToken(Message):
     token: Tokens
     cached_tokens: Tokens
     timing: Timing
+    """Where the sender has spent its time so far."""
     logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] | None = None
+    """Log-probabilities of the prompt; None unless the client asked for them."""
     cached_beyond: CachedBeyond | None = None
+    """Part of ``cached_tokens`` that came from the sender's tiers."""
 
     def __post_init__(self) -> None:
         check_timing(self.timing)
 
 
 class TransferDone(Message):
-    """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
-
-    ``slices``: what was written, with checksums where they were asked for. ``timing``: where the time went there.
-    ``hashes``: what the whole pages of the tokens that were asked for held, one after another, of each its groups, as
-    in ``PagesHashed``; 0: not known. b"": nothing is, or it was not asked for.
-    """
+    """Sender → receiver: every page has landed; nothing more is written for this room. ``FirstToken`` came before."""
 
     epoch: Epoch
     handover: HandoverId
     slices: Annotated[list[SliceChecksum], Meta(max_length=MAX_SLICES)]
+    """Everything that was written, with checksums if they were asked for."""
     timing: Timing
+    """Where the sender has spent its time."""
     hashes: Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] = b""
+    """Hashes of the whole pages that were asked for: page by page, and for each page by group, as in ``PagesHashed``.
+    0 stands for an unknown hash. Empty if none is known, or none was asked for.
+    """
 
     def __post_init__(self) -> None:
         check_timing(self.timing)
 
 
 class TransferFailed(Message):
-    """Sender → receiver: the hand-over is off; nothing more will be written for this room."""
+    """Sender → receiver: the hand-over has failed; nothing more is written for this room."""
 
     epoch: Epoch
     handover: HandoverId
@@ -226,8 +223,9 @@ class TransferFailed(Message):
 
 
 class Withdraw(Message):
-    """Receiver → sender: the pages that I offered are needed for another request. If you have not begun with the
-    prompt, don't; I shall ask again, by a later attempt. Answered by ``Withdrawn``.
+    """Receiver → sender: another request needs the pages that I offered. Answered by ``Withdrawn``.
+
+    If the sender has not started with the prompt, it drops the request. The receiver asks again in a later attempt.
     """
 
     epoch: Epoch
@@ -235,17 +233,16 @@ class Withdraw(Message):
 
 
 class Withdrawn(Message):
-    """Sender → receiver: nothing was, or will be, written for this attempt. Or, if ``begun``, the prompt is being
-    computed, and the KV comes.
-    """
+    """Sender → receiver: answer to ``Withdraw``."""
 
     epoch: Epoch
     handover: HandoverId
     begun: bool
+    """True: the prompt is being computed, and its KV comes. False: nothing is ever written for this attempt."""
 
 
 class Abort(Message):
-    """Receiver → sender: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
+    """Receiver → sender: stop the hand-over. Answered by ``AbortAck``, even if the room is unknown."""
 
     epoch: Epoch
     handover: HandoverId
@@ -253,7 +250,7 @@ class Abort(Message):
 
 
 class AbortAck(Message):
-    """Sender → receiver: nothing more will be written for this room."""
+    """Sender → receiver: the hand-over has stopped; nothing more is written for this room."""
 
     epoch: Epoch
     handover: HandoverId

@@ -1,8 +1,9 @@
-"""Hashes of what lies in KV pages, for who looks for where KV goes wrong (``--kv-debug``).
+"""Hashes of the contents of KV pages, to find where KV goes wrong (``--kv-debug``).
 
-They travel in one order with the steps, so that a hash is of what the steps before it have written. What is hashed is a
-page's keys, and its values, of one layer, in the order "tokens" whatever the pool's own is: instances of unlike engines
-say the same of the same KV.
+The messages share one ordered channel with the steps. So a hash covers what the earlier steps have written.
+
+A hash covers the keys, or the values, of one layer of a page. They are hashed in the order "tokens", whatever the
+pool's own order is. So instances with different engines report equal hashes for equal KV.
 """
 
 from __future__ import annotations
@@ -12,41 +13,43 @@ import msgspec
 from .base import Message
 
 HASH_BYTES = 8
-"""xxh3_64, little-endian; 0 stands for a page that is not there."""
+"""Length of a hash: xxh3_64, little-endian. 0 stands for a page that does not exist."""
 
 
 class HashPages(Message):
-    """Scheduler → worker: what do these pages hold? ``pages`` (int32): of each group of the layout equally many, which
-    belong together; 0 where a group has none. Answered by ``PagesHashed``.
-    """
+    """Scheduler → worker: hash the contents of these pages. Answered by ``PagesHashed``."""
 
     id: int
     pages: list[bytes]
+    """Page numbers (int32) for each group of the layout, equally many of each. Those at one index hold the same tokens;
+    0: the group has no page for them.
+    """
 
 
 class PagesHashed(Message):
-    """Worker → scheduler: the hashes of ``HashPages``, of each group: page by page, layer by layer, part by part
-    (``KVGroup.parts``). ``order``: in which the parts were read; another than "tokens" where the pool's layout can't be
-    converted, so that other instances may say something else of the same KV.
-    """
+    """Worker → scheduler: the hashes that ``HashPages`` asked for."""
 
     id: int
     hashes: list[bytes]
+    """Hashes for each group: page by page, layer by layer, part by part (``KVGroup.parts``)."""
     order: str = "tokens"
+    """Order in which the parts were read. It differs from "tokens" if the pool's layout cannot be converted. Then other
+    instances may report different hashes for equal KV.
+    """
 
 
 class KVHashesReq(Message):
-    """HTTP → scheduler: what does the prefix cache hold of these tokens (int32)? ``extra_key``: in which namespace;
-    None: in that which holds most of them.
-    """
+    """HTTP → scheduler: return hashes of what the prefix cache holds of these tokens. Answered by ``KVHashes``."""
 
     id: int
     input_ids: bytes
+    """Token ids (int32)."""
     extra_key: str | None = None
+    """Namespace to look in. None: the one that holds most of the tokens."""
 
 
 class HashedGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """``hashes`` of one group of layers, as in ``PagesHashed``."""
+    """Hashes of one group of layers, as in ``PagesHashed``."""
 
     layers: tuple[int, ...]
     parts: tuple[str, ...]
@@ -54,15 +57,16 @@ class HashedGroup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KVHashes(Message):
-    """What is cached of them: ``cached_tokens``, whole pages, in the namespace ``extra_key``. ``status`` above 200: why
-    nothing is said.
-    """
+    """Scheduler → HTTP: what the prefix cache holds of the tokens of a ``KVHashesReq``."""
 
     id: int
     status: int = 200
+    """HTTP status; above 200, ``message`` says why there are no hashes."""
     message: str = ""
     cached_tokens: int = 0
+    """Tokens of whole pages that are cached."""
     page_size: int = 0
     extra_key: str = ""
+    """Namespace in which they were found."""
     order: str = ""
     groups: list[HashedGroup] = []

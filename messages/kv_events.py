@@ -1,14 +1,15 @@
-"""What a prefix cache tells those who follow it: which pages it has stored, which it no longer has.
+"""KV events: the pages that a prefix cache has stored, and those that it no longer has.
 
-The shape is vLLM's, field by field in the same order, so that what follows vLLM's events follows these. Two sockets:
+The format is vLLM's, field by field in the same order, so that subscribers of vLLM's events understand these. There
+are two sockets:
 
-- PUB: frames (topic, sequence number, batch). The number is 8 bytes, big-endian, counts from 0 and has no gaps, so who
-  has missed a batch knows.
-- ROUTER, for replay: frames (empty, number) ask for all batches from that number on. Each is answered by (empty,
-  number, batch), and the end by number -1 with an empty batch. Only the newest ``--kv-events-buffer`` are kept: where
-  the first that comes has a later number than was asked for, the rest is gone.
+- PUB: frames (topic, sequence number, batch). The number is 8 bytes, big-endian. It counts from 0 without gaps, so a
+  subscriber notices that it has missed a batch.
+- ROUTER, for replay: a frame (empty, number) asks for all batches from that number on. The answers are (empty, number,
+  batch) for each, then number -1 with an empty batch. Only the newest ``--kv-events-buffer`` batches are kept. If the
+  first answer has a later number than the one asked for, the batches before it are lost.
 
-``Follower`` is what a router keeps of it.
+``Follower`` is a subscriber's copy of the cache's pages.
 """
 
 from __future__ import annotations
@@ -19,45 +20,46 @@ import msgspec
 
 Hash = bytes
 MEDIUM = "GPU"
-"""The first tier, whatever the device is: the word that vLLM's followers know."""
+"""Name of the first tier on every device, a CPU included: subscribers of vLLM's events know this word."""
 END = -1
 
 
 class KVEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, frozen=True):
-    """The base of all."""
+    """Base class of all events."""
 
 
 class BlockStored(KVEvent, tag="BlockStored", frozen=True):
-    """Pages that follow each other, behind the page ``parent_block_hash`` (None: at the start). ``token_ids``: of all
-    of them, ``block_size`` each.
-    """
+    """Consecutive pages were stored."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
+    """The page before the first of them; None at the start of a prompt."""
     token_ids: list[int]
+    """Tokens of all the pages, ``block_size`` for each."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = MEDIUM
 
 
 class BlockRemoved(KVEvent, tag="BlockRemoved", frozen=True):
-    """These pages can't be found any more."""
+    """These pages are no longer cached."""
 
     block_hashes: list[Hash]
     medium: str | None = MEDIUM
 
 
 class AllBlocksCleared(KVEvent, tag="AllBlocksCleared", frozen=True):
-    """None can."""
+    """No page is cached any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What happened since the batch before. ``ts``: seconds since 1970."""
+    """Events since the previous batch."""
 
     ts: float
+    """Seconds since 1970."""
     events: list[Event]
 
 
@@ -73,30 +75,32 @@ decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 def pack_seq(seq: int) -> bytes:
-    """8 bytes."""
+    """Pack a sequence number into 8 bytes."""
     return seq.to_bytes(8, "big", signed=True)
 
 
 def unpack_seq(data: bytes) -> int:
-    """Raises ``ValueError`` where these are not 8 bytes."""
+    """Unpack a sequence number; raises ``ValueError`` unless ``data`` has 8 bytes."""
     if len(data) != 8:
         raise ValueError(f"a sequence number has 8 bytes, not {len(data)}")
     return int.from_bytes(data, "big", signed=True)
 
 
 class Follower:
-    """The pages of one cache, by hash, kept up to date by its batches. Gives (parent, tokens) of each.
+    """The pages of one cache, kept up to date by its batches.
 
-    A batch that is not the next one changes nothing: ``missing`` then says from which number on to ask for a replay.
+    A batch that is not the next one changes nothing but ``missing``.
     """
 
     def __init__(self) -> None:
         self.pages: dict[Hash, tuple[Hash | None, tuple[int, ...]]] = {}
+        """Parent page and tokens of each page, by its hash."""
         self.next_seq = 0
         self.missing: int | None = None
+        """Sequence number from which a replay is needed; None if no batch is missing."""
 
     def take(self, frame: Frame) -> bool:
-        """Whether the batch was the next one; an older one is none either. Raises ``msgspec.MsgspecError``."""
+        """Apply a batch if it is the next one, and return whether it was. Raises ``msgspec.MsgspecError``."""
         if frame.seq != self.next_seq:
             if frame.seq > self.next_seq:
                 self.missing = self.next_seq
@@ -108,7 +112,7 @@ class Follower:
         return True
 
     def start_at(self, seq: int) -> None:
-        """What came before ``seq`` can't be had any more: go on from there, knowing nothing."""
+        """Start anew without pages at batch ``seq``, because earlier batches are lost."""
         self.pages.clear()
         self.next_seq, self.missing = seq, None
 

@@ -1,4 +1,4 @@
-"""Memory that is given back to the system, and taken again: what HTTP asks, and what the worker is told.
+"""Messages to give memory back to the system and to take it again: HTTP → scheduler, and scheduler → worker.
 
 The scheduler stands between the two (``scheduler/occupation.py``).
 """
@@ -16,117 +16,121 @@ ALL_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
 class MemoryReq(Message):
-    """HTTP → scheduler: give memory back (``release``), or take it again.
-
-    ``tags``: of what; none: all that can be. ``wait_s``: seconds in which running requests may end before it is given
-    back.
-    """
+    """HTTP → scheduler: give memory back, or take it again. Answered by ``MemoryResult``."""
 
     id: int
     release: bool
+    """True: give memory back. False: take it again."""
     tags: list[MemoryTag] = []
+    """Kinds of memory; an empty list stands for all that can be given back."""
     wait_s: float = 0.0
+    """Seconds that running requests have to end before their memory is given back."""
 
 
 class MemoryResult(Message):
-    """``status``: as of HTTP, with the reason unless it is 200. ``released``: what is not there now.
-
-    ``nbytes``: how much less the worker has than before, or more, where memory was taken (a KV pool takes it as it is
-    used). ``seconds``: what the worker spent.
-    """
+    """Scheduler → HTTP: result of a ``MemoryReq``."""
 
     id: int
     status: int
+    """HTTP status; ``message`` has the reason unless it is 200."""
     message: str = ""
     released: list[MemoryTag] = []
+    """Memory that is released now."""
     nbytes: int = 0
+    """Change of the worker's memory in bytes: released, or taken again. A KV pool takes memory only as it is used."""
     seconds: float = 0.0
+    """Time that the worker spent."""
 
 
 class ReleaseMemory(Message):
-    """Scheduler → worker: nobody needs this, nobody computes and no peer reads or writes. Answer: ``MemoryChanged``."""
+    """Scheduler → worker: give this memory back. No step and no peer uses it. Answered by ``MemoryChanged``."""
 
     tags: list[MemoryTag]
 
 
 class ResumeMemory(Message):
-    """Scheduler → worker: have this again, as it was at the start. Answer: ``MemoryChanged``."""
+    """Scheduler → worker: take this memory again, in its state after start-up. Answered by ``MemoryChanged``."""
 
     tags: list[MemoryTag]
 
 
 class MemoryChanged(Message):
-    """Worker → scheduler: what is not there now. ``error``: why it is not as was told. The rest: ``MemoryResult``."""
+    """Worker → scheduler: memory was released or taken again. Fields are those of ``MemoryResult``."""
 
     released: list[MemoryTag]
     nbytes: int
     seconds: float
     error: str = ""
+    """Why the command failed; "" if it did not."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a worker's memory is when it has started, in bytes, but for ``tokens``, ``window_tokens``, what the pool
-    can grow to (``limit_tokens``) and ``full_requests``: how many requests of the longest context fit at a time.
-
-    ``rest``: of this process (of an accelerator: of all processes) beside weights and pools. ``host_tier``: reserved,
-    and taken as it is used, as a CPU's pools are.
-    """
+    """Use of memory by a worker after its start, in bytes unless a field says otherwise."""
 
     weights: int = 0
     kv_pool: int = 0
     window_pool: int = 0
     host_tier: int = 0
+    """Reserved memory of the host tier. Like the pools of a CPU, it is taken as it is used."""
     rest: int = 0
+    """Memory of this process beside weights and pools; on an accelerator, memory of all processes."""
     total: int = 0
     free: int = 0
     tokens: int = 0
+    """Size of the KV pool in tokens."""
     window_tokens: int = 0
+    """Size of the window pool in tokens."""
     full_requests: float = 0.0
+    """Number of requests of maximum context length that fit at a time."""
     limit_tokens: int = 0
+    """Size in tokens that the KV pool can grow to."""
 
 
 class Unreleasable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker can't give back, and why."""
+    """Memory that a worker cannot give back, and the reason."""
 
     tag: MemoryTag
     reason: str
 
 
 class ResizeReq(Message):
-    """HTTP → scheduler: have a KV pool of this many tokens, of those that are reserved. ``wait_s``: seconds for
-    requests that use pages at the end to be over.
-    """
+    """HTTP → scheduler: change the size of the KV pool, within its reserved size. Answered by ``ResizeResult``."""
 
     id: int
     max_total_tokens: int
     wait_s: float = 0.0
+    """Seconds that requests with pages beyond the new end have to finish."""
 
 
 class ResizeResult(Message):
-    """``status``: as of HTTP, with the reason unless it is 200. Tokens, whole pages of them: now, and before.
-
-    ``freed``: bytes that went back to the system.
-    """
+    """Scheduler → HTTP: result of a ``ResizeReq``."""
 
     id: int
     status: int
+    """HTTP status; ``message`` has the reason unless it is 200."""
     max_total_tokens: int
+    """Size of the pool now, in tokens of whole pages."""
     before: int
+    """Size of the pool before, in tokens of whole pages."""
     message: str = ""
     freed: int = 0
+    """Bytes that went back to the system."""
 
 
 class TrimPool(Message):
-    """Scheduler → worker: pages from ``first`` on are nobody's, nor window pages from ``first_window`` on (0: there are
-    none); their memory can go. Answer: ``PoolTrimmed``, before which none of them is used again.
+    """Scheduler → worker: give back the memory of the pages at the end of the pools. Answered by ``PoolTrimmed``.
+
+    No request uses these pages, and none gets them before the answer.
     """
 
     first: int
+    """First page to give back."""
     first_window: int = 0
+    """First page of the window pool to give back; 0 without such a pool."""
 
 
 class PoolTrimmed(Message):
-    """Worker → scheduler: done; ``nbytes`` went back to the system. ``error``: why none did."""
+    """Worker → scheduler: ``nbytes`` went back to the system. ``error`` says why none did, and is "" otherwise."""
 
     nbytes: int
     error: str = ""

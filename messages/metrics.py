@@ -1,6 +1,7 @@
-"""What the scheduler counts, on its way to the HTTP process, which shows it on ``/metrics``.
+"""Counts of the scheduler, sent to the HTTP process for ``/metrics``.
 
-Plain numbers only: the scheduler's loop knows nothing of Prometheus. Counts are since the start and never fall.
+They are plain numbers: the scheduler's loop does not depend on Prometheus. Counts start at 0 with the process and never
+fall.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from .base import Message
 
 
 class Histogram(msgspec.Struct, forbid_unknown_fields=True):
-    """Values counted by size, cheap enough for every token (0.3 µs, where the client library's own takes 2).
-
-    ``counts[i]`` is of values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last one is of all beyond.
-    """
+    """Values counted by size, cheap enough for every token: 0.3 µs, where the client library's own takes 2 µs."""
 
     bounds: tuple[float, ...]
     counts: list[int] = []
+    """Count ``i`` is of values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last one, of all larger values."""
     total: float = 0.0
     """Sum of all values."""
 
@@ -30,62 +29,65 @@ class Histogram(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``value`` was seen so many times."""
+        """Count ``value``, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def copy(self) -> Histogram:
-        """As it is now."""
+        """Return a copy."""
         return Histogram(self.bounds, self.counts.copy(), self.total)
 
 
 class PoolUsage(msgspec.Struct, forbid_unknown_fields=True):
-    """Tokens of the KV pool: ``cached`` ones can be evicted, ``in_use`` are requests' own. They add up to ``total``."""
+    """Tokens of the KV pool. The parts add up to ``total``."""
 
     total: int
     free: int
     cached: int
+    """Tokens that only the prefix cache uses and that can be evicted."""
     in_use: int
+    """Tokens that requests use."""
 
 
 class PromiseCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Steps that owed their readers an end in time (``--itl-budget-ms``), and those of them that came late."""
+    """Steps with a time limit (``--itl-budget-ms``)."""
 
     steps: int
     late: int
+    """Steps that took longer than their limit."""
 
 
 class DirectionCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it.
-
-    ``recomputed``: those whose client had its first token when they failed, so that the rest was computed here.
-    """
+    """Hand-overs of one direction."""
 
     open: int
     done: int
     failed: int
     nbytes: int
     seconds: float = 0.0
+    """Time spent pushing KV; 0 on the receiving side."""
     recomputed: int = 0
+    """Hand-overs that failed after the first token was sent to the client, so that the prompt was computed here."""
 
 
 class MoveCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Running requests that went to other instances, or came from there; ``paused_seconds``: how long those that went
-    stood still, added up. ``returned``, ``kept``: KV of finished requests that was given back, or taken.
-    """
+    """Migrations of running requests to and from other instances, and KV returns of finished ones."""
 
     out: int = 0
     out_failed: int = 0
     in_: int = 0
     in_failed: int = 0
     paused_seconds: float = 0.0
+    """Sum of the times in which migrating requests made no progress."""
     returned: int = 0
+    """Finished requests with KV sent back to their prefill."""
     kept: int = 0
+    """Finished requests of decodes with KV taken back here."""
 
 
 class PlaceCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Prompts that might have been computed elsewhere, and were not. ``predicted_seconds`` and ``actual_seconds``: from
-    the decision to the first token, of those whose first token came.
+    """Prompts with a choice of instance, of one outcome of that choice. Times run from the decision to the first token,
+    and count only prompts with a first token.
     """
 
     prompts: int = 0
@@ -94,113 +96,134 @@ class PlaceCounts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChoiceCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """What a decode decided (``--disaggregation-threshold``): to compute prompts itself, or to have them computed."""
+    """Decisions of a decode on where to compute prompts (``--disaggregation-threshold``)."""
 
     here: PlaceCounts = msgspec.field(default_factory=PlaceCounts)
+    """Prompts that the decode computes itself."""
     there: PlaceCounts = msgspec.field(default_factory=PlaceCounts)
+    """Prompts that a prefill computes."""
 
 
 class StoreFirstCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Prompts of which a decode fetched pages from its own store before it asked a prefill for the rest: some ``came``,
-    they were too ``late``, or they were ``lost``. ``tokens``: that came.
-    """
+    """Prompts for which a decode read its own store before it asked a prefill for the remaining pages."""
 
     came: int = 0
+    """Prompts with pages from the store."""
     late: int = 0
+    """Prompts for which the store took too long."""
     lost: int = 0
+    """Prompts for which no page came, because the store had lost them or failed."""
     tokens: int = 0
+    """Tokens that came from the store."""
 
 
 class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Hand-overs of an instance. ``peers``: instances that are connected now. ``refused``: frames and connections that
-    strangers were denied.
-    """
+    """Hand-overs of an instance."""
 
     sent: DirectionCounts
     received: DirectionCounts
     peers: int
+    """Instances that are connected now."""
     refused: int
+    """Frames and connections of unknown senders that were refused."""
     moves: MoveCounts = msgspec.field(default_factory=MoveCounts)
     choices: ChoiceCounts = msgspec.field(default_factory=ChoiceCounts)
     store_first: StoreFirstCounts = msgspec.field(default_factory=StoreFirstCounts)
 
 
 class StoreMetrics(msgspec.Struct, forbid_unknown_fields=True):
-    """A store of KV pages: ``breaker`` as in ``StoreState``; what it holds in bytes and tokens, None: it can't say."""
+    """A store of KV pages."""
 
     breaker: str
+    """State of its circuit breaker, as in ``StoreState``."""
     tokens: int | None
+    """Stored tokens; None if the store cannot count them."""
     nbytes: int | None
+    """Stored bytes; None if the store cannot count them."""
     bad_pages: int
     evicted_pages: int
 
 
 class TierMetrics(msgspec.Struct, forbid_unknown_fields=True):
-    """KV beyond the pool, in tokens: what the host holds, and what was saved there, loaded from there, written to the
-    store and read from it since the start. ``asked``: of the store; ``skipped``: came faster than it takes them.
-
-    ``hit_host`` and ``hit_store``: those of the ``hit_tokens`` that came from there. Seconds are those of the worker,
-    and of the store's thread beside it.
-    """
+    """KV in host memory and in the store, counted in tokens since the start."""
 
     host_total: int
+    """Capacity of the host tier."""
     host_used: int
+    """Used part of that capacity."""
     saved: int
+    """Tokens copied from the pool to the host."""
     loaded: int
+    """Tokens copied from the host to the pool."""
     stored: int
+    """Tokens written to the store."""
     fetched: int
+    """Tokens read from the store."""
     asked: int
+    """Tokens that the store was asked for."""
     skipped: int
+    """Tokens that were not stored because they came faster than the store takes them."""
     hit_host: int
+    """Part of ``SchedulerMetrics.hit_tokens`` that came from the host."""
     hit_store: int
+    """Part of ``SchedulerMetrics.hit_tokens`` that came from the store."""
     copy_seconds: float
+    """Time that the worker spent on copies."""
     fetch_seconds: float
+    """Time that the store's thread spent reading."""
     store_seconds: float
+    """Time that the store's thread spent writing."""
     store: StoreMetrics | None = None
 
 
 class KVDebugMetrics(msgspec.Struct, forbid_unknown_fields=True):
-    """With ``--kv-debug``, by place: pages that were compared, and hashes of a layer's keys or values that differed."""
+    """Comparisons of ``--kv-debug``, by the stage at which pages were compared."""
 
     compared: dict[str, int]
+    """Pages that were compared."""
     mismatches: dict[str, int]
+    """Hashes of a layer's keys or values that differed."""
 
 
 class SchedulerMetrics(Message):
-    """Scheduler → detokenizer → HTTP, behind the tokens that it counts; twice a second at most while requests run.
-
-    ``states``: living requests by where they stand. Of prompts, ``prompt_tokens`` were computed here and
-    ``cached_tokens`` found here by the instance that computed the rest: each token once, on one instance of a pair.
-    ``recomputed_tokens``: tokens that were computed again after a retraction. ``asked_tokens`` and ``hit_tokens``: what
-    the prefix cache was asked for, and had. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
-    ``preemptions``: those of the ``retractions`` that were for the sake of a higher priority. ``followers``: requests
-    that waited for the prompt of another one that begins alike. ``compiled_kernels``: see ``StepResult``.
+    """Scheduler → detokenizer → HTTP: all counts, after the tokens that they count. Sent at most twice a second while
+    requests run.
     """
 
     draining: bool
     role: str
     states: dict[str, int]
+    """Live requests by state."""
     pool: PoolUsage
     prompt_tokens: int
+    """Prompt tokens computed here. Each token counts once, on one instance of a pair."""
     cached_tokens: int
+    """Prompt tokens that were in the cache of the instance that computed the remaining ones; counted there."""
     recomputed_tokens: int
+    """Tokens that were computed again after a retraction."""
     decode_tokens: int
+    """Tokens that decode steps sampled, discarded ones included."""
     asked_tokens: int
+    """Tokens that were looked up in the prefix cache."""
     hit_tokens: int
+    """Tokens that the prefix cache had."""
     retractions: int
     preemptions: int
+    """Retractions in favour of a request of higher priority."""
     followers: int
+    """Requests that waited for another request's prompt, because both prompts begin with the same tokens."""
     step_seconds: Histogram
     cost_model_error: float | None
-    """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""
+    """Median error of the last steps' time estimates, relative to the estimate; None before the first step."""
     promises: PromiseCounts | None
     handovers: HandoverCounts | None
     tiers: TierMetrics | None
-    """None where there are none behind the pool."""
+    """None without a host tier or store."""
     compiled_kernels: int = 0
+    """GPU kernels compiled while serving; see ``StepResult``."""
     pressure: str = "none"
-    """On KV memory (``scheduler/pressure.py``)."""
+    """Pressure on KV memory (``scheduler/pressure.py``)."""
     released: list[str] = []
-    """What memory was given back (``MemoryTag``)."""
+    """Kinds of memory that are released now (``MemoryTag``)."""
     kv_debug: KVDebugMetrics | None = None
-    """None without it."""
+    """None without ``--kv-debug``."""

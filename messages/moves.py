@@ -1,14 +1,14 @@
-"""A request that goes on elsewhere: what describes it, and what the two instances say to each other.
+"""Migration of a running request to another instance: its description, and the messages of the two instances.
 
-The one that has it offers it, and goes on with it meanwhile; the other takes the KV of whole pages by an ordinary
-hand-over. Only then does the first one stop, and tell what it has generated since::
+The source offers the request and goes on with it. The target takes the KV of whole pages by an ordinary hand-over. Only
+then the source stops, and sends the tokens that it has generated since::
 
     ──MoveOffer──▶  ◀──RoomQueued, TransferRequest──  ──TransferDone──▶  ◀──MoveReady──  ──MoveCommit──▶  ◀──MoveTaken──
 
-Until ``MoveTaken`` the request is the first one's, which goes on with it when anything fails.
+Until ``MoveTaken`` the request belongs to the source, which goes on with it if anything fails.
 
-These come over the network: every field is bounded (see ``handover.py``), and ``problem_of`` looks at what bounds of
-single fields can't say.
+These messages come over the network, so every field is bounded (see ``handover.py``). ``problem_of`` checks what the
+bounds of single fields cannot express.
 """
 
 from __future__ import annotations
@@ -34,39 +34,40 @@ from .sampling import (
 
 MAX_NAME_CHARS = 1024
 MAX_IDS = 1 << 12
-"""Token ids that stop a request or have a bias."""
+"""Maximum number of token ids that stop a request or have a bias."""
 MAX_AGE_SECONDS = 1e9
 
 Key = Annotated[str, Meta(min_length=16, max_length=64)]
-"""Who has it may read the rest of one moved answer: drawn at random by the instance that has it now."""
+"""Secret that allows a client to read the rest of one migrated answer. The target instance draws it at random."""
 TokenBytes = Annotated[bytes, Meta(max_length=1 << 24)]
 
 
 class RunningRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that another instance needs to go on with a request, but for its KV.
+    """Description of a running request: all that another instance needs to go on with it, except its KV.
 
-    ``request``: as the client meant it. ``output``: token ids that it has so far (int32). ``max_new_tokens``: how many
-    it may have, which may be less than was asked for. ``age``: seconds since it came; clocks of two hosts can't be
-    compared. What the sampler does next follows from the request and the position alone.
+    The sampler needs no more state: its next choices follow from the request and the position.
     """
 
     request: GenerateReq
+    """The request as the client sent it."""
     output: TokenBytes
+    """Token ids that it has generated so far (int32)."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    """Maximum length of the output, which may be less than the client asked for."""
     age: Annotated[float, Meta(ge=0, le=MAX_AGE_SECONDS)]
+    """Seconds since its arrival. A time would be useless: the clocks of two hosts cannot be compared."""
 
 
 class MoveOffer(Message):
-    """Take this request; the KV of its first ``kv_len`` tokens (whole pages; 0: none) can be asked for.
-
-    ``keep``: it is over; its KV is offered for who comes with the same tokens next, and nothing is to be computed.
-    """
+    """Source → target: take this request, and ask for the KV of its first ``kv_len`` tokens."""
 
     epoch: Epoch
     handover: HandoverId
     running: RunningRequest
     kv_len: Tokens
+    """Tokens with KV that can be sent, in whole pages; 0: none."""
     keep: bool = False
+    """True for a KV return: the request has ended, and the target only caches its KV for later requests."""
 
 
 class MoveReady(Message):
@@ -118,8 +119,8 @@ MoveMessage = MoveOffer | MoveReady | MoveCommit | MoveTaken | MoveRefused
 
 
 class ReqMoved(Message):
-    """Scheduler → detokenizer → HTTP: the rest of the request's answer is read at ``host`` and ``port``, of instance
-    ``epoch``, by ``key``.
+    """Scheduler → detokenizer → HTTP: the rest of the request's answer is at instance ``epoch``, under this address
+    and key.
     """
 
     rid: str
@@ -130,19 +131,18 @@ class ReqMoved(Message):
 
 
 class ReqArrived(Message):
-    """Scheduler → detokenizer → HTTP: a moved request goes on here; who has ``key`` may read its answer.
-
-    Its output follows, from the first token on; ``output_tokens`` of it, which come first, are not this instance's.
-    """
+    """Scheduler → detokenizer → HTTP: a migrated request goes on here. Its whole output follows."""
 
     rid: str
     key: str
+    """Secret that allows a client to read the answer."""
     arrival: float
     output_tokens: int
+    """Tokens at the beginning of the output that the source instance generated."""
 
 
 class MigrateReq(Message):
-    """HTTP → scheduler: move a request to the instance behind this bootstrap address."""
+    """HTTP → scheduler: migrate a request to the instance with this bootstrap address."""
 
     id: int
     rid: str
@@ -151,16 +151,18 @@ class MigrateReq(Message):
 
 
 class MigrateResult(Message):
-    """Whether it was, and why not. ``paused_ms``: how long it stood still here."""
+    """Scheduler → HTTP: result of a ``MigrateReq``."""
 
     id: int
     moved: bool
     message: str = ""
+    """Why the request was not migrated."""
     paused_ms: float = 0.0
+    """Time in which the request made no progress here."""
 
 
 def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
-    """What a peer's description of a request can't mean, None for a good one."""
+    """Return what is wrong with a peer's description of a request; None for a valid one."""
     req = running.request
     for name, data in (("prompt", req.input_ids), ("output", running.output)):
         if problem := tokens_problem(name, data, vocab_size):
@@ -181,7 +183,7 @@ def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
 
 
 def tokens_problem(name: str, data: bytes, vocab_size: int) -> str | None:
-    """What is wrong with token ids (int32), None for nothing."""
+    """Return what is wrong with token ids (int32); None for valid ones."""
     if len(data) % 4:
         return f"its {name} is not int32"
     tokens = unpack_i32(data)

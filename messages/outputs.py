@@ -11,22 +11,23 @@ from .base import Message
 
 
 class FinishType(StrEnum):
-    """Why a request ended. DECLINED: a prefill's leg whose prompt the decode computes itself. TIMEOUT: its client had
-    said that it would wait no longer.
-    """
+    """Kind of a request's end."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     DECLINED = "declined"
+    """End of a prefill's leg: the decode computes the prompt itself."""
     TIMEOUT = "timeout"
+    """The request took longer than its client wanted to wait."""
 
 
 class FinishReason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why a request ended; ``matched`` is the token id or the stop string behind ``STOP``."""
+    """Reason of a request's end."""
 
     type: FinishType
     matched: int | str | None = None
+    """Token id or stop string that ended the output, for ``STOP``."""
     message: str = ""
 
 
@@ -123,9 +124,9 @@ class Timing(msgspec.Struct, forbid_unknown_fields=True):
     push_ms: float = 0.0
     """Time that the transfer engine spent sending the KV. Set on a prefill's leg."""
     ahead_ms: float = 0.0
-    """Part of ``prefill_ms`` before the decode had asked. Set in what a prefill tells a decode."""
+    """Part of ``prefill_ms`` before the decode had asked. Set in a prefill's messages to a decode."""
     here: InstanceRole = "unified"
-    """What the instance that answers is to the request."""
+    """Role of the answering instance for this request."""
     phases: list[PhaseTime] = []
     timeline: Timeline | None = None
 
@@ -134,29 +135,27 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class CachedBeyond(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Those of a request's cached tokens that were not in the pool of KV memory: found in ``host`` memory, or brought
-    by a ``store``.
-    """
+    """Cached tokens of a request that were not in the pool but in a tier."""
 
     host: Count
+    """Tokens found in host memory."""
     store: Count
+    """Tokens read from the store."""
 
 
 class HeldTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a prompt whose KV was handed over, what the decode had itself, so that it was not sent: in the pool of its
-    ``device``, in ``host`` memory, and brought by its ``store``.
-    """
+    """Tokens of a handed-over prompt that the decode had cached itself, so that their KV was not sent."""
 
     device: Count
+    """Tokens found in the pool."""
     host: Count
+    """Tokens found in host memory."""
     store: Count
+    """Tokens read from the decode's store."""
 
 
 class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of a request when it ends. ``route``: "local", or which leg of a hand-over it is here: "outgoing",
-    "incoming". ``cached_beyond``: None where the instance that computed the prompt has its pool alone.
-    ``held``: None where nothing was handed over, or the decode has its pool alone.
-    """
+    """Facts about a request, complete at its end."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -164,21 +163,26 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     timing: Timing
     retractions: int = 0
     route: str = "local"
+    """Route: "local", or the leg of a hand-over that the request is here ("outgoing" or "incoming")."""
     cached_beyond: CachedBeyond | None = None
+    """None if the instance that computed the prompt has no tiers."""
     held: HeldTokens | None = None
+    """None if nothing was handed over, or the decode has no tiers."""
 
 
 class PromptReport(msgspec.Struct, array_like=True):
-    """The parts of a prompt that the client asked to get back. ``token_ids``: int32 bytes, empty if not requested."""
+    """The parts of a prompt that the client asked to get back."""
 
     token_ids: bytes
+    """Token ids (int32); empty if not requested."""
     logprobs: list[TokenLogprob] | None
 
 
 class PromptText(msgspec.Struct, array_like=True):
-    """A ``PromptReport`` after detokenization. ``text``: the decoded ``token_ids``."""
+    """A ``PromptReport`` after detokenization."""
 
     text: str
+    """Text of ``token_ids``."""
     token_ids: list[int]
     logprobs: list[NamedLogprob] | None
 
@@ -237,20 +241,22 @@ class TextBatch(Message):
 
 
 class ReqError(Message):
-    """A request ended in an error. ``status`` is the HTTP status; ``field`` names the offending field, if any.
+    """A request ended in an error.
 
-    ``code`` is for programs, in OpenAI's words, where it has one. ``retry_after``: seconds after which it may go
-    better, 0 where nobody knows.
-
-    From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's
-    tokens. ``route``: as in ``ReqMeta``.
+    From the tokenizer the message goes straight to HTTP. From the scheduler it goes through the detokenizer, after the
+    request's tokens.
     """
 
     rid: str
     status: int
+    """HTTP status."""
     message: str
     kind: str = "invalid_request_error"
     field: str | None = None
+    """Name of the offending field, if there is one."""
     code: str | None = None
+    """OpenAI's code for the error, if it has one."""
     retry_after: int = 0
+    """Seconds after which a retry may succeed; 0 if unknown."""
     route: str = "local"
+    """Route of the request, as in ``ReqMeta``."""

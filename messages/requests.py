@@ -12,80 +12,79 @@ from .conversation import Conversation
 from .sampling import SamplingParams
 
 INT63 = 2**63
-"""Seeds and bootstrap rooms are below this."""
+"""Exclusive upper limit of seeds and bootstrap rooms."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request.
-
-    ``refusal``: why that address is not to be asked, "" where it may be. ``vouched``: whether a router of this cluster,
-    or whoever started this instance, named it; else it may be anybody's. ``leg``: which one this instance is meant to
-    be, "" where nobody said.
-    """
+    """Identity of one hand-over: the prefill's bootstrap server, and the room (63 bits) drawn for this request."""
 
     host: str
     port: int
     room: int
     refusal: str = ""
+    """Why this address must not be contacted; "" if it may be."""
     vouched: bool = False
+    """Whether a router of this cluster, or an option of this instance, named the address. Otherwise it may be any
+    client's.
+    """
     leg: Literal["", "prefill", "decode"] = ""
+    """Leg that this instance is meant to be; "" if the request does not say."""
 
     @property
     def source(self) -> str:
-        """Where KV comes from that only requests of the same source may use, "" for all."""
+        """Source of the KV, if only requests of the same source may use it; "" if all may."""
         return "" if self.vouched else f"\0{self.host}:{self.port}"
 
 
 MAX_TOP_LOGPROBS = 128
-"""Alternatives that a position may list."""
+"""Maximum number of alternatives that a position lists."""
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client wants to know about probabilities.
-
-    ``start_len``: first prompt position whose logprob is returned, -1 for none (output tokens only).
-    ``top_num``: how many alternatives a position lists.
-    """
+    """Log-probabilities that a client asked for."""
 
     start_len: int = -1
+    """First prompt position with a returned logprob; -1: output tokens only."""
     top_num: int = 0
+    """Number of alternatives that a position lists."""
 
 
 class TokenizeReq(Message):
-    """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
-
-    ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
-    ``place``: number of answers of the same batch that come before this one. ``forks``: rids of further answers to the
-    same prompt, which is sent and tokenized once; ``forked`` says how they differ.
-    ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
-    ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
-    text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
-    ``timeout_s``: seconds from its arrival in which it has to be over, 0: as many as it takes. ``key_name``: of the API
-    key that it came with, and ``user``: for whom that has sent it; "" where nobody said.
-    """
+    """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set."""
 
     rid: str
     sampling: SamplingParams
     arrival: float
+    """Time at which HTTP accepted the request (``time.monotonic()``, one clock for all processes of a host)."""
     text: str | None = None
     input_ids: list[int] | None = None
     chat: Conversation | None = None
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens (mostly a BOS). None: to a plain text, but not to a conversation,
+    because its template prints them.
+    """
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
     stream: bool = False
+    """Whether the client sees the output grow; otherwise it gets the output at the end."""
     return_prompt: bool = False
+    """Whether the answer contains the prompt."""
     place: int = 0
+    """Number of answers of the same batch that come before this one."""
     forks: list[str] = []
+    """Rids of further answers to the same prompt, which is sent and tokenized once. ``forked`` says how they differ."""
     priority: int = 0
     timeout_s: float = 0.0
+    """Seconds after its arrival in which the request has to end; 0: no limit."""
     key_name: str = ""
+    """Name of the API key that came with the request; "" without one."""
     user: str = ""
+    """Name of the user that the API key's owner sent the request for; "" if the request names none."""
 
     @property
     def rids(self) -> list[str]:
-        """The rid of each answer."""
+        """Rids of all answers."""
         return [self.rid, *self.forks]
 
 

@@ -1,4 +1,4 @@
-"""Which messages each channel of an instance declares. A channel is named after the process that receives from it.
+"""The messages that each channel of an instance declares. A channel has the name of the process that receives from it.
 
 HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker, transfer   scheduler ─▶ detokenizer ─▶ http
                          ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲

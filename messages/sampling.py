@@ -6,13 +6,13 @@ import msgspec
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
-"""Of frequency and presence penalties, either way, and of the repetition penalty."""
+"""Maximum of the repetition penalty, and of the absolute value of frequency and presence penalties."""
 MIN_REPETITION_PENALTY = 0.01
-"""A logit over less than this may be no number any more, which looks like a broken model."""
+"""Minimum of the repetition penalty. A logit divided by less may overflow, which looks like a broken model."""
 MAX_BIAS = 100.0
-"""Of a token's logit, either way."""
+"""Maximum absolute value of a token's logit bias."""
 MAX_STOPS = 32
-"""Stop strings."""
+"""Maximum number of stop strings."""
 MAX_STOP_CHARS = 1024
 
 

@@ -1,7 +1,7 @@
-"""Requests that are written down, to go on later: here after a restart, or at another instance.
+"""Saved requests, which continue later: here after a restart, or at another instance.
 
-``SnapshotReq`` asks the scheduler for a request's state and has its KV put into the store; what HTTP writes down is the
-``SessionState`` of the answer. ``ResumeReq`` brings it back, as a request like any other.
+``SnapshotReq`` asks the scheduler for a request's state, and has its KV written to the store. HTTP saves the
+``SessionState`` of the answer in a file. ``ResumeReq`` brings it back as an ordinary request.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from .outputs import TokenLogprob
 
 
 class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All that an instance of the same model needs to go on with a request, but for its KV, which a store has.
-
-    ``fingerprint``: the model's. ``kv_seed``: what the hashes of its pages begin with (``mem_cache/page_hash.py``);
-    where it is another's, the KV is as well, and computed again. ``logprobs``: of all of its output where they are
-    wanted, ``input_logprobs`` of its prompt. ``kv_hashes``: with ``--kv-debug``, what its whole pages held, from the
-    first on, as in ``TransferDone``.
-    """
+    """All that an instance of the same model needs to go on with a request, except its KV, which is in a store."""
 
     running: RunningRequest
     fingerprint: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """Fingerprint of the model."""
     kv_seed: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Seed of the page hashes (``mem_cache/page_hash.py``). An instance with another seed computes the KV again."""
     logprobs: list[TokenLogprob] = []
+    """Log-probabilities of the whole output, if the client asked for them."""
     input_logprobs: list[TokenLogprob] | None = None
+    """Log-probabilities of the prompt, if the client asked for them."""
     kv_hashes: bytes = b""
+    """Hashes of its whole pages from the first on, as in ``TransferDone``; only with ``--kv-debug``."""
 
     @property
     def token_ids(self) -> bytes:
-        """Its prompt and its output, int32."""
+        """Prompt and output (int32)."""
         return self.running.request.input_ids + self.running.output
 
     @property
     def output_len(self) -> int:
-        """Tokens that it has generated."""
+        """Number of generated tokens."""
         return len(self.running.output) // 4
 
     @property
@@ -51,48 +50,49 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class SnapshotReq(Message):
-    """HTTP → scheduler: the state of a request that runs here, or has ended lately.
-
-    ``with_output`` False: as it was before its first token. ``keep_until``: when its KV may go from the store (Unix
-    time). ``key_name``: whose it has to be, None for anybody's: another key's request may have had the name before.
-    """
+    """HTTP → scheduler: return the state of a request that runs here or has ended recently."""
 
     id: int
     rid: str
     with_output: bool
+    """False: return the state before its first token."""
     keep_until: float
+    """Time until which the store keeps its KV (Unix time)."""
     key_name: str | None = None
+    """API key that the request has to belong to, because requests of other keys may have used its name before. None:
+    any key.
+    """
 
 
 class SnapshotResult(Message):
-    """``state``: None where there is none, for which ``status`` and ``message`` say why.
-
-    ``kv_tokens``: so many of its first tokens have their KV in the store, ``kv_bytes`` long; where those are not all
-    that were computed ``message`` says why.
-    """
+    """Scheduler → HTTP: result of a ``SnapshotReq``."""
 
     id: int
     state: SessionState | None = None
+    """None if there is no such request, or it cannot be saved. ``status`` and ``message`` say why."""
     status: int = 200
     message: str = ""
+    """Error, or the reason why the store has KV of fewer tokens than were computed."""
     kv_tokens: int = 0
+    """Number of first tokens with KV in the store."""
     kv_bytes: int = 0
+    """Bytes of that KV."""
 
 
 class ResumeReq(Message):
-    """HTTP → scheduler: go on with this; named and answered as its ``request`` is."""
+    """HTTP → scheduler: continue this request. Its name and its answer are those of ``running.request``."""
 
     state: SessionState
 
 
 class ReleaseReq(Message):
-    """HTTP → scheduler: nobody comes back for the KV of these tokens (int32), but for the first ``shared`` of them. No
-    answer.
-    """
+    """HTTP → scheduler: the KV of these tokens is no longer needed. There is no answer."""
 
     token_ids: bytes
+    """Token ids (int32)."""
     extra_key: str
     shared: int = 0
+    """Number of first tokens with KV that other sessions still need."""
 
 
 SessionMessage = SnapshotReq | ResumeReq | ReleaseReq

@@ -1,4 +1,4 @@
-"""Questions about text and tokens, which the tokenizer process answers by itself: HTTP → tokenizer → HTTP."""
+"""Questions about text and tokens, which the tokenizer process answers itself: HTTP → tokenizer → HTTP."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from .conversation import Conversation
 
 
 class EncodeReq(Message):
-    """Which tokens are these? Exactly one of ``texts`` and ``chat`` is set.
-
-    ``add_special_tokens``: as ``TokenizeReq`` has it. ``pieces``: tell what each token reads, too.
-    """
+    """HTTP → tokenizer: tokenize these texts or this conversation. Exactly one of ``texts`` and ``chat`` is set."""
 
     id: int
     texts: list[str] | None = None
     chat: Conversation | None = None
     add_special_tokens: bool | None = None
+    """Whether special tokens are added, as in ``TokenizeReq``."""
     pieces: bool = False
+    """Whether the answer contains the text of each token."""
 
 
 class Encoded(Message):
-    """The token ids of each text, or why there are none: ``error``, and the ``field`` at fault."""
+    """Tokenizer → HTTP: the token ids of each text, or an error."""
 
     id: int
     token_ids: list[list[int]] = []
     pieces: list[list[str]] | None = None
     error: str | None = None
     field: str | None = None
+    """Name of the field that caused the error."""
 
 
 class DecodeReq(Message):
-    """What do these tokens read?"""
+    """HTTP → tokenizer: return the texts of these tokens."""
 
     id: int
     token_ids: list[list[int]]
@@ -38,7 +38,7 @@ class DecodeReq(Message):
 
 
 class Decoded(Message):
-    """The texts, or why there are none."""
+    """Tokenizer → HTTP: the texts, or an error."""
 
     id: int
     texts: list[str] = []
@@ -46,17 +46,19 @@ class Decoded(Message):
 
 
 class LimitsReq(Message):
-    """What does the model take?"""
+    """HTTP → tokenizer: return the limits of the model."""
 
     id: int
 
 
 class Limits(Message):
-    """``context_length``: prompt plus output, in tokens. Token ids are in [0, ``vocab_size``)."""
+    """Tokenizer → HTTP: the limits of the model."""
 
     id: int
     context_length: int
+    """Maximum number of tokens of prompt and output together."""
     vocab_size: int
+    """Exclusive upper limit of token ids."""
 
 
 TextQuestion = EncodeReq | DecodeReq | LimitsReq

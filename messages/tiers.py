@@ -1,8 +1,8 @@
-"""Messages about KV pages that lie elsewhere than in the pool: in host memory (the second tier) and stores (the third).
+"""Messages about KV pages outside the pool: in host memory (the second tier) and in stores (the third).
 
-They travel the worker's own channel, in one order with the steps. So a copy finds what the steps before it computed,
-and what it overwrites the steps behind it have no use for. Stores are read and written by a thread of their own, which
-is asked in the same order and answers when it is done.
+They share one ordered channel to the worker with the steps. So a copy finds what earlier steps have computed, and later
+steps find what it has written. A separate thread reads and writes stores. It gets its commands in the same order, and
+answers when it is done.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .base import Message
 
 
 class PageCopy(IntEnum):
-    """Which way, and of which group of the layout's pages: the first, or that behind a window. A host page has a part
-    for each.
+    """Direction of a copy, and the group of pages: the first one, or the one with a window. A host page has a part for
+    each group.
     """
 
     TO_HOST = 0
@@ -24,47 +24,46 @@ class PageCopy(IntEnum):
 
     @property
     def group(self) -> int:
-        """Its place in ``KVLayout.groups``."""
+        """Index in ``KVLayout.groups``."""
         return self >> 1
 
     @property
     def to_pool(self) -> bool:
-        """Or from it."""
+        """Whether the copy goes to the pool, rather than to the host."""
         return bool(self & 1)
 
 
 class CopyPages(Message):
-    """Scheduler → worker: copy whole pages, in this order. ``copies`` (int32 triples): what is copied, a ``PageCopy``;
-    the page of the pool, or of the pool behind windows; the host's page. Answered by ``PagesCopied``.
-    """
+    """Scheduler → worker: copy whole pages, in this order. Answered by ``PagesCopied``."""
 
     id: int
     copies: bytes
+    """Triples of int32: a ``PageCopy``, the page of the pool or of the window pool, and the page of the host."""
 
 
 class PagesCopied(Message):
-    """Worker → scheduler: everything up to ``CopyPages.id`` was copied; ``seconds`` is what the last one took."""
+    """Worker → scheduler: every command up to ``CopyPages.id`` is done. The last one took ``seconds``."""
 
     id: int
     seconds: float
 
 
 class StorePages(Message):
-    """Scheduler → worker: write host pages (int32) to the store, each under its hash (16 bytes, one after another).
-
-    Answered by ``PagesStored``; nobody overwrites the pages before.
-    """
+    """Scheduler → worker: write host pages to the store. Answered by ``PagesStored``, before which no page changes."""
 
     id: int
     hashes: bytes
+    """Hashes of the pages, 16 bytes each, one after another."""
     pages: bytes
+    """Numbers of the host pages (int32)."""
 
 
 class PagesStored(Message):
-    """Worker → scheduler: the pages of ``StorePages`` are read no more. ``count``: all of them are stored, or 0."""
+    """Worker → scheduler: the pages of ``StorePages`` are no longer read."""
 
     id: int
     count: int
+    """Number of stored pages: all of them, or 0."""
     seconds: float
     error: str = ""
 
@@ -78,7 +77,7 @@ class FetchPages(Message):
 
 
 class PagesFetched(Message):
-    """Worker → scheduler: the pages of ``FetchPages`` are written no more; the first ``count`` hold what was asked."""
+    """Worker → scheduler: the pages of ``FetchPages`` are no longer written. The first ``count`` of them are right."""
 
     id: int
     count: int
@@ -87,18 +86,14 @@ class PagesFetched(Message):
 
 
 class FindPages(Message):
-    """Scheduler → worker: how many of the first of these does the store have? Changes nothing. Answered by
-    ``PagesFound``.
-    """
+    """Scheduler → worker: count the first pages that the store has. Changes nothing. Answered by ``PagesFound``."""
 
     id: int
     hashes: bytes
 
 
 class PagesFound(Message):
-    """Worker → scheduler: the store has the first ``count`` of the pages of ``FindPages``; whether they are right is
-    found when they are read.
-    """
+    """Worker → scheduler: the store has the first ``count`` pages of ``FindPages``. They are not verified yet."""
 
     id: int
     count: int
@@ -106,23 +101,22 @@ class PagesFound(Message):
 
 
 class DropPages(Message):
-    """Scheduler → worker: what these hashes name in the store is bad. No answer."""
+    """Scheduler → worker: remove these pages from the store, because they are bad. There is no answer."""
 
     hashes: bytes
 
 
 class KeepPages(Message):
-    """Scheduler → worker: what these hashes name is to stay in the store until then (Unix time), as far as the store
-    can choose; 0: no longer than anything else. Answered by ``PagesKept``.
-    """
+    """Scheduler → worker: keep these pages in the store, as far as it has a choice. Answered by ``PagesKept``."""
 
     id: int
     hashes: bytes
     until: float
+    """Unix time until which they are kept; 0: no longer than other pages."""
 
 
 class PagesKept(Message):
-    """Worker → scheduler: the first ``count`` of the pages of ``KeepPages`` are there."""
+    """Worker → scheduler: the store has the first ``count`` pages of ``KeepPages``."""
 
     id: int
     count: int
@@ -130,15 +124,16 @@ class PagesKept(Message):
 
 
 class StoreState(Message):
-    """Worker → scheduler: whether the store is asked (``breaker``: closed), or left alone since it fails (``reason``).
-
-    Told when it changes, and with the counts of what it holds now and then; -1: it can't say.
-    """
+    """Worker → scheduler: state of the store. Sent when it changes, and now and then with new counts."""
 
     breaker: str
+    """State of its circuit breaker: a store that fails gets no requests for a time."""
     reason: str
+    """Why the breaker is open."""
     pages: int = -1
+    """Stored pages; -1 if the store cannot count them."""
     nbytes: int = -1
+    """Stored bytes; -1 if the store cannot count them."""
     bad_pages: int = 0
     evicted_pages: int = 0
 

@@ -1,4 +1,4 @@
-"""What clients are told in the place of a message that no frame between the processes of an instance can hold."""
+"""Errors for clients, in place of messages that are too large for a frame between the processes of an instance."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def rids_of(message: Message) -> list[str]:
 
 
 def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
-    """Return what is said in the place of ``message``: the end of each of its requests, or the answer to its question.
+    """Return the messages to send in place of ``message``: an error for each of its requests, or for its question.
 
-    Empty for what is no answer: nobody waits for it.
+    The list is empty for a message that is no answer, because no client waits for it.
     """
     text = explain(error)
     if isinstance(message, Encoded):
@@ -56,9 +56,9 @@ def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
 
 
 def send_or_explain(sender: SendsMessages, messages: Sequence[Message]) -> list[str]:
-    """Send ``messages`` towards the clients; what no frame can hold is replaced by the reason.
+    """Send ``messages`` towards the clients; an error replaces each message that is too large for a frame.
 
-    Returns the rids of the requests that ended so. What is sent about them behind that, their clients ignore.
+    Returns the rids of the requests that this ended. Clients ignore later messages about them.
     """
     try:
         sender.send(*messages)

@@ -15,43 +15,46 @@ from .profiling import ProfileCommand, ProfileEvent
 from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
-"""Of one hand-over, of all groups together."""
+"""Maximum pages of one hand-over, of all groups together."""
 MAX_LAYERS = 1 << 12
 MAX_GROUPS = 8
-"""Of pages; see ``KVGroup``."""
+"""Maximum number of groups of layers; see ``KVGroup``."""
 
 KVOrder = Literal["tokens", "blocks"]
-"""How the elements of a layer's keys, or values, lie within a page.
+"""Order of the elements of a layer's keys, or values, within a page.
 
-"tokens": ``[page_size, kv_heads, head_dim]``, which torch reads. "blocks": heads before tokens, and a head's tokens as
-the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every processor.
+"tokens" is ``[page_size, kv_heads, head_dim]``, which torch reads. "blocks" has heads before tokens, and a head's
+tokens as the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``). It is the same on every processor.
 """
 
 
 KVKind = Literal["mha", "mla", "sparse"]
-"""What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each. "mla": one
-latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too. "sparse": as "mha", and
-of each key a copy of ``label_dim`` elements, by which the tokens are chosen that later ones attend to.
+"""What a layer stores for a token.
+
+- "mha": keys and values of its KV heads, ``head_dim`` elements each.
+- "mla": one latent row of ``head_dim`` elements. It is the key, and its first ``value_dim`` elements are the value.
+- "sparse": as "mha", and ``label_dim`` elements of each key once more. They decide which tokens later ones attend to.
 """
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that keep the same of a token, for as long, and so share pages.
+    """Layers that share pages, because they store the same for a token and keep it equally long.
 
-    A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
-    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Of kind "mla":
-    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Of kind "sparse": keys, values, then
-    ``[kv_heads, page_size, label_dim]`` of ``dtype``, of the channels that ``labels`` stands for (equal digests, equal
-    channels), in the order "tokens" alone. Elements of one byte
-    come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
-    right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
+    A page is one contiguous span with equally many bytes for each layer. The bytes of a layer depend on the kind:
 
-    ``window``: no layer of the group sees more than so many tokens, and its pages go back behind that
-    (``mem_cache/window_pages.py``); 0: they are kept. The first group of a layout is kept; where all layers have
-    windows it has none, and its pages are mere numbers.
+    - "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys before values.
+    - "mla": ``[page_size * head_dim]``, rows in place of keys; ``kv_heads`` is 1.
+    - "sparse": keys, values, then ``[kv_heads, page_size, label_dim]`` of ``dtype``; only in the order "tokens".
+
+    Elements of one byte have a scale of ``scale_dtype`` for each head of each token. In the order "tokens" it follows
+    the head's elements. In "blocks", the scales of a block's slots follow the block's elements.
+
+    The first group of a layout has no window. If all layers have windows, it has no layers, and its pages have no
+    memory.
     """
 
     layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(max_length=MAX_LAYERS)]
+    """Numbers of the layers in the model, in the order of their bytes in a page."""
     kind: KVKind
     kv_heads: int
     head_dim: int
@@ -59,23 +62,28 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_bytes: int
     value_dim: int = 0
     scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
+    """Type of the scales; None: there are none."""
     window: int = 0
+    """Number of tokens that a layer of the group sees; 0: all of them. Pages before the window are freed
+    (``mem_cache/window_pages.py``).
+    """
     label_dim: int = 0
     labels: Annotated[str, Meta(max_length=32)] = ""
+    """Digest of the channels that labels are copied from: equal digests mean equal channels."""
 
     @property
     def num_layers(self) -> int:
-        """How many layers share the pages."""
+        """Number of layers that share the pages."""
         return len(self.layers)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What lies of a layer in a page, in that order."""
+        """Names of the parts of a layer in a page, in their order."""
         return {"mha": ("K", "V"), "mla": ("latent",), "sparse": ("K", "V", "labels")}[self.kind]
 
     @property
     def part_bytes(self) -> tuple[int, ...]:
-        """How long each of the ``parts`` is, scales included."""
+        """Length of each of the ``parts`` in bytes, scales included."""
         layer = self.page_bytes // max(self.num_layers, 1)
         if self.kind != "sparse":
             return (layer // len(self.parts),) * len(self.parts)
@@ -84,7 +92,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How KV pages look. Two instances can exchange pages if their layouts differ in ``order`` at most."""
+    """Layout of KV pages. Two instances can exchange pages if their layouts differ at most in ``order``."""
 
     page_size: int
     groups: Annotated[tuple[KVGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
@@ -92,12 +100,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def page_bytes(self) -> int:
-        """What a page of each group takes together."""
+        """Bytes of one page of each group, added up."""
         return sum(group.page_bytes for group in self.groups)
 
     @property
     def window_group(self) -> KVGroup | None:
-        """The group whose pages go back, if there is one."""
+        """The group with a window, if there is one."""
         return next((group for group in self.groups if group.window), None)
 
 
@@ -106,7 +114,7 @@ PagesByGroup = list[bytes]
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a step took. The counts are those of ``scheduler/estimates/step_shape.py``."""
+    """A measured step. The counts are those of ``scheduler/estimates/step_shape.py``."""
 
     decodes: int
     kv_tokens: int
@@ -116,68 +124,65 @@ class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker chose of the machine it found, and why: for people, through ``/server_info``.
-
-    ``cores``: where the compute threads run, ``bound`` if each has one of its own. ``allowed``: cores that the process
-    may use. ``cpu_quota``: cores' worth of time, ``memory_total`` and ``memory_free``: bytes, all within the control
-    groups. ``numa_node``: the one it stays on, None where there is one only. ``spin_us``: how long a thread waits at a
-    barrier before it sleeps. ``kernel_level``: whose instructions the CPU kernels use, None where they don't run.
-    """
+    """The part of the machine that a worker uses, and the reason; shown by ``/server_info``."""
 
     threads: int = 0
     cores: list[int] = []
+    """Cores that the compute threads run on."""
     bound: bool = False
+    """Whether each compute thread is bound to a core of its own."""
     allowed: list[int] = []
+    """Cores that the process may use."""
     cpu_quota: float | None = None
+    """CPU time that the control groups allow, in cores."""
     numa_node: int | None = None
+    """NUMA node that the worker stays on; None if there is only one."""
     spin_us: int = 0
+    """Microseconds that a thread waits at a barrier before it sleeps."""
     kernel_level: str | None = None
+    """Instruction set of the CPU kernels; None if they are not used."""
     memory_total: int = 0
+    """Bytes that the control groups allow."""
     memory_free: int = 0
+    """Free bytes within the control groups."""
     reason: str = "nothing is computed here"
 
 
 class WorkerReady(Message):
-    """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
-
-    ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
-    ``limit_tokens``: the same of what the pools are reserved for, and may grow to; 0: no more.
-    ``host_pages``: of the second tier, 0 where there is none.
-    ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none, as far as
-    they are reserved.
-    ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
-    ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
-    request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
-    ``unreleasable``: memory that ``ReleaseMemory`` may not ask for.
-    """
+    """Worker → scheduler: the model is loaded."""
 
     fingerprint: str
+    """Identity of the weights: equal weights have equal fingerprints."""
     vocab_size: int
     context_length: int
     max_total_tokens: int
+    """Number of usable slots (without page 0), a multiple of the page size."""
     layout: KVLayout
     device: str
     attention_backend: str
     weights_dtype: str
     backend_metadata: bytes
+    """Opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``."""
     load_seconds: dict[str, float]
+    """Seconds that start-up spent, by phase."""
     measured: list[MeasuredStep] = []
+    """Steps of several sizes, to estimate the time of the first request's steps."""
     step_weight_bytes: int = 0
+    """Bytes of weights that a decode step reads; 0 if unknown."""
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
+    """Number of reserved slots of the group with a window; 0 without one."""
     host_pages: int = 0
+    """Pages of the host tier; 0 without one."""
     limit_tokens: int = 0
+    """Number of slots that the pools are reserved for and can grow to; 0: they cannot grow."""
     unreleasable: list[Unreleasable] = []
+    """Memory that ``ReleaseMemory`` must not ask for."""
     memory: MemoryUse = MemoryUse()
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
-    """A request takes a row of the request table; what the sampler needs to know of it. ``rid`` is for the log alone.
-
-    ``history`` (int32: prompt, then output) is sent only where penalties need it, with ``prompt_len`` the border.
-    ``logprobs``: alternatives to list for each sampled token, None for no logprobs at all. ``logit_bias``: token id →
-    what is added to its logit.
-    """
+    """Start of a request in a row of the request table, with the sampler's parameters."""
 
     row: int
     seed: int
@@ -192,13 +197,17 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     min_new_tokens: int
     stop_ids: tuple[int, ...]
     logprobs: int | None = None
+    """Alternatives to list for each sampled token; None: no logprobs at all."""
     history: bytes | None = None
+    """Prompt, then output (int32), only if penalties need them. The prompt has ``prompt_len`` tokens."""
     logit_bias: dict[int, float] = {}
+    """Number to add to the logit of each of these token ids."""
     rid: str = ""
+    """Name of the request, for the log alone."""
 
 
 class SlotDelta(msgspec.Struct, array_like=True):
-    """Positions ``start …`` of a row now live in ``slots`` (int32): a cached prefix, or duplicates replaced."""
+    """New slots (int32) of a row's positions from ``start`` on: a cached prefix, or replaced duplicates."""
 
     row: int
     start: int
@@ -206,7 +215,7 @@ class SlotDelta(msgspec.Struct, array_like=True):
 
 
 class InputLogprobSpec(msgspec.Struct, array_like=True):
-    """Prompt logprobs wanted from one entry of a step.
+    """Prompt logprobs to return for one entry of a step.
 
     The logits at offset ``first + i`` of the entry's tokens score token ``targets[i]`` (int32), the prompt's next
     token.
@@ -219,22 +228,27 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
 
 
 class SendPages(Message):
-    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (here and there,
-    aligned). By itself: push pages that the steps before it have made whole.
+    """Scheduler → worker: push whole pages to the decode of ``handover``.
 
-    ``last``: no more of the hand-over's will come. ``checksum``: whether slices get theirs, or 0.
+    As part of a ``ForwardStep``, the pages are whole once the step has run. As a message of its own, earlier steps have
+    filled them.
     """
 
     handover: HandoverId
     src_pages: PagesByGroup
     dst_pages: PagesByGroup
+    """Pages of the decode, in the order of ``src_pages``."""
     last: bool
+    """Whether these are the last pages of the hand-over."""
     checksum: bool = True
+    """Whether slices get checksums, rather than 0."""
 
 
 class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` of a group (``count`` of
-    them, as they were handed in), the group's layers ``begin`` to ``end``, page by page.
+    """Checksum (xxh3_64) of a part of a hand-over that was written at once.
+
+    It covers ``count`` pages of a group from number ``first`` on, in the order in which they were handed in. Page by
+    page, it covers the group's layers from ``begin`` up to ``end``.
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
@@ -246,18 +260,11 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class ForwardStep(Message):
-    """Scheduler → worker: one forward pass. Arrays are int32 bytes; ``B`` entries, ``T`` tokens in all.
+    """Scheduler → worker: one forward pass. Arrays are int32 bytes; there are ``B`` entries and ``T`` tokens in all.
 
-    An entry computes ``q_lens[b]`` tokens of the request in row ``rows[b]``, from position ``starts[b]`` on, and writes
-    their KV to ``out_cache_loc`` (T slots, entries one after another), which is also what the row's positions
-    map to from then on. Prefill chunks and decode steps mix freely. Where ``use_last[b]`` is 1 (``q_lens[b]`` is 1
-    then) the token is the row's last sampled one, which the scheduler may not know yet, and ``input_ids`` holds a
-    0 in its place. Where ``sample[b]`` is 1 the worker samples the next token after the entry's last one.
-    Applied in order: ``new_rows``, ``slot_deltas``, ``window_pages``, the pass. ``pushes``: what leaves for peers as it
-    is computed, or has been; the pages of one hand-over in the order of its steps.
-
-    ``window_pages`` (pairs of int32): a page, and the page of the windowed group that holds the same tokens from now
-    on, 0: none. Left out where nothing has changed.
+    Entry ``b`` computes ``q_lens[b]`` tokens of the request in row ``rows[b]``, from position ``starts[b]`` on. Prefill
+    chunks and decode steps mix freely. The worker applies ``new_rows``, ``slot_deltas`` and ``window_pages`` in this
+    order, and then runs the pass.
     """
 
     step_id: int
@@ -265,42 +272,53 @@ class ForwardStep(Message):
     starts: bytes
     q_lens: bytes
     use_last: bytes
+    """1 for an entry with the row's last sampled token as its input, which the scheduler may not know yet. Its
+    ``q_lens`` is 1, and ``input_ids`` has a 0 in place of the token.
+    """
     sample: bytes
+    """1 for an entry after which the worker samples the next token."""
     input_ids: bytes
     out_cache_loc: bytes
+    """Slots (T) that the entries' KV is written to, one entry after another. The rows' positions map to them from now
+    on.
+    """
     new_rows: list[RowInit] = []
     slot_deltas: list[SlotDelta] = []
     input_logprobs: list[InputLogprobSpec] = []
     pushes: list[SendPages] = []
+    """Pages to send to peers, of this step or earlier ones. Those of one hand-over are in the order of its steps."""
     window_pages: bytes | UnsetType = UNSET
+    """Pairs of int32: a page, and the page of the windowed group that holds the same tokens from now on (0: none).
+    Left out if nothing has changed.
+    """
 
     @property
     def summary(self) -> str:
-        """The step's number and size, for traces."""
+        """Number and size of the step, for traces."""
         return f"step {self.step_id}: {len(self.rows) // 4} entries, {len(self.out_cache_loc) // 4} tokens"
 
 
 class StepResult(Message):
-    """Worker → scheduler: what a step gave.
-
-    ``next_tokens``: int32, one for each entry with ``sample`` set, in order. ``logprobs``: aligned with it, None for
-    rows that want none. ``input_logprobs``: one list for each ``ForwardStep.input_logprobs``, aligned with ``targets``.
-    ``bad_entries``: entries whose logits were not finite; their token means nothing and the request must fail.
-    ``compiled_kernels``: kernels of a GPU that were compiled since the result before, while steps waited for them.
-    """
+    """Worker → scheduler: result of a step."""
 
     step_id: int
     next_tokens: bytes
+    """Sampled tokens (int32): one for each entry with ``sample`` set, in their order."""
     forward_ms: float
     logprobs: list[TokenLogprob | None] | None = None
+    """Log-probabilities of ``next_tokens``; None for rows that did not ask for them."""
     input_logprobs: list[list[TokenLogprob]] = []
+    """One list for each ``ForwardStep.input_logprobs``, in the order of its ``targets``."""
     bad_entries: list[int] = []
+    """Entries with logits that were not finite. Their tokens mean nothing, and their requests must fail."""
     compiled_kernels: int = 0
+    """GPU kernels compiled since the previous result, while steps waited for them."""
 
 
 class RankLoaded(Message):
-    """Another rank → the lead of its host: its weights are loaded, and take so many bytes; or it has done what a
-    ``MemoryCommand``, ``TrimPool`` or ``ProfileCommand`` says, or has not (``error``).
+    """Another rank → the lead of its host: its weights are loaded, or it has executed a command.
+
+    Commands are ``MemoryCommand``, ``TrimPool`` and ``ProfileCommand``. ``error`` says why one failed.
     """
 
     rank: int
@@ -309,47 +327,47 @@ class RankLoaded(Message):
 
 
 class RankSetup(Message):
-    """Lead → the other ranks of its host: memory that they share, by descriptors of process ``pid``.
-
-    ``pool``: KV pages of all the host's ranks, ``num_pages`` with page 0. ``exchange``: what they add up sums in, None
-    where nothing of theirs does.
-    """
+    """Lead → the other ranks of its host: shared memory, as file descriptors of process ``pid``."""
 
     pid: int
     pool: int
+    """KV pages of all ranks of the host."""
     num_pages: int
+    """Number of these pages, with page 0."""
     exchange: int | None
+    """Memory in which the ranks add up sums; None if they have no sums in common."""
 
 
 class CaptureGraphs(Message):
-    """Lead → the other ranks of its host: capture the graphs of decode steps, as it does itself now."""
+    """Lead → the other ranks of its host: capture the graphs of decode steps. The lead does the same now."""
 
 
 class AdmitPeer(Message):
-    """Scheduler → worker: let ``peer`` (an epoch) write into our pool. Answered by ``PeerAdmitted`` or ``PeerFailed``.
+    """Scheduler → worker: let ``peer`` write into our pool. Answered by ``PeerAdmitted`` or ``PeerFailed``."""
 
-    ``link`` numbers the scheduler's links, to whichever peer; it sends the next one for a peer after the
+    peer: str
+    """Epoch of the peer."""
+    link: int
+    """Number of the link, among the links to all peers. The scheduler sends the next one for a peer only after the
     ``PeerLinkDown`` of the last.
     """
 
-    peer: str
-    link: int
-
 
 class ConnectPeer(Message):
-    """Scheduler → worker: be able to write into the pool of ``peer``, which its transfer backend says how to reach by
-    ``metadata``; admits it, too. Answered by ``PeerConnected`` or ``PeerFailed``. ``link``: see ``AdmitPeer``.
+    """Scheduler → worker: connect to ``peer``, to write into its pool. Answered by ``PeerConnected`` or ``PeerFailed``.
+
+    This admits the peer as well.
     """
 
     peer: str
     link: int
+    """Number of the link; see ``AdmitPeer``."""
     metadata: bytes
+    """How the peer's transfer backend is reached."""
 
 
 class DisconnectPeer(Message):
-    """Scheduler → worker: nothing more is exchanged by this link. Answered by ``PeerLinkDown``, once for each link:
-    that may have been sent before this came.
-    """
+    """Scheduler → worker: end this link. ``PeerLinkDown`` follows once for each link, and may have been sent before."""
 
     peer: str
     link: int
@@ -363,14 +381,14 @@ class PeerAdmitted(Message):
 
 
 class PeerConnected(Message):
-    """Worker → scheduler: ``peer`` can be written to."""
+    """Worker → scheduler: this worker can write into the pool of ``peer``."""
 
     peer: str
     link: int
 
 
 class PeerFailed(Message):
-    """Worker → scheduler: ``AdmitPeer`` or ``ConnectPeer`` came to nothing. The link is to be disconnected."""
+    """Worker → scheduler: ``AdmitPeer`` or ``ConnectPeer`` failed. The scheduler has to disconnect the link."""
 
     peer: str
     link: int
@@ -391,38 +409,38 @@ class CancelSend(Message):
 
 
 class SendEnded(Message):
-    """Worker → scheduler: nothing more will be read from or written to the pages of ``handover``.
+    """Worker → scheduler: the pages of ``handover`` are no longer read or written.
 
-    ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``slices`` are all of
-    them, in the order of their writes (none for a backend that moves nothing).
-    ``seconds`` is time spent pushing, from ``began`` to ``ended`` (``time.monotonic()``; 0 where there was nothing to
-    push) and not always.
+    If ``error`` is None and ``cancelled`` is False, all pages have arrived, the last ones included.
     """
 
     handover: HandoverId
     slices: list[SliceChecksum] = []
+    """All slices in the order of their writes; empty for a backend that moves nothing."""
     nbytes: int = 0
     seconds: float = 0.0
+    """Time spent pushing. It may be less than the time from ``began`` to ``ended``."""
     cancelled: bool = False
     error: str | None = None
     began: float = 0.0
+    """Time of the first push (``time.monotonic()``); 0 if there was nothing to push."""
     ended: float = 0.0
+    """Time of the last push (``time.monotonic()``); 0 if there was nothing to push."""
 
 
 class SendProgress(Message):
-    """Worker → scheduler: more pages of ``handover`` have landed, ``nbytes`` in all. Told now and then of hand-overs
-    that take seconds.
-    """
+    """Worker → scheduler: more pages of ``handover`` have landed. Sent now and then for long hand-overs."""
 
     handover: HandoverId
     nbytes: int
+    """Bytes that have landed so far."""
 
 
 class GrantPages(Message):
-    """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked.
+    """Scheduler → worker: ``peer`` may write these pages of our pools, until ``RevokePages`` of this hand-over.
 
-    ``order``, ``checksum``: as of ``VerifyPages``, for pools on a device, where pages are hashed and brought into our
-    order as they come.
+    ``order`` and ``checksum`` are those of ``VerifyPages``. Pools on a device need them here, because pages are hashed
+    and converted as they arrive.
     """
 
     handover: HandoverId
@@ -433,38 +451,41 @@ class GrantPages(Message):
 
 
 class RevokePages(Message):
-    """Scheduler → worker: nobody may write the pages of ``handover`` any more. ``are_checked``: they are, next."""
+    """Scheduler → worker: no peer may write the pages of ``handover`` any more."""
 
     handover: HandoverId
     are_checked: bool = False
+    """Whether ``VerifyPages`` follows."""
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: are these pages of our pools (in the hand-over's order) wholly made up of ``slices``, each
-    with its checksum? Answer: ``PagesVerified``.
+    """Scheduler → worker: check that ``slices`` cover these pages of our pools. Answered by ``PagesVerified``.
 
-    Without ``checksum`` it is enough that they are. ``order``: in which they were sent, None for our own. Pages of
-    another order are converted in place once they are found right, so nobody else may use them before the answer.
+    Pages in another order than our own are converted in place once they are found right. So they must not be used
+    before the answer.
     """
 
     handover: HandoverId
     pages: PagesByGroup
+    """Pages in the order of the hand-over."""
     slices: list[SliceChecksum]
     order: KVOrder | None = None
+    """Order of the sender's elements; None: our own."""
     checksum: bool = True
+    """Whether the checksums of the slices are compared as well."""
 
 
 class PagesVerified(Message):
-    """Worker → scheduler: whether the landed pages are what the sender had; they lie in our own order now."""
+    """Worker → scheduler: whether the landed pages are the sender's. They are in our own order now."""
 
     handover: HandoverId
     ok: bool
 
 
 SendCommand = ConnectPeer | SendPages | CancelSend
-"""In one order with the steps, and so with what they push: by no later link."""
+"""Commands that share one order with the steps and their pushes, so that no push uses a later link."""
 ReceiveCommand = AdmitPeer | DisconnectPeer | GrantPages | RevokePages | VerifyPages
-"""These must not wait for a step: peers do, who are about to write, and requests whose KV has landed."""
+"""Commands that must not wait for a step, because peers and landed requests wait for them."""
 TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
