@@ -84,7 +84,7 @@ class BenchSteps:
         queue, found, held = self._queue(), [], []
         for position in positions:
             if overwrite:
-                held = [_beyond_every_index(size, self.model.hardware.torch) for size in OVERWRITTEN]
+                held = [_beyond_every_index(size, self.model.hardware.torch) for size in OVERWRITTEN * BLOCKS]
             queue.launch(self._step(batch, self._context + position, [1] * batch))
             while queue.is_full:
                 found.append(unpack_i32(queue.collect().next_tokens).tolist())
@@ -148,6 +148,8 @@ class BenchSteps:
 
 OVERWRITTEN = (1, 2, 8, 64, 256, 1 << 16, 1 << 20)
 """Sizes in numbers of 8 bytes: those of the step's arrays, of logits and of activations."""
+BLOCKS = 8
+"""Blocks of each of these sizes that are taken at once."""
 
 
 def _beyond_every_index(size: int, device: torch.device) -> torch.Tensor:

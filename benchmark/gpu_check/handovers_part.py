@@ -14,7 +14,7 @@ from .pair import missing, serve_pair
 from .part import Part, run_group
 from .record import Check, Finding
 from .servers import ask
-from .token_checks import LENGTH, Asked, compare, judge, make_asked
+from .token_checks import LENGTH, Asked, compare, compiled_kernels, judge, make_asked, without_compiles
 
 
 class Sides(NamedTuple):
@@ -102,9 +102,10 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
     with serve_pair(sides.backend, sides.prefill, sides.decode, logs) as pair:
         found = [pair.answer(room, prompt, LENGTH) for room, prompt in enumerate(asked.prompts, 1)]
         computed = ask(f"{pair.decode}/server_info")["counters"]["prompt_tokens"]
+        compiled = sum(compiled_kernels(address) for address in (pair.prefill, pair.decode))
     finding = judge(found, asked.reference, 1.0, f"by {sides.backend}")
     finding.ok = bool(finding.ok) and not computed  # else the decode has not needed what came
-    return finding
+    return without_compiles(finding, compiled)
 
 
 def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:

@@ -14,7 +14,7 @@ from .part import Part
 
 
 class Kernel(NamedTuple):
-    """One that ran, in microseconds."""
+    """One kernel or copy that ran, in microseconds."""
 
     name: str
     begin: float
@@ -29,7 +29,9 @@ class Summary(NamedTuple):
     gap_us: float
 
     def __str__(self) -> str:
-        return f"{self.kernels:.0f} kernels, {self.busy_us:.0f} µs in them, {self.gap_us:.0f} µs between them"
+        return (
+            f"{self.kernels:.0f} kernels and copies, {self.busy_us:.0f} µs in them, {self.gap_us:.0f} µs between them"
+        )
 
 
 def profiled(part: Part, run: Callable[[], object]) -> list[Kernel]:
