@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -49,20 +49,13 @@ class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of alternatives that a position lists."""
 
 
-class TokenizeReq(Message):
-    """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set."""
+class RequestTerms(Message):
+    """The fields of a request that are the same in ``TokenizeReq`` and ``GenerateReq``."""
 
     rid: str
     sampling: SamplingParams
     arrival: float
     """Time at which HTTP accepted the request (``time.monotonic()``, one clock for all processes of a host)."""
-    text: str | None = None
-    input_ids: list[int] | None = None
-    chat: Conversation | None = None
-    add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens (mostly a BOS). None: to a plain text, but not to a conversation,
-    because its template prints them.
-    """
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
@@ -72,8 +65,6 @@ class TokenizeReq(Message):
     """Whether the answer contains the prompt."""
     place: int = 0
     """Number of answers of the same batch that come before this one."""
-    forks: list[str] = []
-    """Rids of further answers to the same prompt, which is sent and tokenized once. ``forked`` says how they differ."""
     priority: int = 0
     timeout_s: float = 0.0
     """Seconds after its arrival in which the request has to end; 0: no limit."""
@@ -83,8 +74,27 @@ class TokenizeReq(Message):
     """Name of the user that the API key's owner sent the request for; "" if the request names none."""
 
     @property
+    def terms(self) -> dict[str, Any]:
+        """Return the fields of ``RequestTerms`` by name, for another message of the same request."""
+        return {name: getattr(self, name) for name in RequestTerms.__struct_fields__}
+
+
+class TokenizeReq(RequestTerms, kw_only=True):
+    """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    chat: Conversation | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens (mostly a BOS). None: to a plain text, but not to a conversation,
+    because its template prints them.
+    """
+    forks: list[str] = []
+    """Rids of further answers to the same prompt, which is sent and tokenized once. ``forked`` says how they differ."""
+
+    @property
     def rids(self) -> list[str]:
-        """Rids of all answers."""
+        """The rid of each answer."""
         return [self.rid, *self.forks]
 
 
@@ -95,29 +105,16 @@ class ChatRendered(Message):
     characters: int
 
 
-class GenerateReq(Message):
+class GenerateReq(RequestTerms, kw_only=True):
     """Tokenizer → scheduler: a request with its prompt as int32 bytes.
 
     ``stop_ids``: token ids that end the output: end-of-sequence ids (unless ``ignore_eos``) and ``stop_token_ids``.
     ``fork_of``: rid of an earlier request with the same prompt, which is computed, and handed over, once.
     """
 
-    rid: str
     input_ids: bytes
-    sampling: SamplingParams
     stop_ids: tuple[int, ...]
-    arrival: float
-    logprobs: LogprobOptions | None = None
-    bootstrap: Bootstrap | None = None
-    extra_key: str = ""
-    stream: bool = False
-    return_prompt: bool = False
-    place: int = 0
     fork_of: str = ""
-    priority: int = 0
-    timeout_s: float = 0.0
-    key_name: str = ""
-    user: str = ""
 
 
 R = TypeVar("R", TokenizeReq, GenerateReq)

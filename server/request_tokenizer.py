@@ -153,21 +153,9 @@ class RequestTokenizer:
         sampling = req.sampling if req.sampling.max_new_tokens == UNLIMITED else _clamp_output(req.sampling, room)
         sampling = fit_logprobs(sampling, req.logprobs, len(token_ids), len(req.rids), self._max_logprobs)
         return GenerateReq(
-            rid=req.rid,
+            **req.terms | {"sampling": _clamp_output(sampling, room)},
             input_ids=pack_i32(token_ids),
-            sampling=_clamp_output(sampling, room),
             stop_ids=tuple(dict.fromkeys(eos_ids + req.sampling.stop_token_ids)),
-            arrival=req.arrival,
-            logprobs=req.logprobs,
-            bootstrap=req.bootstrap,
-            extra_key=req.extra_key,
-            stream=req.stream,
-            return_prompt=req.return_prompt,
-            place=req.place,
-            priority=req.priority,
-            timeout_s=req.timeout_s,
-            key_name=req.key_name,
-            user=req.user,
         )
 
 

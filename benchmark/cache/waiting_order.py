@@ -48,7 +48,7 @@ def _waiting(count: int) -> list[Req]:
     for n in range(count):
         own = rng.integers(0, 30_000, rng.integers(16, MOST_OWN_TOKENS), dtype=np.int32)
         prompt = np.concatenate([groups[rng.integers(len(groups))], own])
-        msg = GenerateReq(f"r{n}", pack_i32(prompt), sampling, (1,), n / 100)
+        msg = GenerateReq(rid=f"r{n}", input_ids=pack_i32(prompt), sampling=sampling, stop_ids=(1,), arrival=n / 100)
         reqs.append(Req.create(msg, Route.LOCAL, ReqState.WAITING, 1, 1))
     return reqs
 

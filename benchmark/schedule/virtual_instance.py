@@ -108,10 +108,15 @@ class VirtualInstance:
 
     def _submit(self, job: Job, start: float) -> None:
         self.outcomes[job.rid] = Outcome(job)
-        sampling = SamplingParams(seed=0, max_new_tokens=job.max_tokens, temperature=0.0)
-        prompt = pack_i32(job.prompt)
-        arrival = start + job.at
-        self.scheduler.admit_message(GenerateReq(job.rid, prompt, sampling, (STOP,), arrival, stream=True), arrival)
+        req = GenerateReq(
+            rid=job.rid,
+            input_ids=pack_i32(job.prompt),
+            sampling=SamplingParams(seed=0, max_new_tokens=job.max_tokens, temperature=0.0),
+            stop_ids=(STOP,),
+            arrival=start + job.at,
+            stream=True,
+        )
+        self.scheduler.admit_message(req, req.arrival)
 
     def _work(self) -> None:
         """The oldest step of those that were sent, to its end."""

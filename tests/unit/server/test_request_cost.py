@@ -39,7 +39,9 @@ def tokenized(
     tokenizer = RequestTokenizer(SimTokenizer(), None, ModelLimits(CONTEXT, VOCAB), limit)
     sampling = SamplingParams(seed=1, max_new_tokens=max_new_tokens)
     forks = [f"a-{i}" for i in range(1, n)]
-    [answer] = tokenizer.tokenize([TokenizeReq("a", sampling, 0.0, text="x" * prompt, logprobs=logprobs, forks=forks)])
+    [answer] = tokenizer.tokenize(
+        [TokenizeReq(rid="a", sampling=sampling, arrival=0.0, text="x" * prompt, logprobs=logprobs, forks=forks)]
+    )
     return answer
 
 

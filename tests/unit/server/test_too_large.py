@@ -56,7 +56,7 @@ class Limited(Sent):
 
 
 def generate(rid: str, tokens: int) -> GenerateReq:
-    return GenerateReq(rid, bytes(4 * tokens), SamplingParams(seed=1), (), 0.0)
+    return GenerateReq(rid=rid, input_ids=bytes(4 * tokens), sampling=SamplingParams(seed=1), stop_ids=(), arrival=0.0)
 
 
 # --- channels ---
