@@ -17,6 +17,9 @@ Reason = Annotated[str, msgspec.Meta(max_length=2048)]
 """Why something is refused or over, for people. Its author cuts it: ``decode.shown(text, REASON_CHARS)``."""
 REASON_CHARS = 1000
 
+MAX_TOKENS = (1 << 31) - 1
+"""Maximum of a count of tokens, and of a token id."""
+
 I32 = npt.NDArray[np.int32]
 
 

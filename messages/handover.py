@@ -18,13 +18,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .base import Epoch, HandoverId, Message, Reason
+from .base import MAX_TOKENS, Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
 PROTOCOL_VERSION = 17
 MAX_METADATA_BYTES = 4096
-MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
 """Maximum duration, eleven days. Durations are added up without end, and their sum has to stay meaningful."""
 MAX_TRANSFER_BYTES = 1 << 40

@@ -18,19 +18,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .base import Epoch, HandoverId, Message, Reason, unpack_i32
-from .handover import MAX_TOKENS, Tokens, check_timing
+from .base import MAX_TOKENS, Epoch, HandoverId, Message, Reason, unpack_i32
+from .handover import Tokens, check_timing
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .requests import MAX_TOP_LOGPROBS, GenerateReq
-from .sampling import (
-    MAX_BIAS,
-    MAX_PENALTY,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-    SamplingParams,
-)
+from .sampling import COLUMNS, MAX_BIAS, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 
 MAX_NAME_CHARS = 1024
 MAX_IDS = 1 << 12
@@ -198,18 +190,13 @@ def _sampling_problem(p: SamplingParams, stop_ids: tuple[int, ...], vocab_size: 
         return "its stop tokens or biases are of tokens that are none"
     if len(p.stop) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in p.stop):
         return "its stop strings are too many or too long"
-    if not (0 <= p.seed < 1 << 63 and 1 <= p.max_new_tokens <= MAX_TOKENS and 0 <= p.min_new_tokens <= MAX_TOKENS):
-        return "its seed or token limits are out of range"
-    if not (-1 <= p.top_k <= MAX_TOKENS and 0 <= p.top_p <= 1 and 0 <= p.min_p <= 1):
-        return "its top_p, top_k or min_p is out of range"
-    if not 0 <= p.temperature <= MAX_TEMPERATURE:
-        return "its temperature is out of range"
+    if not 1 <= p.max_new_tokens <= MAX_TOKENS:
+        return f"its max_new_tokens is {p.max_new_tokens}, which is not within 1 and {MAX_TOKENS}"
     # What clients may ask for, and no more: logits would become infinite, as if the model were broken.
-    penalties = (p.frequency_penalty, p.presence_penalty)
-    if not all(-MAX_PENALTY <= penalty <= MAX_PENALTY for penalty in penalties):
-        return "its penalties are out of range"
-    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_PENALTY:
-        return "its repetition penalty is out of range"
+    for name, column in COLUMNS.items():
+        value = getattr(p, name)
+        if not column.least <= value <= column.most:
+            return f"its {name} is {value}, which is not within {column.least} and {column.most}"
     if not all(-MAX_BIAS <= bias <= MAX_BIAS for bias in p.logit_bias.values()):
         return "its biases are out of range"
     return None

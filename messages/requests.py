@@ -94,7 +94,7 @@ class TokenizeReq(RequestTerms, kw_only=True):
 
     @property
     def rids(self) -> list[str]:
-        """The rid of each answer."""
+        """Rids of all answers."""
         return [self.rid, *self.forks]
 
 

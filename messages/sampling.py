@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, NamedTuple, get_type_hints
+
 import msgspec
 
+from .base import MAX_TOKENS
+
+MAX_SEED = (1 << 63) - 1
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 """Maximum of the repetition penalty, and of the absolute value of frequency and presence penalties."""
@@ -16,24 +21,37 @@ MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 
 
+class Column(NamedTuple):
+    """Column of the model worker's row table (``model_runner/rows.py``) that holds a sampling parameter."""
+
+    dtype: str
+    """NumPy type in the table."""
+    least: float
+    """Minimum of the values that another instance may send."""
+    most: float
+    """Maximum of the values that another instance may send."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen.
 
     ``temperature`` 0 means greedy; ``top_k`` -1 means the whole vocabulary. ``seed`` is always set by the HTTP
     process (drawn when the client gave none), so a request can be replayed on any instance. HTTP expands ``n`` into
     one request a choice before this struct is made.
+
+    The row table has the fields with a ``Column``, in this order.
     """
 
-    seed: int
+    seed: Annotated[int, Column("uint64", 0, MAX_SEED)]
     max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_new_tokens: Annotated[int, Column("int64", 0, MAX_TOKENS)] = 0
+    temperature: Annotated[float, Column("float32", 0, MAX_TEMPERATURE)] = 1.0
+    top_p: Annotated[float, Column("float64", 0, 1)] = 1.0
+    top_k: Annotated[int, Column("int64", -1, MAX_TOKENS)] = -1
+    min_p: Annotated[float, Column("float32", 0, 1)] = 0.0
+    frequency_penalty: Annotated[float, Column("float32", -MAX_PENALTY, MAX_PENALTY)] = 0.0
+    presence_penalty: Annotated[float, Column("float32", -MAX_PENALTY, MAX_PENALTY)] = 0.0
+    repetition_penalty: Annotated[float, Column("float32", MIN_REPETITION_PENALTY, MAX_PENALTY)] = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -45,3 +63,18 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def has_penalties(self) -> bool:
         """Whether the sampler needs the request's token history."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _columns() -> dict[str, Column]:
+    """Return the ``Column`` of each field that has one, in the order of the fields."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return {
+        name: mark
+        for name in SamplingParams.__struct_fields__
+        for mark in getattr(hints[name], "__metadata__", ())
+        if isinstance(mark, Column)
+    }
+
+
+COLUMNS = _columns()
+"""Columns of the row table that come from ``SamplingParams``, by the field's name."""

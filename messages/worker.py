@@ -12,6 +12,7 @@ from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .profiling import ProfileCommand, ProfileEvent
+from .sampling import SamplingParams
 from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
@@ -185,23 +186,14 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     """Start of a request in a row of the request table, with the sampler's parameters."""
 
     row: int
-    seed: int
     prompt_len: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    min_new_tokens: int
-    stop_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the output. They are banned until it has ``sampling.min_new_tokens`` tokens."""
     logprobs: int | None = None
     """Alternatives to list for each sampled token; None: no logprobs at all."""
     history: bytes | None = None
     """Prompt, then output (int32), only if penalties need them. The prompt has ``prompt_len`` tokens."""
-    logit_bias: dict[int, float] = {}
-    """Number to add to the logit of each of these token ids."""
     rid: str = ""
     """Name of the request, for the log alone."""
 

@@ -60,16 +60,29 @@ class DrawnRows(NamedTuple):
         index = torch.from_numpy(which).to(self.logits_NV.device) if upload is None else upload(which)
         return DrawnRows(*(column.index_select(0, index) for column in self))
 
+    def drops_tail(self) -> bool:
+        """Return whether min-p may drop tokens of any row. This waits for the device."""
+        return bool(self.min_p_N1.any())
+
+    def least_weights(self, best_N1: Tensor) -> Tensor:
+        """Return the weights below which min-p drops tokens. ``best_N1``: the weight of each row's best token."""
+        return self.min_p_N1 * best_N1
+
     def scaled(self, logits_NM: Tensor) -> Tensor:
         """Logits over temperature, the largest 0. Subtracting first keeps a small temperature exact."""
         return (logits_NM - self.max_N1).div_(self.temperature_N1)
 
 
-def from_all(rows: DrawnRows, *, has_min_p: bool) -> Tensor:
-    """No top-k, no top-p."""
+def drop_tails(params: RowParams) -> npt.NDArray[np.bool_]:
+    """Return whether min-p may drop tokens, for each row."""
+    return np.asarray(params["min_p"] > 0)
+
+
+def from_all(rows: DrawnRows, *, drops_tail: bool) -> Tensor:
+    """No top-k, no top-p. ``drops_tail``: whether ``least_weights`` may drop tokens."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
-    if has_min_p:
-        zero_below(weights_NV, rows.min_p_N1 * weights_NV.amax(1, keepdim=True))
+    if drops_tail:
+        zero_below(weights_NV, rows.least_weights(weights_NV.amax(1, keepdim=True)))
     return pick(weights_NV, rows.uniforms_N)
 
 
@@ -84,7 +97,7 @@ def from_top_k(rows: DrawnRows) -> Tensor:
 def from_candidates(rows: DrawnRows, weights_NK: Tensor, ids_NK: Tensor) -> Tensor:
     """Top-p and min-p over candidates (best first, weights of a sum of 1 or, for top-p alone, of the vocabulary's)."""
     before_NK = weights_NK.cumsum(1, dtype=torch.float64) - weights_NK
-    keep_NK = (before_NK < rows.top_p_N1) & (weights_NK >= rows.min_p_N1 * weights_NK[:, :1])
+    keep_NK = (before_NK < rows.top_p_N1) & (weights_NK >= rows.least_weights(weights_NK[:, :1]))
     keep_NK[:, 0] = True
     by_id = ids_NK.sort(dim=1)
     kept_NK = weights_NK.masked_fill(~keep_NK, 0.0).gather(1, by_id.indices)

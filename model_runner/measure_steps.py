@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..messages.base import pack_i32
+from ..messages.sampling import SamplingParams
 from ..messages.worker import ForwardStep, MeasuredStep, RowInit
 from .step_runner import StepRunner
 
@@ -99,17 +100,4 @@ def _run(steps: StepRunner, shape: _Shape, page_size: int) -> float:
 
 def greedy_row(row: int, prompt_len: int = 1) -> RowInit:
     """A request row whose tokens are the likeliest ones, and whose output nothing ends."""
-    return RowInit(
-        row=row,
-        seed=0,
-        prompt_len=prompt_len,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_new_tokens=0,
-        stop_ids=(),
-    )
+    return RowInit(row=row, prompt_len=prompt_len, sampling=SamplingParams(seed=0, temperature=0.0))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..messages.base import unpack_i32
+from ..messages.sampling import COLUMNS
 from ..messages.worker import RowInit
 from .penalties import I64, LogitEdits, TokenBias, TokenHistory
 
@@ -22,23 +23,17 @@ _FOR_EVER = 2**31
 
 ROW_PARAMS = np.dtype(
     [
-        ("seed", np.uint64),
+        # As the request has them, but: top_p is infinity for everything, and top_k 0 for the whole vocabulary.
+        *((name, column.dtype) for name, column in COLUMNS.items()),
         ("prompt_len", np.int64),
-        ("greedy", np.bool_),
-        ("temperature", np.float32),
-        ("top_p", np.float64),  # infinity: everything
-        ("top_k", np.int64),  # 0: the whole vocabulary
-        ("min_p", np.float32),
-        ("penalised", np.bool_),  # or biased: its logits are changed before every token
-        ("frequency_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("repetition_penalty", np.float32),
-        ("min_new_tokens", np.int64),
         ("logprobs", np.int32),  # alternatives to list, or NO_LOGPROBS
+        ("greedy", np.bool_),
+        ("penalised", np.bool_),  # or biased: its logits are changed before every token
     ],
     align=True,
 )
-"""``RowParams`` of the CPU kernels' step.h, which reads the table as it is."""
+"""``RowParams`` of the CPU kernels' sampling.h, which read the table as it is."""
+PARAM_NAMES: tuple[str, ...] = ROW_PARAMS.names or ()
 RowParams = npt.NDArray[np.void]
 
 
@@ -58,25 +53,19 @@ class RowStates:
 
     def start(self, init: RowInit) -> None:
         """A new request takes the row."""
-        row = init.row
-        greedy = init.temperature < GREEDY_TEMPERATURE or init.top_k == 1
-        self._biases[row] = TokenBias.of(init.logit_bias, self.vocab_size)
-        penalised = init.history is not None or self._biases[row] is not None
-        self.table[row] = (
-            init.seed & 0xFFFFFFFFFFFFFFFF,
-            init.prompt_len,
-            greedy,
-            init.temperature,
-            init.top_p if init.top_p < 1.0 else np.inf,
-            max(init.top_k, 0) if init.top_k < self.vocab_size else 0,
-            init.min_p,
-            penalised,
-            init.frequency_penalty,
-            init.presence_penalty,
-            init.repetition_penalty,
-            min(init.min_new_tokens, _FOR_EVER),
-            NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self.vocab_size),
-        )
+        row, sampling = init.row, init.sampling
+        self._biases[row] = TokenBias.of(sampling.logit_bias, self.vocab_size)
+        values = {name: getattr(sampling, name) for name in COLUMNS} | {
+            "seed": sampling.seed & 0xFFFFFFFFFFFFFFFF,
+            "min_new_tokens": min(sampling.min_new_tokens, _FOR_EVER),
+            "top_p": sampling.top_p if sampling.top_p < 1.0 else np.inf,
+            "top_k": max(sampling.top_k, 0) if sampling.top_k < self.vocab_size else 0,
+            "prompt_len": init.prompt_len,
+            "logprobs": NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self.vocab_size),
+            "greedy": sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1,
+            "penalised": init.history is not None or self._biases[row] is not None,
+        }
+        self.table[row] = tuple(values[name] for name in PARAM_NAMES)
         self._histories[row] = None if init.history is None else TokenHistory(unpack_i32(init.history), init.prompt_len)
         # A client may name stop tokens that the vocabulary does not have.
         self._stop_ids[row] = np.array([t for t in init.stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
@@ -101,7 +90,8 @@ class RowStates:
 
     def is_edited(self, init: RowInit) -> bool:
         """Whether something changes the logits of the request in row ``init.row``, now or later."""
-        return bool(self.table["penalised"][init.row]) or bool(init.min_new_tokens and len(self._stop_ids[init.row]))
+        must_go_on = init.sampling.min_new_tokens > 0 and len(self._stop_ids[init.row]) > 0
+        return must_go_on or bool(self.table["penalised"][init.row])
 
     def changes_of(self, row: int) -> tuple[I64, TokenBias | None]:
         """Tokens that a row must not stop with too early, and its biases."""

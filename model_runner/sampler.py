@@ -126,7 +126,7 @@ def _draw(rows: DrawnRows) -> Tensor:
 
 
 def _from_all(rows: DrawnRows) -> Tensor:
-    return from_all(rows, has_min_p=bool(rows.min_p_N1.any()))
+    return from_all(rows, drops_tail=rows.drops_tail())
 
 
 def _from_nucleus(rows: DrawnRows) -> Tensor:
@@ -163,7 +163,7 @@ def _kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> _Kept:
     total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NS.gather(1, last_N1), 1.0)
     ranks_S = torch.arange(size, device=weights_NV.device)
     keep_NS = (cumulative_NS - sorted_NS < rows.top_p_N1 * total_N1) & (ranks_S <= last_N1)
-    keep_NS &= sorted_NS >= rows.min_p_N1 * sorted_NS[:, :1]
+    keep_NS &= sorted_NS >= rows.least_weights(sorted_NS[:, :1])
     count_N = keep_NS.sum(1).clamp(min=1)
     border_N = sorted_NS.gather(1, count_N.unsqueeze(1) - 1).squeeze(1)
     all_seen_N = torch.where(rows.top_k_N1 > 0, rows.top_k_N1 <= size, (count_N < size).unsqueeze(1)).squeeze(1)

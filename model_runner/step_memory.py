@@ -16,6 +16,7 @@ import torch
 
 from ..messages.base import pack_i32
 from ..messages.requests import MAX_TOP_LOGPROBS
+from ..messages.sampling import SamplingParams
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit
 from ..runtime.options import ServerOptions
 from .device.base import Device
@@ -144,18 +145,8 @@ def _step(entries: list[_Entry]) -> ForwardStep:
 def _row(row: int) -> RowInit:
     return RowInit(
         row=row,
-        seed=0,
         prompt_len=1,
-        temperature=1.0,
-        top_p=0.9,
-        top_k=-1,
-        min_p=0.0,
-        frequency_penalty=0.5,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_new_tokens=0,
-        stop_ids=(),
-        history=pack_i32([0]),
+        sampling=SamplingParams(seed=0, temperature=1.0, top_p=0.9, frequency_penalty=0.5, logit_bias={0: 1.0}),
         logprobs=MAX_TOP_LOGPROBS,
-        logit_bias={0: 1.0},
+        history=pack_i32([0]),
     )

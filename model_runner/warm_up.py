@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..messages.base import pack_i32
+from ..messages.sampling import SamplingParams
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, StepResult
 from ..model_files.errors import InvalidWeights
 from .step_runner import StepRunner
@@ -77,8 +78,6 @@ def _run(steps: StepRunner, entries: list[_Entry] | tuple[_Entry, ...], prompt_l
 
 
 def _row(row: int, prompt_len: int) -> RowInit:
-    common: dict[str, Any] = {"prompt_len": prompt_len, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "stop_ids": ()}
-    common |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     if row % 2 == 0:
-        return RowInit(row=row, seed=0, temperature=0.0, top_p=1.0, **common)
-    return RowInit(row=row, seed=0, temperature=1.0, top_p=0.9, logprobs=1, **common)
+        return RowInit(row, prompt_len, SamplingParams(seed=0, temperature=0.0))
+    return RowInit(row, prompt_len, SamplingParams(seed=0, temperature=1.0, top_p=0.9), logprobs=1)

@@ -356,23 +356,13 @@ class Req:
 
     def row_init(self, row: int) -> RowInit:
         """What the worker's sampler must know as the request takes ``row``."""
-        p = self.msg.sampling
-        history = self.known_tokens(self.known_len).tobytes() if p.has_penalties else None
+        sampling = self.msg.sampling
         return RowInit(
             row=row,
-            seed=p.seed,
             prompt_len=self.prompt_len,
-            temperature=p.temperature,
-            top_p=p.top_p,
-            top_k=p.top_k,
-            min_p=p.min_p,
-            frequency_penalty=p.frequency_penalty,
-            presence_penalty=p.presence_penalty,
-            repetition_penalty=p.repetition_penalty,
-            min_new_tokens=p.min_new_tokens,
+            sampling=sampling,
             stop_ids=self.msg.stop_ids,
             logprobs=self.msg.logprobs.top_num if self.msg.logprobs is not None else None,
-            history=history,
-            logit_bias=p.logit_bias,
+            history=self.known_tokens(self.known_len).tobytes() if sampling.has_penalties else None,
             rid=self.rid,
         )

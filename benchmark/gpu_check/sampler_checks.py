@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...messages.base import pack_i32
+from ...messages.sampling import SamplingParams
 from ...messages.worker import RowInit
 from ...model_runner.device.base import Device
 from ...model_runner.device.choice import open_device
@@ -131,7 +133,7 @@ def _sampled(device: Device, states: RowStates, rows: int, position: int) -> Sam
 
 
 def _row(row: int, rng: np.random.Generator, vocab: int) -> RowInit:
-    return _plain(
+    init = _plain(
         row,
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_p=float(rng.choice([1.0, 0.9])),
@@ -140,14 +142,13 @@ def _row(row: int, rng: np.random.Generator, vocab: int) -> RowInit:
         frequency_penalty=0.5,
         presence_penalty=0.2,
         repetition_penalty=1.2,
-        history=pack_i32(rng.integers(0, vocab, POSITION)) if row % 3 == 0 else None,
         logit_bias={5: 4.0, 7: -100.0} if row % 4 == 0 else {},
         min_new_tokens=4 if row % 5 == 0 else 0,
-        stop_ids=(5, 9) if row % 5 == 0 else (),
     )
+    init.history = pack_i32(rng.integers(0, vocab, POSITION)) if row % 3 == 0 else None
+    init.stop_ids = (5, 9) if row % 5 == 0 else ()
+    return init
 
 
-def _plain(row: int, **changes: object) -> RowInit:
-    plain = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "stop_ids": ()}
-    plain |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-    return RowInit(row=row, seed=row, prompt_len=6, **(plain | changes))  # type: ignore[arg-type]
+def _plain(row: int, **sampling: Any) -> RowInit:
+    return RowInit(row, prompt_len=6, sampling=SamplingParams(seed=row, **({"temperature": 0.0} | sampling)))

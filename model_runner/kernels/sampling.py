@@ -6,33 +6,16 @@ Shapes: N rows, V vocabulary.
 from __future__ import annotations
 
 from ctypes import c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from ..rows import ROW_PARAMS, RowParams
 from .library import check_size, load_library
 from .team import Team
 
-if TYPE_CHECKING:
-    from ..rows import RowParams
-
 I64 = npt.NDArray[np.int64]
-
-# SampleParams of sampling.h.
-SAMPLE_PARAMS = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("position", np.int64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("temperature", np.float32),
-        ("min_p", np.float32),
-        ("greedy", np.int64),
-    ]
-)
-_SHARED = ("seed", "top_k", "top_p", "temperature", "min_p", "greedy")
 
 
 class NativeSampler:
@@ -42,20 +25,19 @@ class NativeSampler:
         """Raises ``BuildError`` where the kernels can't be had."""
         self._team = team
         library = load_library()
-        check_size(library, "SampleParams", SAMPLE_PARAMS.itemsize)
+        check_size(library, "RowParams", ROW_PARAMS.itemsize)
         self._sample = library.pds_sample
         self._sample.restype = c_int32
-        self._sample.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
+        self._sample.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4)
 
     def sample(self, logits_NV: Tensor, params: RowParams, positions: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
         """Tokens [N] and whether each row was finite [N]. ``logits_NV``: float32 on the CPU, rows contiguous."""
         count, vocab = logits_NV.shape
         if logits_NV.stride(1) != 1:
             raise ValueError("the logits of a row must lie one after another")
-        rows = np.empty(count, dtype=SAMPLE_PARAMS)
-        for name in _SHARED:
-            rows[name] = params[name]
-        rows["position"] = positions
+        params, positions = np.ascontiguousarray(params), np.ascontiguousarray(positions, dtype=np.int64)
+        if params.dtype != ROW_PARAMS or not len(params) == len(positions) == count:
+            raise ValueError(f"{len(params)} parameters and {len(positions)} positions for {count} rows of logits")
         tokens, finite = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
         status = self._sample(
             None if self._team is None else self._team.handle,
@@ -63,7 +45,8 @@ class NativeSampler:
             count,
             vocab,
             logits_NV.stride(0),
-            rows.ctypes.data,
+            params.ctypes.data,
+            positions.ctypes.data,
             tokens.ctypes.data,
             finite.ctypes.data,
         )

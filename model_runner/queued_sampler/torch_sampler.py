@@ -17,7 +17,7 @@ from torch import Tensor
 from ...messages.base import unpack_i32
 from ...messages.worker import RowInit
 from ..device.base import Device
-from ..draws import CANDIDATES, DrawnRows, from_all, from_top_k
+from ..draws import CANDIDATES, DrawnRows, drop_tails, from_all, from_top_k
 from ..inverse_cdf import pick
 from ..logprobs import Scored, score
 from ..penalties import I64, LogitEdits, add_biases, ban_tokens
@@ -80,7 +80,7 @@ class TorchSampler(QueuedSampler):
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
         """``tokens_S`` with those of the drawn rows."""
-        top_k, top_p, min_p = params["top_k"][drawn], params["top_p"][drawn], params["min_p"][drawn]
+        top_k, top_p, drops_tail = params["top_k"][drawn], params["top_p"][drawn], drop_tails(params)[drawn]
         is_few = (top_k > 0) & (top_k <= CANDIDATES)
         is_whole = (top_k == 0) & (top_p == np.inf)
         for way, members in (("few", is_few), ("whole", is_whole), ("sorted", ~is_few & ~is_whole)):
@@ -91,7 +91,7 @@ class TorchSampler(QueuedSampler):
             if way == "few":
                 chosen = from_top_k(part)
             elif way == "whole":
-                chosen = from_all(part, has_min_p=bool((min_p[members] > 0).any()))
+                chosen = from_all(part, drops_tail=bool(drops_tail[members].any()))
             else:
                 chosen = from_sorted(part)
             everybody = len(which) == len(tokens_S)
@@ -109,7 +109,7 @@ def from_sorted(rows: DrawnRows) -> Tensor:
     total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NV.gather(1, limit_N1 - 1), 1.0)
     ranks_V = torch.arange(vocab, device=weights_NV.device)
     keep_NV = (cumulative_NV - sorted_NV < rows.top_p_N1 * total_N1) & (ranks_V < limit_N1)
-    keep_NV &= sorted_NV >= rows.min_p_N1 * sorted_NV[:, :1]
+    keep_NV &= sorted_NV >= rows.least_weights(sorted_NV[:, :1])
     keep_NV[:, :1].fill_(True)
     kept_NV = torch.zeros_like(weights_NV).scatter_(1, ordered_NV.indices, sorted_NV * keep_NV)
     return pick(kept_NV, rows.uniforms_N)

@@ -23,33 +23,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ..penalties import F32, I64, TokenBias
-from ..rows import RowParams
+from ..rows import PARAM_NAMES, RowParams
 from .draw_math import MAX_VOCAB
 
 NO_EDITS = -1
-SEED = tl.constexpr(0)
-PROMPT_LEN = tl.constexpr(1)
-GREEDY = tl.constexpr(2)
-TEMPERATURE = tl.constexpr(3)
-TOP_P = tl.constexpr(4)
-TOP_K = tl.constexpr(5)
-MIN_P = tl.constexpr(6)
-FREQUENCY = tl.constexpr(7)
-PRESENCE = tl.constexpr(8)
-REPETITION = tl.constexpr(9)
-MIN_NEW_TOKENS = tl.constexpr(10)
-EDITS = tl.constexpr(11)
-WORDS = tl.constexpr(12)
+_HOST_ONLY = ("logprobs", "penalised")
+_WORDS = {name: word for word, name in enumerate(name for name in PARAM_NAMES if name not in _HOST_ONLY)}
+"""The word of each parameter, in the order of the host's table. Behind them comes the place of edits."""
 
-_INTEGERS = {0: "seed", 1: "prompt_len", 2: "greedy", 5: "top_k", 10: "min_new_tokens"}
-_FLOATS = {
-    3: "temperature",
-    4: "top_p",
-    6: "min_p",
-    7: "frequency_penalty",
-    8: "presence_penalty",
-    9: "repetition_penalty",
-}
+SEED = tl.constexpr(_WORDS["seed"])
+PROMPT_LEN = tl.constexpr(_WORDS["prompt_len"])
+GREEDY = tl.constexpr(_WORDS["greedy"])
+TEMPERATURE = tl.constexpr(_WORDS["temperature"])
+TOP_P = tl.constexpr(_WORDS["top_p"])
+TOP_K = tl.constexpr(_WORDS["top_k"])
+MIN_P = tl.constexpr(_WORDS["min_p"])
+FREQUENCY = tl.constexpr(_WORDS["frequency_penalty"])
+PRESENCE = tl.constexpr(_WORDS["presence_penalty"])
+REPETITION = tl.constexpr(_WORDS["repetition_penalty"])
+MIN_NEW_TOKENS = tl.constexpr(_WORDS["min_new_tokens"])
+EDITS = tl.constexpr(len(_WORDS))
+WORDS = tl.constexpr(len(_WORDS) + 1)
 
 # What edits count of a token: its outputs in units of ONE_OUTPUT, and these two bits.
 SEEN = tl.constexpr(1)
@@ -92,10 +86,9 @@ def make_table(
 def pack_words(params: RowParams, places: I64) -> I64:
     """[N, WORDS]: the words of rows with these parameters ([N]) and places of edits ([N], ``NO_EDITS``: none)."""
     words = np.empty((len(params), WORDS.value), dtype=np.int64)
-    for word, name in _INTEGERS.items():
-        words[:, word] = params[name].astype(np.uint64).view(np.int64)
-    for word, name in _FLOATS.items():
-        words[:, word] = params[name].astype(np.float64).view(np.int64)
+    for name, word in _WORDS.items():
+        values = params[name]
+        words[:, word] = values.astype(np.float64 if values.dtype.kind == "f" else np.uint64).view(np.int64)
     words[:, EDITS.value] = places
     return words
 
@@ -136,7 +129,8 @@ def join_edits(lists: Sequence[EditLists]) -> EditLists:
 def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
     """Rows ``rows`` ([N] int64) begin with ``words`` ([N, WORDS] int64), and have no last token. On the device."""
     if len(rows):
-        _start_rows[(len(rows),)](table.words, table.last_tokens, rows, words, WORDS=WORDS, BLOCK=16, num_warps=1)
+        block = triton.next_power_of_2(WORDS.value)
+        _start_rows[(len(rows),)](table.words, table.last_tokens, rows, words, WORDS=WORDS, BLOCK=block, num_warps=1)
 
 
 def write_edits(

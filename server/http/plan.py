@@ -26,6 +26,8 @@ RANDOM_SEED = -1
 """Asks for another seed each time, as in llama.cpp and the clients made for it."""
 ALL_TOKENS = -1
 """A ``top_k`` that cuts nothing off; a client's 0 means the same."""
+SHARED_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields)
+"""Fields of a body that the engine takes by the same name."""
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 logits divided by it would overflow."""
 
@@ -89,24 +91,18 @@ def sampling_params(
     left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
     if left_out:
         fields = fields.model_copy(update=left_out)
-    return SamplingParams(
-        seed=secrets.randbits(63) if seed is None or seed == RANDOM_SEED else seed & INT64_MAX,
+    changed = {
+        "seed": secrets.randbits(63) if seed is None or seed == RANDOM_SEED else seed & INT64_MAX,
         # The engine always computes a token; PromptPlan.keep_output drops it.
-        max_new_tokens=max(max_new, 1),
-        min_new_tokens=min_new,
-        temperature=fields.temperature if fields.temperature >= GREEDY_BELOW else 0.0,
-        top_p=fields.top_p,
-        top_k=fields.top_k or ALL_TOKENS,
-        min_p=fields.min_p,
-        frequency_penalty=fields.frequency_penalty,
-        presence_penalty=fields.presence_penalty,
-        repetition_penalty=fields.repetition_penalty,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
-        stop_token_ids=tuple(fields.stop_token_ids),
-        ignore_eos=fields.ignore_eos,
-        skip_special_tokens=fields.skip_special_tokens,
-        logit_bias={int(token_id): bias for token_id, bias in fields.logit_bias.items()},
-    )
+        "max_new_tokens": max(max_new, 1),
+        "min_new_tokens": min_new,
+        "temperature": fields.temperature if fields.temperature >= GREEDY_BELOW else 0.0,
+        "top_k": fields.top_k or ALL_TOKENS,
+        "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        "stop_token_ids": tuple(fields.stop_token_ids),
+        "logit_bias": {int(token_id): bias for token_id, bias in fields.logit_bias.items()},
+    }
+    return SamplingParams(**{name: getattr(fields, name) for name in SHARED_FIELDS} | changed)
 
 
 def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[list[int]] | None) -> list[Prompt]:

@@ -35,7 +35,7 @@ def check_against_host(seed: int, rows: int, vocab: int) -> None:
             assert reference(batch.logits[row].numpy(), init, int(batch.positions[row])).margin < BORDER, init
     grown = (table.counts - before).cpu()
     for row, init in enumerate(batch.inits):
-        is_edited = bool(init.history or init.logit_bias or init.stop_ids)
+        is_edited = bool(init.history or init.sampling.logit_bias or init.stop_ids)
         assert grown[rows - 1 - row].sum() == (ONE_OUTPUT.value if is_edited else 0)
         assert grown[rows - 1 - row][tokens[row]] == (ONE_OUTPUT.value if is_edited else 0)
 

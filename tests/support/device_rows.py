@@ -46,7 +46,7 @@ def begin_rows(inits: Sequence[RowInit], vocab: int) -> tuple[RowTable, RowState
     table = make_table(len(inits), vocab, len(inits), DEVICE)
     table.counts.fill_(7)
     table.biases.fill_(3.0)
-    edited = np.array([bool(init.history or init.logit_bias or init.stop_ids) for init in inits])
+    edited = np.array([bool(init.history or init.sampling.logit_bias or init.stop_ids) for init in inits])
     # Places in another order than rows.
     places = np.where(edited, len(inits) - 1 - rows, NO_EDITS)
     start_rows(table, there(rows), there(pack_words(states.params(rows), places)))
@@ -56,7 +56,7 @@ def begin_rows(inits: Sequence[RowInit], vocab: int) -> tuple[RowTable, RowState
             np.empty(0, np.int64) if init.history is None else unpack_i32(init.history).astype(np.int64),
             init.prompt_len,
             np.array([token for token in init.stop_ids if 0 <= token < vocab], dtype=np.int64),
-            TokenBias.of(init.logit_bias, vocab),
+            TokenBias.of(init.sampling.logit_bias, vocab),
         )
         for init, place in zip(inits, places, strict=True)
         if place != NO_EDITS

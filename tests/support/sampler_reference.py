@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.inverse_cdf import uniforms
 
@@ -13,22 +14,10 @@ BORDER = 1e-5
 """A choice whose margin is below this may differ by the rounding of float32."""
 
 
-def make_row(row: int = 0, **changes) -> RowInit:
-    defaults = {
-        "row": row,
-        "seed": 7,
-        "prompt_len": 4,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "stop_ids": (),
-    }
-    return RowInit(**(defaults | changes))
+def make_row(row: int = 0, prompt_len: int = 4, **changes) -> RowInit:
+    """Make a row from fields of ``RowInit`` and of its ``sampling``, by their names."""
+    sampling = {"seed": 7} | {name: changes.pop(name) for name in SamplingParams.__struct_fields__ if name in changes}
+    return RowInit(row, prompt_len, SamplingParams(**sampling), **changes)
 
 
 class Choice(NamedTuple):
@@ -39,31 +28,33 @@ class Choice(NamedTuple):
 
 def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
     """What the module docstring of the sampler says, in float64, with full sorts."""
+    sampling = init.sampling
     x = edited_reference(logits.astype(np.float64), init, position)
     order = np.lexsort((np.arange(len(x)), -x))
-    if init.temperature == 0 or init.top_k == 1:
+    if sampling.temperature == 0 or sampling.top_k == 1:
         return Choice(int(order[0]), 1.0)
-    p = np.exp((x - x.max()) / init.temperature)
+    p = np.exp((x - x.max()) / sampling.temperature)
     p /= p.sum()
-    kept = order[: init.top_k] if init.top_k > 0 else order
+    kept = order[: sampling.top_k] if sampling.top_k > 0 else order
     margin = 1.0
     q = p[kept] / p[kept].sum()
-    if init.top_p < 1:
+    if sampling.top_p < 1:
         before = np.cumsum(q) - q
-        margin = np.abs(before - init.top_p).min()
-        kept, q = kept[before < init.top_p], q[before < init.top_p]
-    if init.min_p > 0:
-        margin = min(margin, np.abs(q / q[0] - init.min_p).min())
-        kept = kept[q >= init.min_p * q[0]]
+        margin = np.abs(before - sampling.top_p).min()
+        kept, q = kept[before < sampling.top_p], q[before < sampling.top_p]
+    if sampling.min_p > 0:
+        margin = min(margin, np.abs(q / q[0] - sampling.min_p).min())
+        kept = kept[q >= sampling.min_p * q[0]]
     kept = np.sort(kept)
     cumulative = np.cumsum(p[kept]) / p[kept].sum()
-    u = uniforms(np.array([init.seed], dtype=np.uint64), np.array([position]))[0]
+    u = uniforms(np.array([sampling.seed], dtype=np.uint64), np.array([position]))[0]
     margin = min(margin, np.abs(cumulative[:-1] - u).min(initial=1.0))
     return Choice(int(kept[np.searchsorted(cumulative, u, side="right")]), float(margin))
 
 
 def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
-    for token, bias in init.logit_bias.items():
+    sampling = init.sampling
+    for token, bias in sampling.logit_bias.items():
         if token < len(x):
             # As it is done, in float32: under a small temperature even its rounding changes what is likely.
             x[token] = np.float32(x[token]) + np.float32(bias)
@@ -71,9 +62,11 @@ def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
         tokens = np.frombuffer(init.history, dtype="<i4")
         output = tokens[init.prompt_len :]
         for token in set(tokens.tolist()):
-            x[token] = x[token] / init.repetition_penalty if x[token] > 0 else x[token] * init.repetition_penalty
+            x[token] = (
+                x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
+            )
         for token in set(output.tolist()):
-            x[token] -= init.frequency_penalty * (output == token).sum() + init.presence_penalty
-    if position - init.prompt_len < init.min_new_tokens:
+            x[token] -= sampling.frequency_penalty * (output == token).sum() + sampling.presence_penalty
+    if position - init.prompt_len < sampling.min_new_tokens:
         x[[t for t in init.stop_ids if t < len(x)]] = -np.inf
     return x

@@ -114,11 +114,11 @@ Choice largest_logit(const float* logits, int64_t vocab) {
   return {token, true};
 }
 
-Choice Sampler::sample(const float* logits, int64_t vocab, const SampleParams& params) {
+Choice Sampler::sample(const float* logits, int64_t vocab, const RowParams& params, int64_t position) {
   const Choice best = largest_logit(logits, vocab);
   if (!best.finite || params.greedy) return best;
   const float top = logits[best.token];
-  const double u = uniform(params.seed, params.position);
+  const double u = uniform(params.seed, position);
   const bool everything = params.top_p == std::numeric_limits<double>::infinity();
   if (params.top_k == 0 && everything) return {draw_from_all(logits, vocab, top, params, u), true};
   if (params.top_k > 0) {
@@ -138,7 +138,7 @@ Choice Sampler::sample(const float* logits, int64_t vocab, const SampleParams& p
   return {draw_from_candidates(params, masses.total, u), true};
 }
 
-int64_t Sampler::draw_from_all(const float* logits, int64_t vocab, float top, const SampleParams& params, double u) {
+int64_t Sampler::draw_from_all(const float* logits, int64_t vocab, float top, const RowParams& params, double u) {
   const Vec top_logit = broadcast(top), temperature = broadcast(params.temperature), least = broadcast(params.min_p);
   const auto weights = [&](int64_t i) {
     const Vec weight = exp(scaled(load_some(logits + i, vocab - i), top_logit, temperature));
@@ -275,7 +275,7 @@ void Sampler::keep(Border border) {
   candidates_.cut(std::remove_if(candidates_.begin(), candidates_.end(), drop));
 }
 
-int64_t Sampler::draw_from_candidates(const SampleParams& params, double mass, double u) {
+int64_t Sampler::draw_from_candidates(const RowParams& params, double mass, double u) {
   if (params.top_p < 1) keep(nucleus(params.top_p * mass));
   double total = 0;
   // The best token's weight is 1, and is kept whatever min_p is.

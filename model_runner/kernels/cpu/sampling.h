@@ -14,15 +14,29 @@ namespace pdserve {
 
 class Team;
 
-// Mirrored by a NumPy dtype in sampling.py.
-struct SampleParams {
+// ROW_PARAMS of rows.py, a NumPy dtype with C's alignment: fields of SamplingParams (messages/sampling.py), then others.
+struct RowParams {
   uint64_t seed;
-  int64_t position;  // of the token to be sampled
-  int64_t top_k;     // 0: the whole vocabulary
-  double top_p;      // infinity: everything
+  int64_t min_new_tokens;
   float temperature;
+  double top_p;   // infinity: everything
+  int64_t top_k;  // 0: the whole vocabulary
   float min_p;
-  int64_t greedy;    // 0 or 1
+  float frequency_penalty;
+  float presence_penalty;
+  float repetition_penalty;
+  int64_t prompt_len;
+  int32_t logprobs;  // negative: none wanted
+  bool greedy;
+  bool penalised;
+};
+
+// Rows that sample a token each.
+struct SampledRows {
+  int64_t count;
+  const RowParams* params;
+  const int32_t* rows;       // [count]: where in params those of each are; null: one after another
+  const int64_t* positions;  // [count]: of the tokens to be sampled
 };
 
 struct Choice {
@@ -39,7 +53,8 @@ double uniform(uint64_t seed, int64_t position);
 // One thread's memory: the tokens that may be kept.
 class Sampler {
  public:
-  Choice sample(const float* logits, int64_t vocab, const SampleParams& params);
+  // The token at `position`.
+  Choice sample(const float* logits, int64_t vocab, const RowParams& params, int64_t position);
 
  private:
   struct Candidate {
@@ -54,8 +69,8 @@ class Sampler {
     int64_t equals;
   };
 
-  int64_t draw_from_all(const float* logits, int64_t vocab, float largest, const SampleParams& params, double u);
-  int64_t draw_from_candidates(const SampleParams& params, double mass, double u);
+  int64_t draw_from_all(const float* logits, int64_t vocab, float largest, const RowParams& params, double u);
+  int64_t draw_from_candidates(const RowParams& params, double mass, double u);
   float top_k_threshold(const float* logits, int64_t vocab, int64_t top_k);
   void collect(const float* logits, int64_t vocab, float threshold, float largest, float temperature);
   template <class Enough>
@@ -86,9 +101,9 @@ class Sampler {
   std::vector<double> sums_;
 };
 
-// Tokens and whether each row was finite, [rows]: rows of float32 logits, `stride` elements apart, shared out among the
+// Tokens and whether each row was finite, [count]: rows of float32 logits, `stride` elements apart, shared out among the
 // team's threads (or on the caller's, without a team). Throws std::bad_alloc.
-void sample_rows(Team* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                 const SampleParams* params, int64_t* tokens, uint8_t* finite);
+void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled,
+                 int64_t* tokens, uint8_t* finite);
 
 }  // namespace pdserve

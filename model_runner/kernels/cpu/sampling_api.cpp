@@ -7,23 +7,24 @@
 
 namespace pdserve {
 
-void sample_rows(Team* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                 const SampleParams* params, int64_t* tokens, uint8_t* finite) {
+void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled,
+                 int64_t* tokens, uint8_t* finite) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   const auto work = [&](int, int) {
     try {
       Sampler sampler;
-      for (int64_t row = next++; row < rows; row = next++) {
-        const Choice choice = sampler.sample(logits + row * stride, vocab, params[row]);
-        tokens[row] = choice.token;
-        finite[row] = choice.finite;
+      for (int64_t i = next++; i < sampled.count; i = next++) {
+        const RowParams& params = sampled.params[sampled.rows == nullptr ? i : sampled.rows[i]];
+        const Choice choice = sampler.sample(logits + i * stride, vocab, params, sampled.positions[i]);
+        tokens[i] = choice.token;
+        finite[i] = choice.finite;
       }
     } catch (const std::bad_alloc&) {
       failed = true;
     }
   };
-  if (team == nullptr || rows == 1) {
+  if (team == nullptr || sampled.count == 1) {
     work(0, 1);
   } else {
     team->run(work);
@@ -37,9 +38,10 @@ using namespace pdserve;
 
 // Returns -1 when memory runs out.
 PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                           const SampleParams* params, int64_t* tokens, uint8_t* finite) {
+                           const RowParams* params, const int64_t* positions, int64_t* tokens, uint8_t* finite) {
   try {
-    sample_rows(static_cast<Team*>(team), logits, rows, vocab, stride, params, tokens, finite);
+    const SampledRows sampled{rows, params, nullptr, positions};
+    sample_rows(static_cast<Team*>(team), logits, vocab, stride, sampled, tokens, finite);
   } catch (const std::bad_alloc&) {
     return -1;
   }

@@ -40,8 +40,8 @@ int64_t Stepper::run(const StepArgs& args) {
 bool Stepper::plan(const StepArgs& args) {
   batch_.clear();
   wanted_.clear();
-  params_.clear();
   sampled_rows_.clear();
+  sampled_positions_.clear();
   input_ids_.resize(args.tokens);
   positions_.resize(args.tokens);
   slots_.resize(args.tokens);
@@ -73,8 +73,8 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
   const RowParams& p = tables_.params[row];
   if (p.penalised || p.logprobs >= 0 || end - p.prompt_len < p.min_new_tokens) return false;
   wanted_.push_back(first_token + q_len - 1);
-  params_.push_back({p.seed, end, p.top_k, p.top_p, p.temperature, p.min_p, p.greedy});
   sampled_rows_.push_back(args.rows[b]);
+  sampled_positions_.push_back(end);
   return true;
 }
 
@@ -105,7 +105,8 @@ void Stepper::clear_page(const KVPoolView& pool, int64_t page) {
 
 void Stepper::choose(const StepArgs& args) {
   const int64_t count = static_cast<int64_t>(wanted_.size()), vocab = engine_.config().vocab;
-  sample_rows(&team_, logits_.data(), count, vocab, vocab, params_.data(), chosen_.data(), args.finite);
+  const SampledRows sampled{count, tables_.params, sampled_rows_.data(), sampled_positions_.data()};
+  sample_rows(&team_, logits_.data(), vocab, vocab, sampled, chosen_.data(), args.finite);
   for (int64_t i = 0; i < count; ++i) {
     args.next_tokens[i] = static_cast<int32_t>(chosen_[i]);
     tables_.last_tokens[sampled_rows_[i]] = chosen_[i];

@@ -17,21 +17,6 @@
 
 namespace pdserve {
 
-// ROW_PARAMS of rows.py, a NumPy dtype with C's alignment.
-struct RowParams {
-  uint64_t seed;
-  int64_t prompt_len;
-  bool greedy;
-  float temperature;
-  double top_p;
-  int64_t top_k;
-  float min_p;
-  bool penalised;
-  float frequency_penalty, presence_penalty, repetition_penalty;
-  int64_t min_new_tokens;
-  int32_t logprobs;  // negative: none wanted
-};
-
 // What outlives a step; owned by Python. Mirrored in structs.py.
 struct StepTables {
   int32_t* req_to_token;    // [R, C]: row and position -> slot
@@ -76,10 +61,10 @@ class Stepper {
   const StepTables tables_;
   std::vector<int64_t> input_ids_, positions_, slots_, wanted_;
   std::vector<AttentionEntry> batch_;
-  std::vector<SampleParams> params_;   // [S]
-  std::vector<int32_t> sampled_rows_;  // [S]
-  std::vector<int64_t> chosen_;        // [S]
-  AlignedFloats logits_;               // [S, V]
+  std::vector<int32_t> sampled_rows_;       // [S]
+  std::vector<int64_t> sampled_positions_;  // [S], of the tokens to be sampled
+  std::vector<int64_t> chosen_;             // [S]
+  AlignedFloats logits_;                    // [S, V]
 };
 
 }  // namespace pdserve

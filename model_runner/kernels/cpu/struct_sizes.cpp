@@ -20,7 +20,7 @@ PDS_API int64_t pds_struct_size(const char* name) {
       PDS_SIZE(KVPoolView),  PDS_SIZE(AttentionEntry), PDS_SIZE(TokenRows), PDS_SIZE(Scoring), PDS_SIZE(NormOp),    PDS_SIZE(ProjectQKV),
       PDS_SIZE(LatentOp), PDS_SIZE(Attend),      PDS_SIZE(AddProduct),     PDS_SIZE(GateUp),    PDS_SIZE(ExpertsOp), PDS_SIZE(LayerOps),  PDS_SIZE(ModelOps),
       PDS_SIZE(RopeTable),   PDS_SIZE(ForwardArgs),    PDS_SIZE(WeightPart), PDS_SIZE(Product),  PDS_SIZE(StepTables),
-      PDS_SIZE(RowParams),   PDS_SIZE(SampleParams),
+      PDS_SIZE(RowParams),
   };
 #undef PDS_SIZE
   for (const Size& size : sizes) {

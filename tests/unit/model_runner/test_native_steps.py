@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import sampler_reference
 from support.machine import limit
 
 from pdserve.messages.base import pack_i32, unpack_i32
@@ -38,9 +39,7 @@ def make_model(folder: Path, **options: Any) -> ModelRunner:
 
 
 def make_row(row: int, prompt_len: int, **changes: Any) -> RowInit:
-    plain: dict[str, Any] = {"seed": row, "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    plain |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-    return RowInit(row=row, prompt_len=prompt_len, **(plain | {"min_new_tokens": 0, "stop_ids": ()} | changes))
+    return sampler_reference.make_row(row, prompt_len, **({"seed": row, "temperature": 0.0} | changes))
 
 
 def slots_of(row: int, start: int, count: int) -> np.ndarray:

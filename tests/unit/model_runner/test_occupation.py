@@ -16,6 +16,7 @@ from support.tiny_model import CONFIG
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, TrimPool
+from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
@@ -51,7 +52,7 @@ class Rig:
 
     def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
         """Greedy, with the prompt computed anew."""
-        row = RowInit(0, 0, len(PROMPT), 0.0, 1.0, -1, 0.0, 0.0, 0.0, 1.0, 0, ())
+        row = RowInit(0, len(PROMPT), SamplingParams(seed=0, temperature=0.0))
         slots = np.arange(len(PROMPT) + count) + first_page * PAGE
         step = self.step(PROMPT, 0, slots[: len(PROMPT)], [row])
         tokens = [int(np.frombuffer(self.steps.run(step).next_tokens, np.int32)[0])]

@@ -29,6 +29,7 @@ from pdserve.messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
+from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
 from pdserve.model_runner.model_runner import ModelRunner
@@ -205,7 +206,7 @@ class Worker:
 
     def step(self, id_: int, tokens: list[int]) -> bytes:
         """Compute a prompt in row 0, and return the token that is sampled."""
-        row = RowInit(0, 0, len(tokens), 0.0, 1.0, -1, 0.0, 0.0, 0.0, 1.0, 0, ())
+        row = RowInit(0, len(tokens), SamplingParams(seed=0, temperature=0.0))
         one, zero, count = pack_i32([1]), pack_i32([0]), len(tokens)
         ids, slots = pack_i32(tokens), pack_i32(range(16, 16 + count))
         self.queue.launch(ForwardStep(id_, zero, zero, pack_i32([count]), zero, one, ids, slots, [row]))

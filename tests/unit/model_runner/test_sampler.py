@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support.sampler_reference import BORDER, make_row, reference
 
 from pdserve.messages.base import pack_i32
@@ -90,7 +91,9 @@ def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(w
     together = run(way, torch.from_numpy(logits), inits, positions)
     assert together.finite.all()
     for i, init in enumerate(inits):
-        alone = run(way, torch.from_numpy(logits[i : i + 1].copy()), [changed(init, row=0)], positions[i : i + 1])
+        alone = run(
+            way, torch.from_numpy(logits[i : i + 1].copy()), [structs.replace(init, row=0)], positions[i : i + 1]
+        )
         assert alone.tokens[0] == together.tokens[i]
         expected = reference(logits[i], init, positions[i])
         if expected.margin > BORDER:
@@ -127,10 +130,6 @@ def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign(way: str) 
     for logits in ([-1.0, -1.5, -9.0], [1.5, 1.0, -9.0]):
         penalised = make_row(temperature=0.0, repetition_penalty=2.0, history=history)
         assert run(way, torch.tensor([logits]), [penalised], [4]).tokens.tolist() == [1]
-
-
-def changed(init: RowInit, **changes) -> RowInit:
-    return RowInit(**({name: getattr(init, name) for name in init.__struct_fields__} | changes))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support import sampler_reference
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
@@ -55,21 +56,7 @@ class FakeModel:
 
 
 def make_row(row: int, **changes) -> RowInit:
-    defaults = {
-        "row": row,
-        "seed": 1,
-        "prompt_len": 3,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "stop_ids": (),
-    }
-    return RowInit(**(defaults | changes))
+    return sampler_reference.make_row(row, **({"seed": 1, "prompt_len": 3, "temperature": 0.0} | changes))
 
 
 def make_step(*entries: tuple[int, int, list[int] | None, bool], step_id: int = 1, first_slot: int = 16, **extra):
