@@ -81,10 +81,10 @@ def checks(part: Part) -> Iterator[Check]:
 
 
 GROUPS = {
-    "attention": checks,
-    "sampler": sampler_checks.checks,
     "layers": op_checks.checks,
+    "sampler": sampler_checks.checks,
     "packed": packed_checks.checks,
+    "attention": checks,
 }
 
 

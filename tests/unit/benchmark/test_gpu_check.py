@@ -74,8 +74,8 @@ def test_an_error_ends_a_group_if_the_device_can_not_be_used_after_it(tmp_path: 
         recorder = Recorder(PartRecord("kernels", False), path, is_alive=lambda alive=alive: alive)
         recorder.run("attention", lambda: three_checks(lambda: 1 // 0))
         record = read_record(path)
-        assert [f.name for f in record.findings[1:]] == (["first", "second", "third"] if alive else ["first", "second"])
-        assert ("CUDA_LAUNCH_BLOCKING=1" in record.findings[2].figure) is not alive
+        assert [f.name for f in record.findings] == (["first", "second", "third"] if alive else ["first", "second"])
+        assert ("CUDA_LAUNCH_BLOCKING=1" in record.findings[1].figure) is not alive
         assert record.left_out == ([] if alive else ["third (the device failed in “second”)"])
         record.is_over = True
         assert ("**Left out:** third (the device failed" in render([record], "")) is not alive
@@ -85,8 +85,16 @@ def test_no_check_begins_when_the_time_is_over(tmp_path: Path, capsys) -> None:
     recorder = Recorder(PartRecord("kernels", False), tmp_path / "r.json", seconds=-1)
     recorder.run("attention", lambda: three_checks(lambda: Finding("", "2", ok=True)))
     record = read_record(tmp_path / "r.json")
-    assert [f.name for f in record.findings] == ["preparing “attention”"]
+    assert record.findings == []
     assert record.left_out == [f"{name} (no time was left)" for name in ("first", "second", "third")]
+
+
+def test_a_group_that_can_not_be_prepared_is_a_failure(tmp_path: Path, capsys) -> None:
+    recorder = Recorder(PartRecord("server", False), tmp_path / "r.json")
+    recorder.run("cpu", lambda: Part(CPU, True).server_tokenizer)
+    [found] = read_record(tmp_path / "r.json").findings
+    assert (found.name, found.ok) == ("preparing “cpu”", False)
+    assert "no tokenizer: bring tokenizer.gguf" in found.figure
 
 
 def test_what_a_process_that_died_has_left_is_named(tmp_path: Path, capsys) -> None:
@@ -95,14 +103,14 @@ def test_what_a_process_that_died_has_left_is_named(tmp_path: Path, capsys) -> N
     recorder.run("attention", lambda: three_checks(lambda: seen.append(read_record(path)) or Finding("", "2", ok=True)))
     [died] = seen  # the record as it was during the second check
     close_group(died, "attention", "its process was killed by SIGSEGV")
-    assert [(f.name, f.ok) for f in died.findings[1:]] == [("first", True), ("second", False)]
+    assert [(f.name, f.ok) for f in died.findings] == [("first", True), ("second", False)]
     assert died.findings[-1].figure == "not finished: its process was killed by SIGSEGV"
     assert died.left_out == ["third (its process was killed by SIGSEGV)"]
     close_group(died, "sampler", "no time was left")
     assert died.left_out[1:] == ["all of “sampler” (no time was left)"]
     whole = read_record(path)
     close_group(whole, "attention", "")
-    assert (whole.left_out, len(whole.findings)) == ([], 4)
+    assert (whole.left_out, len(whole.findings)) == ([], 3)
 
 
 def test_a_group_that_dies_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -122,7 +130,7 @@ def test_a_group_that_dies_or_hangs_leaves_the_others_alone(tmp_path: Path, monk
     options = driver._arguments()
     driver._run_part("kernels", tmp_path / "kernels.json", options, None)
     record = read_record(tmp_path / "kernels.json")
-    found = [(f.name, f.ok) for f in record.findings if not f.name.startswith("preparing")]
+    found = [(f.name, f.ok) for f in record.findings]
     assert found == [("killed", False), ("good", True)]
     assert record.left_out == ["never (its process was killed by SIGKILL)"]
     assert record.is_over
