@@ -4,10 +4,11 @@ A request's life here::
 
     init ──▶ decoding ──▶ finished: the scheduler's finish, a stop string, or an error; its state is gone
 
-The first tokens bring ``init`` and start the state; they start it anew where a rid is used again. After a stop string
-the scheduler still sends what was under way: tokens, and perhaps a finish of its own. Such late items are known by
-having neither ``init`` nor state, and are dropped, so finished requests leave nothing behind. The one item that may
-come without either and still count is the end of a request that never gave a token; its meta says so.
+The first tokens bring ``init`` and create the state; they replace it if a rid is used again. After a stop string the
+scheduler still sends tokens that were under way, and perhaps a finish of its own. Such late items have neither ``init``
+nor state, and are dropped. So finished requests leave nothing behind.
+
+One item without ``init`` and state counts: the end of a request that never gave a token. Its meta says so.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Detokenizer:
         self._states: dict[str, _ReqState] = {}
 
     def __len__(self) -> int:
-        """Requests being decoded."""
+        """Return the number of requests that are being decoded."""
         return len(self._states)
 
     def process(self, batch: TokenBatch) -> StepText:
@@ -115,7 +116,7 @@ class Detokenizer:
         return StepText(TextBatch(items=texts), stops)
 
     def forget(self, rid: str) -> None:
-        """Drop a request's state, if there is any: it ended in an error, and text held back is not shown."""
+        """Drop a request's state, if there is any, because it ended in an error. Text held back is not shown."""
         self._states.pop(rid, None)
 
     def _find_state(self, item: ReqTokens) -> _ReqState | None:
@@ -131,7 +132,7 @@ class Detokenizer:
         return _ReqState(decoder, StopMatcher(stop) if stop else None, init.min_tokens)
 
     def _release(self, state: _ReqState, item: ReqTokens, piece: _Piece, started: float) -> ReqText:
-        """The item's answer: up to the stop string where one was found, up to its end otherwise."""
+        """Make the answer to an item: its text up to the stop string, if one was found, or up to its end."""
         finish, text = item.finish, piece.text
         if piece.matched is not None:
             finish = FinishReason(FinishType.STOP, piece.matched)
@@ -178,6 +179,9 @@ def _read_piece(state: _ReqState, item: ReqTokens) -> _Piece:
 
 
 def _ends_unstarted(item: ReqTokens) -> bool:
-    """Whether an item without state ends a request that never gave a token, rather than trailing a stopped one."""
+    """Return whether an item without state ends a request that never gave a token.
+
+    Otherwise it is a late item of a stopped request.
+    """
     never_gave = item.meta is None or item.meta.completion_tokens == 0
     return item.finish is not None and not item.token_ids and never_gave

@@ -1,4 +1,4 @@
-"""Gives logprobs the texts of their tokens, and prompts theirs: what a client asked for and only this process knows."""
+"""Adds the texts of tokens to logprobs and prompts that a client asked for: only this process has the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .request_decoder import DecoderFactory
 
 
 class LogprobNames:
-    """Names tokens by one tokenizer."""
+    """Adds the texts of tokens by one tokenizer."""
 
     def __init__(self, factory: DecoderFactory) -> None:
         self._factory = factory
 
     def named(self, logprobs: Sequence[TokenLogprob], chars: Sequence[int]) -> list[NamedLogprob]:
-        """``logprobs`` with texts; ``chars[i]``: characters of the text that entry ``i``'s token completed."""
+        """Return ``logprobs`` with texts. ``chars[i]`` counts the characters that entry ``i``'s token completed."""
         read = self._factory.token_bytes
         return [
             NamedLogprob(e.token_id, e.logprob, read(e.token_id), n, [(i, p, read(i)) for i, p in e.top])
@@ -24,13 +24,13 @@ class LogprobNames:
         ]
 
     def prompt(self, report: PromptReport) -> PromptText:
-        """What the prompt reads, special tokens left out, and its tokens' logprobs.
+        """Return the text of a prompt without special tokens, and its tokens' logprobs.
 
-        Offsets count from the first token that is told of, as logprobs may begin in the middle of a prompt.
+        Offsets count from the first reported token, because logprobs may begin in the middle of a prompt.
         """
         ids = unpack_i32(report.token_ids).tolist()
         scored = [entry.token_id for entry in report.logprobs or ()]
-        # A start without context: of a SentencePiece model this takes the space off that it puts before a text.
+        # Starting without context removes the space that a SentencePiece model puts before a text.
         decoder = self._factory.start(unpack_i32(pack_i32([])), skip_special_tokens=True)
         pieces = [decoder.decode([token_id]) for token_id in ids or scored]
         if report.logprobs is None:

@@ -1,8 +1,8 @@
 """The detokenizer process: scheduler → here → HTTP.
 
-Tokens become text; errors and answers to questions are passed on unchanged, behind the tokens that came before them.
-A stop string that is found here is reported to the scheduler before HTTP hears of it, so that the scheduler knows
-before a client can use the rid again.
+Tokens become text. Errors and answers to questions are passed on unchanged, after the tokens that came before them. A
+stop string is reported to the scheduler before HTTP hears of it. So the scheduler knows before a client can use the rid
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Routed(NamedTuple):
-    """What one frame gave, for each receiver."""
+    """Messages that one frame resulted in, by receiver."""
 
     to_scheduler: list[StopReq]
     to_http: list[Message]
@@ -60,7 +60,7 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed
 
 
 def deliver(detokenizer: Detokenizer, routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> None:
-    """Send what ``route`` gave. A request whose text no frame can hold ends, and the scheduler is told so."""
+    """Send the messages of ``route``. A request with text too large for a frame ends, and the scheduler is told so."""
     scheduler.send(*routed.to_scheduler)
     for rid in send_or_explain(http, routed.to_http):
         detokenizer.forget(rid)

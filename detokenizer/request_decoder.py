@@ -1,9 +1,10 @@
 """Turns one request's output tokens into text, piece by piece.
 
-A decoder gives text only once it is certain: a character whose bytes are spread over several tokens comes out with the
-last of them, and bytes that are no UTF-8 come out as U+FFFD as soon as nothing that follows could complete them.
-What is still incomplete when the request ends is never shown. Joined, the pieces are what the tokenizer gives for
-all output tokens behind the prompt's tail.
+A decoder gives text only once it is certain. A character spread over several tokens comes out with the last of them.
+Bytes that are no UTF-8 come out as U+FFFD, as soon as no later byte could complete them. Bytes that are still
+incomplete when the request ends are never shown.
+
+Joined, the pieces are the tokenizer's text of all output tokens after the prompt's tail.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class DecoderFactory(ABC):
 
     @abstractmethod
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
-        """A decoder for output that follows ``prompt_tail``, the prompt's last few token ids."""
+        """Make a decoder for output that follows ``prompt_tail``, the prompt's last few token ids."""
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token reads by itself, special ones included; they may be a part of a character."""
+        """Return the bytes of one token, which may be a part of a character. Special tokens have a text as well."""
 
 
 def make_decoder_factory(tokenizer: TextTokenizer) -> DecoderFactory:
-    """The fastest factory that is right for the tokenizer."""
+    """Return the fastest factory that is right for the tokenizer."""
     table = tokenizer.byte_table
     return WindowDecoders(tokenizer) if table is None else ByteDecoders(table)
 
@@ -169,6 +170,6 @@ class WindowDecoder(RequestDecoder):
 
     @staticmethod
     def _certain_length(text: str) -> int:
-        """How much of ``text`` can't change any more: a few U+FFFD at its end may be a character's first bytes."""
+        """Return the length of the text that is certain: a few U+FFFD at the end may be a character's first bytes."""
         incomplete = len(text) - len(text.rstrip(REPLACEMENT))
         return len(text) - min(incomplete, MAX_INCOMPLETE)

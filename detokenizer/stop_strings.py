@@ -1,8 +1,8 @@
 """Finds stop strings in a text that arrives in pieces.
 
-Text that may be the beginning of a stop string is held back until it is decided. The result does not depend on where
-the pieces are cut: the text ends before the stop string that is complete first; of several complete at the same
-character, before the longest.
+Text that may be the beginning of a stop string is held back until it is decided. The text ends before the stop string
+that is complete first. If several are complete at the same character, it ends before the longest. So the result does
+not depend on where the pieces are cut.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 
 class Released(NamedTuple):
-    """Text that comes before any stop string for certain; ``matched`` is the stop string found, which ends the text."""
+    """Text that is certainly before any stop string."""
 
     text: str
     matched: str | None = None
+    """Stop string that was found, which ends the text."""
 
 
 class StopMatcher:
@@ -24,8 +25,8 @@ class StopMatcher:
     __slots__ = ("_held", "_patterns")
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """``stop``: at least one string, none of them empty."""
-        # Longest first: of two that end at the same character, the first found is the one to report.
+        """Prepare the search for ``stop``: at least one string, none of them empty."""
+        # Longest first: if two end at the same character, the first one found is reported.
         self._patterns = [_Pattern(s) for s in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
 
@@ -53,15 +54,15 @@ class StopMatcher:
         return Released(text[:certain])
 
     def flush(self) -> str:
-        """The text held back, when no more is to come."""
+        """Return the text held back, once no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt search for one string: each character of the text is looked at once, whatever the string.
+    """Knuth-Morris-Pratt search for one string: each character of the text is examined once, whatever the string.
 
-    ``matched``: length of the longest end of the text so far that begins the string.
+    ``matched`` is the length of the longest end of the text so far that begins the string.
     """
 
     __slots__ = ("_fallback", "matched", "text")

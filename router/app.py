@@ -42,12 +42,12 @@ DEAD_HOST_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 ]
-"""A host that vanishes without closing its connections is noticed in about 6 s, however long the answer is silent."""
+"""Socket options that detect a vanished host within about 6 s, even while an answer is silent."""
 
 
 def make_client(options: RouterOptions) -> HttpClient:
-    """The client that all requests to instances go through."""
-    # An answer is passed on as it is, so it must come unpacked.
+    """Make the client for all requests to instances."""
+    # An answer is passed on as it is, so it must come uncompressed.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
     keys = RouterKeys.read(options.cluster_secret_file)
     cluster = ClusterClient(keys) if keys is not None else None
@@ -57,10 +57,10 @@ def make_client(options: RouterOptions) -> HttpClient:
 def make_app(
     options: RouterOptions, on_fault: Callable[[BaseException], None], own_admin_key: str | None = None
 ) -> ASGIApp:
-    """The application. Its lifespan runs the health checks.
+    """Make the application. Its lifespan runs the health checks.
 
-    ``on_fault`` is told when these break; the instances' states are then no longer true, so it must end the process.
-    ``own_admin_key``: see ``guard``.
+    ``on_fault`` is called when the health checks fail themselves. The states of instances are then no longer true, so
+    it must end the process. ``own_admin_key`` is explained at ``guard``.
     """
     fleet = Fleet(options)
     client = make_client(options)
@@ -120,16 +120,16 @@ def make_app(
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:
-    """What an endpoint raises on purpose."""
+    """Answer with an error that an endpoint raised on purpose."""
     assert isinstance(exc, RouterError)
     return error_response(exc)
 
 
 async def answer_nobody(request: Request, exc: Exception) -> Response:
-    """The client left in the middle of its request, which is no fault of ours: no traceback for each that does."""
+    """End a request after its client left in the middle of it. Not an error of ours, so no traceback is logged."""
     return Response(status_code=CLIENT_GONE)
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
-    """A fault of ours: the traceback is in the log, the client gets an error in the API's shape."""
+    """Answer with an error in the API's shape after a fault of the router. The log has the traceback."""
     return json_response(error_body(500, "the router failed on this request; its log says why", "server_error"), 500)

@@ -10,20 +10,22 @@ from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
 READY = b'{"status":"ready"}'
-"""Ends every stream, after an error too: clients wait for it."""
+"""Last event of every stream, even after an error, because clients wait for it."""
 
 
 class ClientAnswer:
-    """What a client is sent. ``started`` turns true before the first byte of an answer leaves: then there is no retry.
+    """The answer to one client.
 
-    ``finished`` turns true before the last byte leaves. Comments keep a stream alive before its answer has started: its
-    head is out then, but the answer may still come from anybody.
+    Comments keep a stream alive before its answer has started. Its head is sent then, but any instance may still give
+    the answer.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        """True from just before the first byte of an answer is sent. From then on there is no retry."""
         self.finished = False
+        """True from just before the last byte is sent."""
         self.told_error = False
         """Whether an error event was passed on after the answer had started."""
         self._opened = False
@@ -34,7 +36,7 @@ class ClientAnswer:
         await self._open(status, headers)
 
     async def keep_alive(self, status: int, headers: Headers, comment: bytes) -> None:
-        """Send a stream's head, where it is not out yet, and a comment."""
+        """Send a comment, and before it a stream's head if it has not been sent yet."""
         await self._open(status, headers)
         await self.write(comment)
 
@@ -66,10 +68,10 @@ class ClientAnswer:
 
 
 class ReadyAnswer(ClientAnswer):
-    """What a client gets that only wants to know whether an answer can be had."""
+    """The answer to a health check that generates a token: the state, not the text."""
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send that one could, in the place of an answer."""
+        """Send ``READY`` in place of a successful answer."""
         if 200 <= status < 300:
             headers, body = [JSON_TYPE], READY
         await super().whole(status, headers, body)

@@ -13,30 +13,34 @@ from .errors import BodyEncodedError, BodyTooLargeError, TooManyBodiesError
 from .request_body import RequestBody
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this length have an eighth of the limit more, so that large ones don't lock them out."""
+"""Maximum length of a small body. Small bodies have an eighth of the limit more, so that large ones cannot block them.
+"""
 
 
 LARGE_BYTES = 256 << 10
-"""Bodies longer than this are parsed on a thread: a shorter one takes less than a millisecond."""
+"""Maximum length of a body that is parsed on the event loop, which takes less than a millisecond."""
 
 
 class ClientBodies:
-    """Reads and parses bodies of up to ``limit`` bytes; counts those of running requests, up to ``held_limit`` bytes.
+    """Reader and parser of request bodies of up to ``limit`` bytes.
 
-    A body is held, once, until its request is over: an instance may hand the request on at any time, and then the next
-    one needs it.
+    A body is held until its request has ended, because an instance may hand the request on at any time. All held bodies
+    together have at most ``held_limit`` bytes.
     """
 
     def __init__(self, limit: int, held_limit: int) -> None:
         self._limit = limit
         self._held_limit = held_limit
         self.held = 0
-        """Bytes of running requests' bodies."""
+        """Bytes of the bodies of running requests."""
         self._uploads = Uploads(MAX_UPLOADS * limit)
         self._aside = Aside()
 
     async def read(self, request: Request) -> bytes:
-        """Raises ``BodyEncodedError``, ``BodyTooLargeError``, ``TooManyBodiesError``, ``ClientDisconnect``."""
+        """Read the body of a request.
+
+        Raises ``BodyEncodedError``, ``BodyTooLargeError``, ``TooManyBodiesError`` and ``ClientDisconnect``.
+        """
         try:
             return await self._uploads.read(request, self._limit)
         except BodyEncoded as e:
@@ -49,7 +53,7 @@ class ClientBodies:
             raise TooManyBodiesError(str(e)) from None
 
     async def parse(self, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
-        """See ``RequestBody.parse``. The caller holds the body: a large one may wait for others."""
+        """Parse a body; see ``RequestBody.parse``. The caller must hold it, because a large one may wait for others."""
         return await self._aside.run(len(raw) > LARGE_BYTES, lambda: RequestBody.parse(raw, request_id, rid_prefix))
 
     @contextlib.contextmanager

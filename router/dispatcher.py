@@ -57,11 +57,11 @@ LINGER = 5.0
 CRASH_SHOWS = 0.1
 """Seconds in which a broken connection shows that a pair's hand-over failed because an instance died."""
 ERROR_EVENT = b'data: {"error"'
-"""Not in the middle of a JSON string, where its quotes would be escaped."""
+"""Beginning of an error event. It never occurs inside a JSON string, where its quotes would be escaped."""
 FAILED_CODE = f'"code":"{INSTANCE_FAILED}"'.encode()
-"""In an error event: the instance died in the middle of its answer."""
+"""Part of an error event after an instance died in the middle of its answer."""
 FIRST_ERROR = re.compile(rb'(?:(?::[^\r\n]*)?\r?\n)*+data: ?(\{"error"[^\n]*)')
-"""An error event after comments and empty lines. A line matches in one way only, or the time would double with each."""
+"""Pattern of an error event after comments and empty lines. A line matches in one way only, so the time is linear."""
 TICKET_REFUSED = (400, 401, 403, 404, 429)
 """Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
 EVENT_STREAM = b"text/event-stream"
@@ -72,19 +72,18 @@ CAN_FOLLOW = (FOLLOW, b"1")
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A client's request: where it goes, what is passed on of its headers, and its body.
-
-    ``is_probe``: the body is the router's own (``/health_generate``), and so never suspected of crashing instances.
-    """
+    """A client's request as it is sent to instances."""
 
     path: str
     headers: Headers
+    """The headers that are passed on."""
     body: RequestBody
     is_probe: bool = False
+    """Whether the body is the router's own (``/health_generate``), which is never suspected of crashing instances."""
 
 
 class Dispatcher:
-    """Serves requests from a fleet."""
+    """Sender of requests to the instances of a fleet, and of their answers to the clients."""
 
     def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
@@ -99,9 +98,9 @@ class Dispatcher:
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def serve(self, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """Answer the client. Raises ``RouterError`` when that fails; ``answer.started`` says how far it got.
+        """Answer the client. Raises ``RouterError`` on failure; ``answer.started`` says how far it got.
 
-        Cancel to drop the request everywhere.
+        Cancelling it drops the request everywhere.
         """
         await self._check_quarantine(request)
         now = asyncio.get_running_loop().time
@@ -111,7 +110,7 @@ class Dispatcher:
         tried: set[Instance] = set()
         last_error: RouterError | None = None
         while True:
-            # The loop's own clock stands still within a turn.
+            # The event loop's own clock stands still within one iteration.
             asked_at = time.monotonic()
             try:
                 target = await self._choose(request.body, failed, tried, deadline, retrying=last_error is not None)
@@ -147,7 +146,7 @@ class Dispatcher:
 
     async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
-        # Counted before anything is awaited: the next one to choose shall see it.
+        # Counted before anything is awaited, so that the next choice sees it.
         decodes = target.decode if isinstance(target, Pair) else target
         with Answering(decodes, request.body.batch_size or 1) as place:
             if isinstance(target, Pair):
@@ -182,7 +181,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
-        """A leg of ``request``. If the instance dies while it has it, the request is suspected of being the cause."""
+        """Open a leg of ``request``. If the instance dies meanwhile, the request is suspected of being the cause."""
         begun_at = time.monotonic()
         try:
             async with Leg(self._client, self._fleet, instance, self._limits) as leg:
@@ -192,9 +191,9 @@ class Dispatcher:
             raise
 
     def _pause(self, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
-        """Seconds before the next attempt; None: there should be none.
+        """Return the seconds before the next attempt; None: there should be none.
 
-        An instance that named a time is not asked before that. One that has too much to do is not asked again.
+        An instance that named a time is not asked before that. An overloaded one is not asked again.
         """
         if self._fleet.has_others(failed) or (error.retry_after is None and not error.is_load):
             return RETRY_PAUSE
@@ -205,8 +204,11 @@ class Dispatcher:
     async def _choose(
         self, body: RequestBody, failed: set[Instance], tried: set[Instance], deadline: float, *, retrying: bool
     ) -> Target:
-        """Who serves the request. Waits until ``deadline`` (loop time) while a check under way may still turn up
-        somebody, and on a retry in any case. Raises ``NoInstanceError``."""
+        """Choose the instances for a request. Raises ``NoInstanceError`` if there are none.
+
+        It waits until ``deadline`` (loop time) while a health check may still find an instance, and on a retry in any
+        case.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 while (target := self._fleet.pick(body, failed, tried)) is None:
@@ -241,16 +243,16 @@ class Dispatcher:
             await drop(decode, *({prefill} - self._lingering))
 
     async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: Body) -> None:
-        """Run a prefill's leg to its end; what it says is of no interest, only whether it fails."""
+        """Run a prefill's leg to its end. Its answer does not matter, only whether it fails."""
         with instance.computing(request.body.prompt_tokens, for_decode=True):
             async with self._leg(instance, request) as leg:
                 await leg.open(request.path, body, request.headers, streams=False)
                 await leg.discard()
 
     async def _serve_alone(self, place: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """One instance computes the prompt and the answer."""
+        """Have one instance compute the prompt and the answer."""
         with place.instance.computing(request.body.prompt_tokens) as computed:
-            # The prompt is done with when the answer begins; of an answer that doesn't stream, only its end is seen.
+            # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
             await self._answer_from(place, request, request.body.raw, answer, computed)
 
     async def _answer_from(
@@ -261,9 +263,9 @@ class Dispatcher:
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the leg whose answer goes to the client, at ``place``; ``begun`` is called when it begins.
+        """Run the leg that answers the client, at ``place``; ``begun`` is called when the answer begins.
 
-        Where the instance hands the request on in the middle of it, the rest comes from the one that it names.
+        If the instance hands the request on in the middle of it, the rest comes from the instance that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
         ticket = await self._read_leg(place.instance, request, headers, body, answer, begun)
@@ -284,7 +286,7 @@ class Dispatcher:
                     raise
                 raise MovedAwayError(f"{follower}, which was to go on with the request, refused: {e.message}") from e
             except RouterError as e:
-                e.blames_nobody = True  # health checks look at who is to blame
+                e.blames_nobody = True  # health checks find the instance that is at fault
                 raise
 
     async def _read_leg(
@@ -296,7 +298,7 @@ class Dispatcher:
         answer: ClientAnswer,
         begun: Callable[[], None],
     ) -> Ticket | None:
-        """Pass an instance's answer on to its end; or up to where it says that it goes on elsewhere."""
+        """Pass an instance's answer on, to its end or up to the point where it goes on elsewhere."""
         begun_at = time.monotonic()
         async with self._leg(instance, request) as leg:
             head = await leg.open(request.path, body, headers, streams=request.body.stream)
@@ -358,7 +360,7 @@ class Dispatcher:
 async def raise_crash(*tasks: asyncio.Task[None]) -> None:
     """Raise the ``InstanceCrashedError`` that one of a pair's tasks ends with within ``CRASH_SHOWS`` seconds, if any.
 
-    When an instance dies, its peer may tell of a failed hand-over before the router sees the connection close.
+    When an instance dies, its peer may report a failed hand-over before the router sees the connection close.
     """
     if waiting := [task for task in tasks if not task.done()]:
         await asyncio.wait(waiting, timeout=CRASH_SHOWS)
@@ -378,10 +380,10 @@ async def drop(*tasks: asyncio.Task[object]) -> None:
 
 
 def failure_of(task: asyncio.Task[object]) -> BaseException | None:
-    """What a task that has ended failed with; None also where it was cancelled.
+    """Return the error of a task that has ended; None if it succeeded or was cancelled.
 
-    A task keeps its error, and the frames that it went through, until somebody asks for its result. These frames lead
-    back to it, by ``asyncio.Timeout`` for one, and hold the request's body (see ``without_frames``).
+    A task keeps its error, and the error's frames, until its result is read. The frames refer back to the task, for
+    example by ``asyncio.Timeout``, and keep the request's body in memory (see ``without_frames``).
     """
     try:
         task.result()
@@ -396,7 +398,7 @@ def failure_of(task: asyncio.Task[object]) -> BaseException | None:
 
 
 def ticket_in(said: bytes, instance: Instance) -> Ticket:
-    """What an instance says of where a request goes on; raises ``MovedAwayError`` where that is no sense."""
+    """Read where an instance says that a request goes on; raises ``MovedAwayError`` if it makes no sense."""
     try:
         return read_ticket(said)
     except ValueError as e:
@@ -404,8 +406,10 @@ def ticket_in(said: bytes, instance: Instance) -> Ticket:
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:
-    """Raise ``RouterError`` when an answer's first SSE event is an error: nothing has been sent to the client yet,
-    so it can still be a status, or a retry. Comments may come before it in the same read."""
+    """Raise ``RouterError`` if an answer's first SSE event is an error. Comments may precede it in the same read.
+
+    The client has been sent nothing yet, so the error can still become a status, or lead to a retry.
+    """
     if (found := FIRST_ERROR.match(events)) is not None:
         first = found[1]
         raise error_of(error_status(parse_error(first) or {}), first, str(instance), ())

@@ -1,4 +1,4 @@
-"""The router's HTTP endpoints: what is passed on to one pair or worker, what to every instance, what is its own."""
+"""The router's HTTP endpoints. Some pass a request on to one pair or worker, some to every instance, some to none."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from .instance import HealthState, Instance, Role
 from .options import RouterOptions
 
 QUESTION_TIMEOUT = 7.5
-"""Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s, and says why."""
+"""Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s with a reason."""
 TEXT_TIMEOUT = 65.0
 """Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
 RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 NOT_ALLOWED = (401, 403)
-"""What an instance answers to a client that lacks the key for a question."""
+"""Statuses of an instance's answer to a client without the key for a question."""
 WRITTEN_LEVELS = 200
-"""Levels of nested JSON that orjson surely writes, also inside an answer of the router's own; it reads 1,024."""
+"""Levels of nested JSON that orjson certainly writes, even inside an answer of the router's own. It reads 1,024."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
 
 class Said(NamedTuple):
-    """What an instance answered to a question; status 0: nothing, ``is_late``: not in time."""
+    """An instance's answer to a question."""
 
     instance: Instance
     status: int
+    """HTTP status; 0: no answer."""
     body: Any
     headers: Headers = ()
     is_late: bool = False
+    """Whether there is no answer because the time ran out."""
 
     @property
     def ok(self) -> bool:
@@ -52,25 +54,25 @@ class Said(NamedTuple):
         return 200 <= self.status < 300
 
     def count(self, name: str) -> int:
-        """A number in the answer, 0 where there is none."""
+        """Return a number of the answer, 0 if there is none."""
         value = self.body.get(name) if isinstance(self.body, dict) else None
         return value if isinstance(value, int) else 0
 
     def entries(self, name: str) -> list[dict[str, Any]]:
-        """The objects in a list of the answer, none where there is no such list."""
+        """Return the objects in a list of the answer. The result is empty if there is no such list."""
         values = self.body.get(name) if isinstance(self.body, dict) else None
         return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
     def report(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Describe the answer, ready for JSON."""
         return {"url": self.instance.url, "status": self.status, "answer": self.body}
 
 
 class GenerationEndpoint:
-    """An ASGI endpoint whose requests are served by a pair or a worker.
+    """An ASGI endpoint for requests that a pair or a worker serves.
 
-    Bare ASGI on purpose: a chunk goes from the instance's connection to the client's without a response object,
-    and the client's leaving is seen at any moment, also before the first byte.
+    It is bare ASGI on purpose. Chunks go from the instance's connection to the client's without a response object. The
+    router also notices at any moment that the client has left, even before the first byte.
     """
 
     def __init__(self, dispatcher: Dispatcher, bodies: ClientBodies, fixed_body: bytes | None = None) -> None:
@@ -84,7 +86,7 @@ class GenerationEndpoint:
             raw = await self._bodies.read(Request(scope, receive))
             with self._bodies.hold(len(raw)):
                 request = await self._request(scope, raw)
-                del raw  # where it had bootstrap fields, the request has bytes of its own
+                del raw  # a request that had bootstrap fields has bytes of its own
                 await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(without_frames(exc))
@@ -104,7 +106,7 @@ class GenerationEndpoint:
         left = asyncio.create_task(until_disconnect(receive))
         try:
             await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-            # The server also reports a disconnect once the answer is complete; what is left to do then is tidying up.
+            # The server also reports a disconnect once the answer is complete. Then only cleaning up is left.
             if work.done() or answer.finished:
                 await work
         finally:
@@ -131,9 +133,9 @@ class ControlEndpoints:
         return json_response({"status": "alive"})
 
     async def ask_one(self, request: Request) -> Response:
-        """/v1/models, /tokenize and the like: what the first healthy instance says; all serve the same model.
+        """Answer /v1/models, /tokenize and similar with the first healthy instance's answer: all serve the same model.
 
-        An instance that is taken out while it is asked is not waited for: the next one is asked.
+        If an instance is taken out while it is asked, the next one is asked.
         """
         body = await self._bodies.read(request) if request.method == "POST" else b""
         with self._bodies.hold(len(body)):
@@ -146,7 +148,7 @@ class ControlEndpoints:
             if said is not None and said.status:
                 return answer_of(said)
             if said is not None and said.is_late:
-                # The next one would be held up by the same question.
+                # The same question would take as long at the next one.
                 return error_response(InstanceSilentError(said.body))
         return error_response(NoInstanceError("no instance is healthy"))
 
@@ -171,7 +173,7 @@ class ControlEndpoints:
         return json_response({"role": "router", "router": router, "instances": instances})
 
     async def transfers(self, request: Request) -> Response:
-        """GET /transfers: those of every instance; where none tells of any, why the first one refused, or 503."""
+        """GET /transfers: the hand-overs of every instance. Without any answer: the first refusal, or 503."""
         asked = await self.ask_all(request)
         told = [said for said in asked if said.ok and isinstance(said.body, dict)]
         if not told:
@@ -183,16 +185,16 @@ class ControlEndpoints:
         return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
+        """POST /abort_request: abort at all instances. A request of a pair runs on both of its legs and counts once."""
         told = await self.ask_all(request, await self._bodies.read(request))
         if refused := refusal(told):
             return refused
-        # A prefill serves whole requests as well; legs are those that another instance answers.
+        # A prefill serves whole requests as well. Legs are requests that another instance answers.
         aborted = sum(said.count("aborted") - said.count("legs") for said in told)
         return json_response({"aborted": aborted, "instances": [said.report() for said in told]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """POST /flush_cache: to all; an error as soon as one that is up refuses."""
+        """POST /flush_cache: flush all instances. An error if one that is up refuses."""
         told = await self.ask_all(request)
         if refused := refusal(told):
             return refused
@@ -200,7 +202,7 @@ class ControlEndpoints:
         return json_response({"success": True, "flushed": flushed, "instances": [said.report() for said in told]})
 
     async def ask_all(self, request: Request, body: bytes = b"") -> list[Said]:
-        """The answers of all, in the order of the fleet; see ``ask``."""
+        """Ask all instances; return their answers in the order of the fleet. See ``ask``."""
         return await asyncio.gather(*(self.ask(i, request, body) for i in self._fleet.instances))
 
     async def ask(
@@ -212,9 +214,9 @@ class ControlEndpoints:
         seconds: float = QUESTION_TIMEOUT,
         query: str = "",
     ) -> Said:
-        """An instance's answer to the client's own question. Never raises: a failure is what the answer tells.
+        """Ask an instance the client's own question. Never raises: the answer reports a failure.
 
-        ``seconds``: how long it may take. ``query``: goes behind the path, with its question mark.
+        ``seconds`` limits the time. ``query`` is appended to the path, with its question mark.
         """
         if instance.state is HealthState.UNHEALTHY:
             return Said(instance, 0, instance.reason)
@@ -228,7 +230,7 @@ class ControlEndpoints:
         except TimeoutError:
             return Said(instance, 0, f"no answer within {seconds:g} s", is_late=True)
         except BadAnswer as exc:
-            # It answers, so it lives; what it says is no use.
+            # It answers, so it is alive, but the answer is useless.
             return Said(instance, 502, error_body(502, f"{instance} answered what can't be passed on: {exc}"))
         except ClientError as exc:
             self._fleet.report_failure(instance, f"can't be reached ({exc})")
@@ -240,10 +242,10 @@ class ControlEndpoints:
 
 
 def content_of(body: bytes) -> Any:
-    """What an answer holds: JSON that can be written again, or else its text; None if it is empty."""
+    """Return an answer's content: JSON that can be written again, or else its text; None if it is empty."""
     try:
         content = orjson.loads(body) if body else None
-        # More levels are read than are written. A body with fewer brackets can't have too many.
+        # orjson reads more levels than it writes. A body with fewer brackets cannot have too many.
         if body.count(b"[") + body.count(b"{") > WRITTEN_LEVELS:
             orjson.dumps(content)
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
@@ -258,7 +260,7 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 def refusal(told: list[Said]) -> Response | None:
-    """The answer to a client whose order was refused by an instance, or reached none; None when it was carried out.
+    """Return the answer to a client if an instance refused its order, or none was reached; None if it was executed.
 
     An instance that is down has nothing to abort and nothing to flush.
     """
@@ -272,14 +274,14 @@ def refusal(told: list[Said]) -> Response | None:
 
 
 def answer_of(said: Said) -> Response:
-    """One instance's answer, as the client's."""
+    """Make the response to the client from one instance's answer."""
     response = json_response(said.body, said.status)
     response.raw_headers.extend(without_type(said.headers))
     return response
 
 
 def error_response(error: RouterError) -> Response:
-    """An error in the API's shape."""
+    """Make an error response in the API's shape."""
     response = json_response(error.content(), error.status)
     response.raw_headers.extend(error.all_headers())
     return response

@@ -1,4 +1,4 @@
-"""What can go wrong on the way through the router: the type says which status a client sees, and if a retry helps."""
+"""Errors of the router. The type decides which status a client gets, and whether a retry may help."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RouterError(Exception):
     headers: Headers = ()
     """Headers of the answer, beside its content type."""
     url = ""
-    """URL of the instance whose leg failed; set by the leg."""
+    """URL of the instance with the failed leg; set by the leg."""
     retry_after: float | None = None
-    """Seconds for which that instance asked to be left alone."""
+    """Seconds for which that instance asked to get no requests."""
     is_load = False
-    """Whether it only says that the instance has too much to do: nothing is wrong with it."""
+    """Whether the instance is only overloaded, and otherwise in order."""
     blames_peer = False
     """Whether the other instance of the pair may be the one at fault."""
     blames_nobody = False
@@ -44,18 +44,18 @@ class RouterError(Exception):
         self.message = message
 
     def content(self) -> dict[str, Any]:
-        """The answer's body, JSON-ready: ``{"error": {"message", "type", "param", "code", "status"}}``."""
+        """Return the answer's body, ready for JSON: ``{"error": {"message", "type", "param", "code", "status"}}``."""
         return error_body(self.status, self.message, self.kind, code=self.code)
 
     def all_headers(self) -> Headers:
-        """``headers``, and those that the API promises for this status where they are missing."""
+        """Return ``headers``, with the missing ones that the API promises for this status."""
         given = {name for name, _ in self.headers}
         promised = [(name.lower().encode(), value.encode()) for name, value in error_headers(self.status).items()]
         return [*self.headers, *(header for header in promised if header[0] not in given)]
 
 
 class BadRequestError(RouterError):
-    """The client must send something else."""
+    """The request is invalid."""
 
     status = 400
     kind = "invalid_request_error"
@@ -76,7 +76,7 @@ class BodyEncodedError(RouterError):
 
 
 class TooManyBodiesError(RouterError):
-    """The router holds as much of requests' bodies as it may, or as much of large ones is arriving."""
+    """The router holds as many bytes of bodies as it may, or as many bytes of large ones are arriving."""
 
     status = 503
     kind = "overloaded_error"
@@ -93,7 +93,7 @@ class NoInstanceError(RouterError):
 
 
 class InstanceGoneError(RouterError):
-    """An instance is not there, or not any more."""
+    """An instance cannot be reached, or has closed the connection."""
 
     status = 502
     kind = "server_error"
@@ -102,7 +102,7 @@ class InstanceGoneError(RouterError):
 
 
 class InstanceUnreachableError(InstanceGoneError):
-    """An instance refused the connection: it was sent nothing, so trying elsewhere can do no harm."""
+    """An instance refused the connection. It was sent nothing, so a retry elsewhere is harmless."""
 
 
 class InstanceCrashedError(InstanceGoneError):
@@ -122,7 +122,7 @@ class AnswerTooLongError(RouterError):
 
 
 class QuarantinedError(RouterError):
-    """Instances died again and again while they had this request: it is sent to no other one for a while."""
+    """Several instances died while they had this request. It is sent to no other one for a time."""
 
     status = 502
     code = "request_crashes_instances"
@@ -131,9 +131,9 @@ class QuarantinedError(RouterError):
 
 
 class InstanceSilentError(RouterError):
-    """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough.
+    """An instance took the request and was then silent for too long. It is not retried: the wait was long enough.
 
-    The deadline is the router's own, so it says nothing against the instance.
+    The deadline is the router's own, so this is no failure of the instance.
     """
 
     status = 504
@@ -142,7 +142,7 @@ class InstanceSilentError(RouterError):
 
 
 class MovedAwayError(RouterError):
-    """An instance handed the request on to one that can't be followed to."""
+    """An instance handed the request on to another one that the router cannot reach or does not know."""
 
     status = 502
     retryable = True
@@ -150,11 +150,10 @@ class MovedAwayError(RouterError):
 
 
 class InstanceAnsweredError(RouterError):
-    """An instance answered with an error; its own ``error`` object goes to the client.
+    """An instance answered with an error. Its own ``error`` object goes to the client.
 
-    A status below 400 (a redirect, say) is no answer to any request of a client's: it becomes a 502.
-    429, and 503 with ``code`` "overloaded", tell of load. A 503 with ``Retry-After`` is about the instance if its
-    ``code`` says so, or if it has none, as other servers'.
+    A status below 400, like a redirect, becomes a 502. 429, and 503 with ``code`` "overloaded", mean load. A 503 with
+    ``Retry-After`` is about the instance if its ``code`` says so, or if it has none, like those of other servers.
     """
 
     kind = "server_error"
@@ -167,7 +166,7 @@ class InstanceAnsweredError(RouterError):
         self.retryable = status in (TOO_MANY, 502, 503)
         said = parsed or {}
         self.kind, self.code = said.get("type", self.kind), said.get("code")
-        # What failed between two instances, either may tell.
+        # Either instance of a pair may report a failure between them.
         self.blames_peer = said.get("type") == "transfer_error"
         self.is_load = status == TOO_MANY or (status == 503 and self.code == OVERLOADED)
         is_coded = isinstance(self.code, str)
@@ -176,7 +175,7 @@ class InstanceAnsweredError(RouterError):
         self._said = parsed
 
     def content(self) -> dict[str, Any]:
-        """The instance's own words when they are in the API's error shape, ours otherwise."""
+        """Return the instance's own error if it has the API's shape, and ours otherwise."""
         return super().content() if self._said is None else {"error": {"status": self.status, **self._said}}
 
 
@@ -189,15 +188,15 @@ def error_of(status: int, said: bytes, where: str, headers: Headers) -> Instance
 
 
 def retry_after(headers: Headers) -> float | None:
-    """Seconds; None where the header is not there, or says a date, which no instance of ours does."""
+    """Return the seconds of a ``Retry-After`` header. None if it is missing or has a date; pdserve sends no dates."""
     value = next((value for name, value in headers if name == b"retry-after"), b"")
     return float(value) if value.isdigit() and len(value) < 10 else None
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:
-    """The ``error`` object of an answer in the API's error shape, None for anything else.
+    """Return the ``error`` object of an answer in the API's error shape, None for anything else.
 
-    Lists and objects in it are left out: no API has them there, and one nested too deeply could not be passed on.
+    Lists and objects in it are left out. No API has them there, and a deeply nested one could not be passed on.
     """
     try:
         parsed = orjson.loads(answer)

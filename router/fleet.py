@@ -1,14 +1,18 @@
-"""All instances of a router, and which of them serves the next request.
+"""All instances of a router, and the choice of the one that serves the next request.
 
-The rule: a pair where a healthy prefill and a healthy decode exist, or a healthy worker that has less to do. A pair
-needs both of its legs, so an unhealthy prefill also keeps work from the decodes, and the other way round. Instances
-that rest come last, and on a retry those that the request has already failed on.
+The rule: a pair, if a healthy prefill and a healthy decode exist, or a healthy worker that has less to do. A pair
+needs both of its legs, so an unhealthy prefill also keeps work from the decodes, and vice versa. Instances with an open
+circuit breaker come last, and so do those that the request has already failed on.
 
-Whether the prefill of a pair computes the prompt, or its decode after all, is for the decode to say, which asks the
-prefill (``disaggregation/handover/choice.py``): the router knows neither's cache. But where an answer would come much
-faster from the prefill, by the pace that both tell in ``/health``, or faster at all than from a decode that hardly
-keeps its ITL budget, the prefill gets the whole request. Instances whose ``--disaggregation-threshold`` is not ``auto``
-tell none.
+The decode of a pair decides whether the prefill or itself computes the prompt, because the router does not know their
+caches. To decide, it asks the prefill (``disaggregation/handover/choice.py``).
+
+In two cases the prefill gets the whole request, by the paces that both report in ``/health``:
+
+- the prefill would answer much faster;
+- the prefill would answer faster, and the decode hardly keeps its ITL budget.
+
+Instances report a pace only with ``--disaggregation-threshold auto``.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ MOST_WAITING = 512
 CLEARLY_FASTER = 0.75
 """A prefill may decode a request itself if its time per token is at most this fraction of the decode's."""
 MORE_STREAMS = 4
-"""And if the decode has at least this many more streams than the prefill."""
+"""A prefill may decode a request itself only if the decode has at least this many more streams."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -47,13 +51,13 @@ Target = Pair | Instance
 
 
 def _queued(target: Target) -> tuple[int, int]:
-    """What a request would wait for there: prompt tokens to be computed before its own, and answers beside it."""
+    """Return what a request would wait for there: prompt tokens before its own, and answers beside it."""
     prefill, decode = target if isinstance(target, Pair) else (target, target)
     return prefill.prompt_tokens, decode.in_flight
 
 
 def _spares_its_decode(pair: Pair) -> bool:
-    """Whether the decode of a pair has too much to do, and the prefill so little that it would decode faster."""
+    """Return whether the prefill of a pair would decode faster, because its decode has too much to do."""
     prefill, decode = pair
     if prefill.token_ms is None or decode.token_ms is None or decode.decode_ms is None:
         return False
@@ -76,19 +80,19 @@ class Fleet:
         self._policies = {role: POLICIES[options.policy]() for role in Role}
         self._changed = asyncio.Event()
         self.pick_seconds = Histogram(PICK_SECONDS)
-        """How long requests waited to be given somebody who serves them."""
+        """Seconds that requests waited for the choice of an instance."""
         self.retries: Counter[int] = Counter()
         """Attempts after a failed one, by the status that the failure would have been answered with."""
 
     def healthy(self, role: Role | None = None) -> list[Instance]:
-        """Healthy instances, of one role or of all."""
+        """Return the healthy instances of one role, or of all."""
         return [i for i in self.instances if i.state is HealthState.HEALTHY and role in (None, i.role)]
 
     def in_rotation(self, role: Role) -> list[Instance]:
-        """Healthy instances of a role, less those whose circuit breaker is open.
+        """Return the healthy instances of a role, without those with an open circuit breaker.
 
-        At most half of them, rounded down, are left out at a time: those whose breakers opened first. So one client's
-        errors never put the load of all on one instance, and the only instance of a role is always there.
+        At most half of them, rounded down, are left out at a time, in the order in which their breakers opened. So one
+        client's errors never put the whole load on one instance, and the only instance of a role is never left out.
         """
         healthy = self.healthy(role)
         opened = sorted((i for i in healthy if i.rest), key=lambda i: i.rest.opened_at)
@@ -96,30 +100,30 @@ class Fleet:
         return [i for i in healthy if i not in left_out] if left_out else healthy
 
     def can_serve(self) -> bool:
-        """Whether a request that comes now can be sent anywhere."""
+        """Return whether some instance can serve a request now."""
         return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
     def has_others(self, failed: Collection[Instance]) -> bool:
-        """Whether instances that are in rotation and not among ``failed`` can serve."""
+        """Return whether instances can serve that are in rotation and not among ``failed``."""
         fresh = {role for role in Role for i in self.in_rotation(role) if i not in failed}
         return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
 
     def named(self, epoch: str, url: str) -> Instance | None:
-        """The instance that says it has this epoch; or else is where ``url`` says. None of any other's."""
+        """Return the instance with this epoch, or else the one at ``url``; None if the router has neither."""
         known = [i for i in self.instances if epoch and i.told.epoch == epoch]
         return next(iter(known or [i for i in self.instances if i.url == url]), None)
 
     def undecided(self) -> bool:
-        """Whether a check under way may still turn up an instance."""
+        """Return whether a health check under way may still find an instance."""
         return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
     def pick(
         self, request: RequestBody, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
     ) -> Target | None:
-        """Who serves ``request``; None while nobody can.
+        """Choose the instances that serve ``request``; return None while none can.
 
-        ``failed``: instances it failed on before. ``tried``: those that took part, where it may still be ending, under
-        the same name: others are better.
+        ``failed`` are instances that it failed on before. ``tried`` are instances that took part in earlier attempts.
+        They come after others, because the earlier attempt may still be ending there, under the same name.
         """
         prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
         fresh_prefills, fresh_decodes, fresh_workers = (
@@ -144,13 +148,13 @@ class Fleet:
         return Pair(prefill, self._policies[Role.DECODE].choose(decodes, request))
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
-        """Record what was learned about an instance; wakes everyone in ``wait_change``."""
+        """Record the state of an instance, and wake all tasks in ``wait_change``."""
         if instance.state is not state:
             level = logging.INFO if state is HealthState.HEALTHY else logging.WARNING
             logger.log(level, "%s is %s: %s", instance, state, reason)
             self._changed.set()
             self._changed = asyncio.Event()
-        # Also after UNKNOWN, which a request that found it dead leaves behind.
+        # Also after UNKNOWN, the state after a request found the instance dead.
         if state is HealthState.UNHEALTHY and instance.state is not HealthState.UNHEALTHY:
             self._ask_others(instance)
         if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
@@ -159,24 +163,24 @@ class Fleet:
         instance.reason = reason
 
     def _ask_others(self, gone: Instance) -> None:
-        """One of them may have taken over its role since it was asked last."""
+        """Check all other healthy instances now: one of them may have taken over the role of the one that is gone."""
         for other in self.instances:
             if other is not gone and other.state is HealthState.HEALTHY:
                 other.asked_again = True
                 other.check_now.set()
 
     def answered_again(self, instance: Instance) -> None:
-        """A check has ended that began after it was to be asked again: wakes everyone in ``wait_change``."""
+        """Note the end of the check that was requested for an instance, and wake all tasks in ``wait_change``."""
         instance.asked_again = False
         self.role_changed()
 
     def role_changed(self) -> None:
-        """Some instance does other work now: wakes everyone in ``wait_change``."""
+        """Wake all tasks in ``wait_change``, because an instance has changed its role."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def report_failure(self, instance: Instance, reason: str) -> None:
-        """A request found the instance dead: send it nothing until a check, which starts at once, has passed."""
+        """Note that a request found an instance dead. It gets no requests until a check, started now, has passed."""
         instance.failures += 1
         if instance.state is HealthState.HEALTHY:
             self.set_state(instance, HealthState.UNKNOWN, reason)

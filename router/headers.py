@@ -1,4 +1,4 @@
-"""Which headers go through the router, in either direction. Values pass as bytes: they need not be ASCII."""
+"""The headers that go through the router, in either direction. Values pass as bytes: they need not be ASCII."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..runtime.web.keys import KEY_NAME_HEADER
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""Names in lower case."""
+"""Pairs of name and value; names are in lower case."""
 
 PASSED_ON = frozenset(
     {
@@ -28,7 +28,7 @@ CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(
     {
         CONTENT_TYPE,
-        b"content-encoding",  # asked for is none; but whoever sends one all the same must be understood
+        b"content-encoding",  # none is asked for, but a client must understand an answer that has one
         b"cache-control",
         b"x-accel-buffering",
         b"retry-after",
@@ -42,9 +42,10 @@ JSON_TYPE = (CONTENT_TYPE, b"application/json")
 
 
 def passed_on(headers: Headers) -> Headers:
-    """What an instance gets with a client's request: some of the client's own ``headers``, and the body's type.
+    """Return the headers that an instance gets: some of the client's own ``headers``, and the body's type.
 
-    One of each name, the last: an instance refuses a head with too many headers, and closes the connection.
+    Only the last one of each name is passed on. An instance refuses a head with too many headers, and closes the
+    connection.
     """
     last = {header[0]: header for header in headers if header[0] in PASSED_ON and _is_fit(*header)}
     return [JSON_TYPE, *last.values()]
@@ -56,10 +57,10 @@ def _is_fit(name: bytes, value: bytes) -> bool:
 
 
 def passed_back(headers: Headers) -> Headers:
-    """What a client gets of an answer's ``headers``."""
+    """Return the part of an answer's ``headers`` that the client gets."""
     return [header for header in headers if header[0] in PASSED_BACK]
 
 
 def without_type(headers: Headers) -> Headers:
-    """``headers`` for another body than the one that they came with."""
+    """Return ``headers`` without those that describe the body that they came with."""
     return [header for header in headers if header[0] not in (CONTENT_TYPE, b"content-encoding")]

@@ -1,6 +1,6 @@
-"""Background health checks: one task an instance, GET /health every interval, four times as often while it is down.
+"""Background health checks: one task per instance, GET /health every interval, four times as often while it is down.
 
-A refused connection costs microseconds, so asking a dead instance often is cheap, and a restarted one is used again
+A refused connection costs microseconds, so frequent checks of a dead instance are cheap. A restarted one is used again
 within a fraction of a second.
 """
 
@@ -23,13 +23,14 @@ from .options import RouterOptions
 
 DOWN_FACTOR = 4
 HANGS = "hangs"
-"""What an instance's ``/health`` says where its processes don't answer each other."""
+"""Error code of an instance's ``/health`` if its processes do not answer each other."""
 MAX_TOLD_BYTES = 64 << 10
 SILENCES = 3
-"""Checks in a row that an instance must leave unanswered, and answer nobody else meanwhile, to be taken out.
+"""Consecutive checks without an answer after which an instance is taken out, if it answers no request either.
 
-One may only say that it is busy, and when the last instance of its kind is taken out, every client is turned away. A
-refused connection or a 503 counts at once."""
+A single one may only mean that it is busy. Taking out the last instance of its kind turns all clients away. A refused
+connection or a 503 counts at once.
+"""
 
 
 def seconds_to_notice(options: RouterOptions) -> float:
@@ -38,7 +39,7 @@ def seconds_to_notice(options: RouterOptions) -> float:
 
 
 class HealthMonitor:
-    """Keeps the states of a fleet's instances true."""
+    """Checker that keeps the states of a fleet's instances true."""
 
     def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
@@ -87,9 +88,9 @@ class HealthMonitor:
                     await instance.check_now.wait()
 
     async def _check(self, instance: Instance) -> tuple[str | None, bool]:
-        """What is wrong with the instance, None: nothing; and whether it hangs, so that its requests won't end.
+        """Return what is wrong with the instance (None: nothing), and whether it hangs, so that its requests won't end.
 
-        Raises ``TimeoutError`` for no answer in time.
+        Raises ``TimeoutError`` if it does not answer in time.
         """
         answers = instance.answers
         try:
@@ -100,7 +101,7 @@ class HealthMonitor:
         error = {} if answer.status == HTTPStatus.OK else parse_error(answer.body) or {}
         hangs = error.get("code") == HANGS
         if not hangs:
-            instance.alive_at = time.monotonic()  # also where it drains: it still answers what it has
+            instance.alive_at = time.monotonic()  # also while it drains: it still finishes its requests
         if answer.status == HTTPStatus.OK:
             role = instance.role
             problem = instance.learn(_told(answer.body), answers)
@@ -112,7 +113,10 @@ class HealthMonitor:
 
 
 def _told(body: bytes) -> Told:
-    """What an instance says of itself; nothing where it is no pdserve of today. A pace that makes no sense is none."""
+    """Read what an instance reports about itself.
+
+    The result is empty unless it is a pdserve of this version. An invalid pace is left out.
+    """
     try:
         return decode(_TOLD, body, MAX_TOLD_BYTES)
     except UndeclaredMessage:

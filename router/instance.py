@@ -1,4 +1,4 @@
-"""One instance as the router sees it: where it is, what it does, and whether it can be sent work.
+"""One instance as the router sees it: its address, its role, and whether it can be sent work.
 
 UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTHY ──check passed──▶ HEALTHY
    ▲ └────check failed─────────────────────────────────▲
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
-    """What an instance is sent."""
+    """The kind of work that an instance gets."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,9 +42,9 @@ class HealthState(StrEnum):
 
 
 WELL_WITHIN = 0.75
-"""Of an ITL budget: behind it the estimate is too close to the promise."""
+"""Fraction of an ITL budget. An estimate above it is too close to the budget."""
 SMALLER_PART = 0.5
-"""Of an ITL budget."""
+"""Fraction of an ITL budget. Decode steps below it leave most of the budget to prompts."""
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
@@ -52,7 +52,7 @@ Millis = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Pace(msgspec.Struct):
-    """What one more request that decodes there could expect, in milliseconds; as in ``messages/control.py``."""
+    """Estimates for one more request that decodes there, in milliseconds; as in ``messages/control.py``."""
 
     token_ms: Millis
     decode_ms: Millis
@@ -62,7 +62,7 @@ class Pace(msgspec.Struct):
 
 
 class Identity(msgspec.Struct):
-    """Which instance it is, as its ``/health`` says; see ``messages/control.py``."""
+    """Identity of an instance, as its ``/health`` reports it; see ``messages/control.py``."""
 
     epoch: Name = ""
     role: Name = ""
@@ -71,7 +71,7 @@ class Identity(msgspec.Struct):
 
 
 class Told(Identity):
-    """What an instance's ``/health`` says of it."""
+    """An instance's report about itself in ``/health``."""
 
     pace: Pace | None = None
 
@@ -80,49 +80,49 @@ class Asked(Protocol):
     """A request that the instance has; see ``Leg``."""
 
     def give_up(self, since: float, reason: str) -> None:
-        """The instance hangs: fail, unless it has said something of this request since (monotonic)."""
+        """Fail because the instance hangs, unless it sent something for this request after ``since`` (monotonic)."""
 
 
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.WORKER}
-"""By what an instance says it is now."""
+"""Role by the word that an instance reports."""
 
 
 @dataclass(eq=False)
 class Instance:
-    """One instance and what the router counts about it. ``bootstrap_port``: of prefill instances, where it was given.
-
-    ``role``: as it was named, or, of an instance of pairs, what it says it is now. ``prompt_tokens``: of prompts that
-    it was sent to compute and, as far as the router can see, has not done with; ``handed_over_tokens``: of those for
-    decodes. ``answers``: requests that it was sent
-    for their whole answer, or for what comes behind the first token. ``told``: what it has said of itself last.
-    """
+    """One instance and the router's counts about it."""
 
     url: str
     role: Role
+    """Role given by the options. A member of pairs can change it by its own report."""
     bootstrap_port: int | None = None
+    """Bootstrap port of a prefill, if the options give one."""
     told: Told = field(default_factory=Told)
+    """Last report of the instance about itself."""
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
     in_flight: int = 0
     prompt_tokens: int = 0
+    """Tokens of the prompts that it was sent and, as far as the router can tell, has not finished."""
     handed_over_tokens: int = 0
+    """Part of ``prompt_tokens`` that it computes for decodes."""
     answers: int = 0
+    """Requests that it was sent for their whole answer, or for the part after the first token."""
     requests: int = 0
     failures: int = 0
     heard_at: float = 0.0
-    """When it last sent a part of an answer (``time.monotonic()``)."""
+    """Time at which it last sent a part of an answer (``time.monotonic()``)."""
     alive_at: float = 0.0
-    """When it last answered a health check and did not say that it hangs (``time.monotonic()``)."""
+    """Time at which it last answered a health check without reporting a hang (``time.monotonic()``)."""
     legs: set[Asked] = field(default_factory=set)
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     asked_again: bool = False
-    """Another has left: what this one is now is not known before its next answer."""
+    """Whether its role is uncertain until its next answer, because another instance has left."""
     rest: Rest = field(default_factory=Rest)
     named: Role = field(init=False)
-    """What the options call it."""
+    """Role given by the options."""
     _answers_told: int = 0
-    """As many answers its pace reckons with."""
+    """Number of answers that its reported pace includes."""
 
     def __post_init__(self) -> None:
         self.named = self.role
@@ -132,15 +132,15 @@ class Instance:
 
     @property
     def host(self) -> str:
-        """The host part of the URL, without brackets."""
+        """Host part of the URL, without brackets."""
         return urlsplit(self.url).hostname or ""
 
     @property
     def bootstrap_address(self) -> tuple[str, int]:
-        """Where decodes ask for this prefill's KV.
+        """Address at which decodes ask for this prefill's KV.
 
-        What the options say goes before what it has said of itself. But a loopback address that the router reaches it
-        at means another host to a decode on another one.
+        The options win over the instance's own report. An exception is a loopback address, which means another host to
+        a decode on another host.
         """
         told = self.told
         knows_better = self.bootstrap_port is None or is_loopback(self.host)
@@ -149,13 +149,13 @@ class Instance:
 
     @property
     def token_ms(self) -> float | None:
-        """From token to token of one more request there, by its word, and what it was sent since; None: not known."""
+        """Estimated time per token of one more request there, with the requests since its report. None: unknown."""
         pace = self.told.pace
         return None if pace is None else self._since(pace, pace.token_ms)
 
     @property
     def decode_ms(self) -> float | None:
-        """As ``token_ms``, if no prompts came in between."""
+        """Estimate like ``token_ms``, without prompts in between."""
         pace = self.told.pace
         return None if pace is None else self._since(pace, pace.decode_ms)
 
@@ -163,15 +163,16 @@ class Instance:
         return max(0.0, told_ms + pace.stream_ms * (self.answers - self._answers_told))
 
     def has_room_of(self, other: Instance) -> bool:
-        """Whether a request may become as long here as there."""
+        """Return whether requests may become as long here as at ``other``."""
         mine, others = self.told.pace, other.told.pace
         return mine is not None and others is not None and mine.max_tokens >= others.max_tokens
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether one more request there would have its tokens well within what is promised.
+        """Whether one more request there would get its tokens well within the ITL budget.
 
-        It does as well where streams take the smaller part of that: then prompts take its time, and would elsewhere.
+        It is true as well if decode steps alone take the smaller part of the budget. Then prompts take the time, and
+        they would do so elsewhere.
         """
         pace, token_ms, decode_ms = self.told.pace, self.token_ms, self.decode_ms
         if pace is None or token_ms is None or decode_ms is None or not pace.budget_ms:
@@ -179,9 +180,9 @@ class Instance:
         return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
     def learn(self, told: Told, answers: int | None = None) -> str | None:
-        """Take note of what it says of itself; returns why it can't do what it is here for, None where it can.
+        """Take in an instance's report about itself; return why it cannot play its role, None if it can.
 
-        ``answers``: as many as it had when it was asked; None: as it has now.
+        ``answers`` is the number of its answers when it was asked. None: the number of now.
         """
         if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
             logger.info("%s has been started anew", self)
@@ -200,8 +201,11 @@ class Instance:
         return None
 
     def _take_role(self, before: Told) -> None:
-        """It knows best what it is; but one that says it is unified does either leg's work where it was named for it,
-        unless it was something else before."""
+        """Take over the role that the instance reports.
+
+        An instance that reports "unified" can be either leg of a pair. It keeps the role that the options give it,
+        unless it had another one before.
+        """
         role = ROLES.get(self.told.role, self.named)
         if role is Role.WORKER and before.role not in ("prefill", "decode"):
             role = self.role
@@ -211,7 +215,7 @@ class Instance:
 
     @contextmanager
     def computing(self, tokens: int, *, for_decode: bool = False) -> Iterator[Callable[[], None]]:
-        """Count a prompt as waiting here until the block ends, or the function that it gives is called."""
+        """Count a prompt as waiting here until the block ends, or until the yielded function is called."""
         waiting = tokens
 
         def done() -> None:
@@ -228,7 +232,7 @@ class Instance:
             done()
 
     def summary(self) -> dict[str, Any]:
-        """JSON-ready view for ``/server_info``."""
+        """Describe the instance for ``/server_info``, ready for JSON."""
         return {
             "url": self.url,
             "role": self.role,
@@ -246,7 +250,7 @@ class Instance:
 
 
 class Answering:
-    """Counts ``count`` requests as decoding at an instance until the block ends, or at the one that they move to."""
+    """Count of requests that decode at an instance, or at the one that they migrate to, until the block ends."""
 
     def __init__(self, instance: Instance, count: int = 1) -> None:
         self.instance = instance
@@ -261,7 +265,7 @@ class Answering:
         self._count = 0
 
     def move(self, to: Instance) -> None:
-        """They go on there."""
+        """Count the requests at ``to`` from now on."""
         self.instance.answers -= self._count
         to.answers += self._count
         self.instance = to

@@ -3,7 +3,7 @@
     created ──open()──▶ answered 2xx ──next_events() | read_all() | discard()──▶ done
        └────────┴── any failure raises ──┴── leaving the block drops the connection, which aborts the request there
 
-An answer's bytes are handed on as they came: nothing is decompressed, and SSE events are not parsed, only kept whole.
+An answer's bytes are passed on unchanged: nothing is decompressed, and SSE events are not parsed, only kept whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ request by default (``--max-logprobs-per-request``) is about an eighth of it."""
 
 
 def is_comment(events: bytes) -> bool:
-    """Whether these say nothing but that the stream lives: its prompt still waits, and may be computed elsewhere."""
+    """Return whether these are only SSE comments. Then the prompt still waits, and may be computed elsewhere."""
     return events.startswith(b":") and b"data:" not in events
 
 
@@ -85,14 +85,14 @@ class Leg:
             error.url = self.instance.url
         if self._answer is not None:
             self._answer.close()
-        # Somebody else may want this task to end, too: then it ends.
+        # If the task was cancelled for another reason as well, it ends as cancelled.
         if self._given_up and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
             gone = InstanceCrashedError(self._given_up)
             gone.url = self.instance.url
             raise gone from None
 
     def give_up(self, since: float, reason: str) -> None:
-        """Its instance hangs: fail with ``reason`` if it has said nothing of this request since (monotonic)."""
+        """Fail with ``reason``, because the instance hangs and has sent nothing for this request after ``since``."""
         if self._given_up or self._task is None or self._spoke_at > since:
             return
         self._given_up = f"{self.instance} hangs: {reason}"
@@ -102,8 +102,8 @@ class Leg:
         """Send the request and wait for the answer's head.
 
         The head of a stream (``streams``) has to come within ``LegLimits.first_byte`` seconds. The head of a whole
-        answer comes when all of it is computed, which may take hours: there the limit (``LegLimits.unseen``) is on the
-        time since a health check last found the instance alive.
+        answer comes when all of it is computed, which may take hours. Its limit (``LegLimits.unseen``) is on the time
+        since a health check last found the instance alive.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for a status that is not in
         ``SUCCESS``.
@@ -139,11 +139,11 @@ class Leg:
         loop, seconds = asyncio.get_running_loop(), self._limits.unseen
         alive_at = max(self._spoke_at, self.instance.alive_at)
         deadline.reschedule(loop.time() + max(0.0, alive_at + seconds - time.monotonic()))
-        # Half of it: the instance is seen alive in the meantime, and then the deadline is moved before it passes.
+        # Health checks see the instance alive within half of that time, so the deadline moves before it passes.
         self._renewal = loop.call_later(seconds / 2, self._renew_while_alive, deadline)
 
     async def read_all(self) -> bytes:
-        """The whole answer, as until its end it can be tried elsewhere.
+        """Read the whole answer, because the request can be retried elsewhere until its end.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``AnswerTooLongError``.
         """
@@ -166,7 +166,7 @@ class Leg:
             raise self._broken(exc) from exc
 
     async def next_events(self) -> bytes:
-        """A run of whole SSE events, b"" at the end: an answer that breaks off never leaves half an event behind.
+        """Return the next whole SSE events, b"" at the end. An answer that breaks off never leaves half an event.
 
         Raises ``InstanceGoneError`` or ``InstanceSilentError``.
         """
@@ -181,7 +181,7 @@ class Leg:
         return part + EVENT_END if part else b""
 
     def _hear(self, data: bytes) -> None:
-        """A comment shows that the instance lives, which is not yet that anything comes of the request."""
+        """Note that data arrived. A comment only shows that the instance is alive, not that the request gets on."""
         now = self.instance.heard_at = time.monotonic()
         if not is_comment(data):
             self._patience, self._spoke_at = self._limits.idle, now
@@ -217,5 +217,5 @@ class Leg:
         return kind(message)
 
     def _silent(self, seconds: float, what: str) -> InstanceSilentError:
-        # Not reported as a failure: this is the router's own deadline. Health checks notice an instance that hangs.
+        # Not reported as a failure, because this is the router's own deadline. Health checks notice a hanging instance.
         return InstanceSilentError(f"{self.instance} {what} within {seconds:g} s")

@@ -1,6 +1,6 @@
-"""The router's ``/metrics``: what its fleet and its front count, as Prometheus families; and who else to scrape.
+"""The router's ``/metrics``, and the list of instances to scrape.
 
-The counts lie with the fleet, its instances and the log of visits, where they are made; here they get their names.
+The fleet, its instances and the access log count. This file gives the counts their names in Prometheus.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SECONDS = (
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 RETRIED = (502, 503)
-"""Statuses that are shown from the start."""
+"""Statuses with a counter from the start, even at 0."""
 
 
 class RouterMetrics:
-    """``visited`` is told of every request that was answered. ``generation_paths``: whose times count."""
+    """The router's metrics. The times of requests to ``generation_paths`` count."""
 
     def __init__(self, fleet: Fleet, visits: VisitCounts, generation_paths: Iterable[str]) -> None:
         self._fleet = fleet
@@ -40,7 +40,7 @@ class RouterMetrics:
         self._relayed_bytes = 0
 
     def visited(self, visit: Visit, seconds: float) -> None:
-        """A request was answered, after so many ``seconds``."""
+        """Count a request that was answered after ``seconds``."""
         if visit.label not in self._generation_paths or visit.status != 200:
             return
         self._relayed_bytes += visit.sent_bytes
@@ -98,7 +98,7 @@ class RouterMetrics:
 
 
 def add_instances(families: Families, instances: Iterable[Instance]) -> None:
-    """What the router sees of each instance. ``url`` and not ``instance``: that is the router, to its scraper."""
+    """Add the metrics of each instance, by ``url``: to Prometheus, the label ``instance`` is the router itself."""
 
     def each(value: Callable[[Instance], float]) -> dict[tuple[str, ...], float]:
         return {(i.url, i.role.value): value(i) for i in instances}

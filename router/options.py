@@ -217,10 +217,9 @@ def require_above_zero(options: RoutingOptions, *names: str) -> None:
 
 
 def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:
-    """Pairs (URL, bootstrap port, None where none is given) of the flattened values of ``--prefill URL
-    [BOOTSTRAP_PORT]``.
+    """Parse the flattened values of ``--prefill URL [BOOTSTRAP_PORT]`` into pairs; a missing port is None.
 
-    Raises ``RouterOptionsError`` when a port comes without its URL, twice, or out of range.
+    Raises ``RouterOptionsError`` if a port comes without its URL, twice, or out of range.
     """
     pairs: list[tuple[str, int | None]] = []
     port_allowed = False
@@ -239,7 +238,7 @@ def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:
 
 
 def check_url(url: str) -> str:
-    """The URL without a trailing slash; raises ``RouterOptionsError`` when it is not ``http://HOST[:PORT]``."""
+    """Return the URL without a trailing slash; raises ``RouterOptionsError`` unless it is ``http://HOST[:PORT]``."""
     wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
     try:
         parts = urlsplit(url)

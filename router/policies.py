@@ -1,4 +1,4 @@
-"""How one of several healthy instances of the same role is chosen."""
+"""Policies that choose one of several healthy instances of the same role."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
-        """One of ``candidates``: at least one, all fit to serve, in the order of the router's options."""
+        """Return one of ``candidates``. There is at least one, all can serve, in the order of the router's options."""
 
 
 class RandomPolicy(Policy):
-    """Any, with equal chances."""
+    """Choice at random, with equal probabilities."""
 
     def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
         """See ``Policy``."""
@@ -27,7 +27,7 @@ class RandomPolicy(Policy):
 
 
 class RoundRobinPolicy(Policy):
-    """Each in turn. Turns are counted, not instances remembered: one that comes or goes disturbs the order once."""
+    """Choice of each instance in turn. It only counts, so an instance that comes or goes disturbs the order once."""
 
     def __init__(self) -> None:
         self._turn = 0

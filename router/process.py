@@ -123,8 +123,9 @@ def run_router(options: RouterOptions) -> int:
 
 @contextlib.contextmanager
 def own_key(options: RouterOptions) -> Iterator[str | None]:
-    """The admin key that this router draws, None where it was given one, or has no cluster secret: it can give orders
-    only to instances that know it.
+    """Draw an admin key for this router, and yield it; None if it was given one, or has no cluster secret.
+
+    Without the secret, instances would not accept the router's orders.
     """
     if options.cluster_secret_file is None or read_keys(options).has_admin:
         yield None

@@ -4,8 +4,8 @@
        ▲                                                      │ it is served, or a minute passes               │
        └──────────────────────────────────────────────────────┴────────────────a minute passes─────────────────┘
 
-A quarantined request is sent to no instance. All requests that an instance had when it died are suspected, since the
-router can't tell which one was the cause; those that did no harm are cleared when they are served.
+A quarantined request is sent to no instance. All requests that an instance had when it died are suspected, because the
+router does not know which one was the cause. The harmless ones are cleared when they are served.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ MOST_DEATHS = 2
 """Deaths within ``WINDOW_SECONDS`` that quarantine a request."""
 WINDOW_SECONDS = 60.0
 MAX_SUSPECTS = 4096
-"""Requests that are remembered; beyond that, the one that was suspected first is forgotten."""
+"""Maximum number of remembered requests. If there are more, the one that was suspected first is forgotten."""
 INLINE_BYTES = 1 << 20
-"""Longest body that is hashed on the event loop: 1 ms."""
+"""Maximum length of a body that is hashed on the event loop, which takes 1 ms."""
 
 
 class Death(NamedTuple):
-    """The end of an instance: which one, and when (monotonic seconds)."""
+    """Death of an instance."""
 
     url: str
     at: float
+    """Time (``time.monotonic()``)."""
 
 
 class Quarantine:
@@ -41,7 +42,7 @@ class Quarantine:
         self._deaths: OrderedDict[bytes, list[Death]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        """Whether any request is suspected; if not, no digest needs to be computed."""
+        """Return whether any request is suspected. If not, no digest needs to be computed."""
         return bool(self._deaths)
 
     def record(self, digest: bytes, url: str, begun_at: float) -> None:
@@ -58,7 +59,7 @@ class Quarantine:
             self._deaths.popitem(last=False)
 
     def clear(self, digest: bytes) -> None:
-        """Note that the request was served, so it does no harm."""
+        """Note that the request was served, so it is harmless."""
         self._deaths.pop(digest, None)
 
     def culprits(self, digest: bytes) -> list[Death]:

@@ -1,7 +1,7 @@
-"""A client's JSON body, parsed once, and what each leg is sent instead of it.
+"""A client's JSON body, parsed once, and the bodies of the two legs.
 
-A client's own ``bootstrap_…`` fields go no further than here, whoever serves the request: they name a host that an
-instance would connect to, and tell the secret of its data port.
+A client's own ``bootstrap_…`` fields never leave the router. They name a host that an instance would connect to, and
+send the secret of its data port.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .instance import Instance
 
 ROOM_BITS = 63
 BOOTSTRAP_PREFIX = "bootstrap_"
-"""Of the fields that the router alone sets."""
+"""Prefix of the fields that only the router sets."""
 PROMPT_FIELDS = ("input_ids", "prompt", "text")
 BYTES_PER_TOKEN = 4
-"""Bytes of UTF-8 that a token has, about: enough to tell a long prompt from a short one."""
+"""Approximate bytes of UTF-8 per token: enough to tell a long prompt from a short one."""
 MAX_STRINGS = 1 << 17
-"""Maximum number of strings, names of fields among them, in a body whose names must be looked at one by one."""
+"""Maximum number of strings, field names included, in a body with field names that must be checked one by one."""
 STEP = 4 << 20
 """Bytes that are searched at a time."""
 ABSENT, NULL, TRUE = msgspec.Raw(b""), msgspec.Raw(b"null"), msgspec.Raw(b"true")
 EMPTY = re.compile(rb"\s*\{\s*\}\s*")
 LIST = re.compile(rb"\[\s*([^\s\]])")
-"""Begins a list that is not empty."""
+"""Beginning of a list that is not empty."""
 
 T = TypeVar("T")
 
 
 class _Fields(msgspec.Struct):
-    """What the router looks at in a body.
+    """The fields of a body that the router reads.
 
-    Values stay JSON: to build objects of a million numbers takes ten times as long as to skip them.
+    Values stay JSON: building objects of a million numbers takes ten times as long as skipping them.
     """
 
     stream: msgspec.Raw = ABSENT
@@ -55,11 +55,11 @@ class _Fields(msgspec.Struct):
 
 
 class _AnyList(msgspec.Struct, array_like=True):
-    """A list whose entries are skipped."""
+    """A list; its entries are skipped."""
 
 
 class PairBodies(NamedTuple):
-    """What the two legs of a pair are sent, in pieces: both share the client's own bytes."""
+    """The bodies of the two legs of a pair, in pieces: both share the client's own bytes."""
 
     prefill: Sequence[bytes | memoryview]
     decode: Sequence[bytes | memoryview]
@@ -67,30 +67,31 @@ class PairBodies(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestBody:
-    """A request as the client sent it, ``raw``, less its ``bootstrap_…`` fields, and what the router must know of it.
+    """A client's request body, and what the router has to know about it.
 
-    The parsed fields themselves are not kept: a stream may last for minutes, and they are many times as large.
-    ``batch_size``: how many prompts a batch holds; None for a single prompt (and for what the instance will refuse).
-    ``prompt_tokens``: how long the prompts are, all together, counted where they are token ids, guessed where they are
-    text. ``request_id``: found in the rids that are drawn, for clients that gave none. ``rid_prefix``: begins the ids
-    that the API answers with; a drawn rid becomes one.
+    The parsed fields are not kept. A stream may last for minutes, and they are many times as large as the bytes.
     """
 
     raw: bytes
+    """Body as the client sent it, without its ``bootstrap_…`` fields."""
     stream: bool
     batch_size: int | None
+    """Number of prompts of a batch. None for a single prompt, and for a batch that an instance refuses."""
     prompt_tokens: int
+    """Total length of the prompts: counted if they are token ids, estimated if they are text."""
     is_empty: bool
     has_rid: bool
     has_stream_options: bool
     request_id: str
+    """Id of the request, which becomes part of the rid that is drawn if the client gave none."""
     rid_prefix: str
+    """Prefix of the API's ids, which a drawn rid begins with."""
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
-        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts.
+        """Parse a body. Raises ``BadRequestError`` unless it is a JSON object without too many prompts.
 
-        No bytes at all are an object without fields, of which an instance says what it lacks.
+        An empty body stands for an object without fields. An instance reports the missing ones.
         """
         raw = without_bootstrap_fields(raw or b"{}")
         fields = _decode(raw, _Fields)
@@ -111,11 +112,11 @@ class RequestBody:
         )
 
     def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:
-        """Bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid where the client gave none.
+        """Make the bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid if the client gave none.
 
-        The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill is never asked to
-        stream: only its status matters, and a plain answer shows an error in the status. ``signature`` vouches for
-        the address and the rooms.
+        The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill never streams, because
+        only its status matters, and a plain answer shows an error in the status. ``signature`` signs the address and
+        the rooms.
         """
         count = self.batch_size
         host, port = prefill.bootstrap_address
@@ -141,7 +142,7 @@ class RequestBody:
     def _with(self, patch: dict[str, Any]) -> list[bytes | memoryview]:
         """Return pieces: ``raw``, and the fields of ``patch`` after its own.
 
-        ``raw`` is not copied: it may be 32 MiB long. Of two fields with one name, instances take the last one.
+        ``raw`` is not copied, because it may be 32 MiB long. If a name occurs twice, instances take the last field.
         """
         own = memoryview(self.raw)[: self.raw.rindex(b"}")]
         return [own, b"" if self.is_empty else b",", orjson.dumps(patch)[1:]]
@@ -165,7 +166,7 @@ def _check_utf8(raw: bytes) -> None:
 
 
 def without_bootstrap_fields(raw: bytes) -> bytes:
-    """Return ``raw`` less its ``bootstrap_…`` fields; the same object where there are none, which is the common case.
+    """Return ``raw`` without its ``bootstrap_…`` fields; the same object if there are none, which is the common case.
 
     Raises ``BadRequestError`` for anything but a JSON object.
     """
@@ -180,7 +181,7 @@ def without_bootstrap_fields(raw: bytes) -> bytes:
 
 
 def _contains(data: bytes, part: bytes) -> bool:
-    """Whether ``part`` is in ``data``; looked for in steps, as of some data each takes long."""
+    """Return whether ``part`` is in ``data``. The search goes in steps, because it is slow for some data."""
     return any(data.find(part, at, at + STEP + len(part)) >= 0 for at in range(0, len(data), STEP))
 
 
@@ -190,10 +191,11 @@ def _strings(data: bytes) -> int:
 
 
 class _Prompt(NamedTuple):
-    """What one of ``PROMPT_FIELDS`` holds. ``tokens`` is 0 where it is not there, or no prompt."""
+    """Size of one of ``PROMPT_FIELDS``."""
 
     batch_size: int | None = None
     tokens: int = 0
+    """Number of tokens; 0 if the field is missing, or is no prompt."""
 
     @classmethod
     def read(cls, name: str, value: msgspec.Raw) -> _Prompt:
@@ -207,19 +209,19 @@ class _Prompt(NamedTuple):
             return cls()
         if first[1] not in (b'"', b"["):
             return cls(tokens=data.count(b",") + 1)
-        # An upper limit is known before the prompts are: so many of them would take long.
+        # An upper limit is cheap. Counting exactly would take long for too many prompts.
         are_texts = first[1] == b'"'
         most = _strings(data) if are_texts else data.count(b"[") - 1
         size = len(_entries(data, are_texts)) if most <= MAX_PROMPTS else most
         if size > MAX_PROMPTS:
             raise BadRequestError(f"{name}: more than {MAX_PROMPTS} prompts in one request")
         if not size:
-            return cls(tokens=1)  # an instance will say what is wrong with it
+            return cls(tokens=1)  # an instance reports what is wrong with it
         return cls(size, len(data) // BYTES_PER_TOKEN if are_texts else data.count(b",") + 1)
 
 
 def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
-    """The prompts of a batch; none where they are not all of one kind."""
+    """Return the prompts of a batch; none if they are not all of one kind."""
     try:
         return (
             msgspec.json.decode(data, type=list[str]) if are_texts else msgspec.json.decode(data, type=list[_AnyList])
@@ -229,27 +231,27 @@ def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
 
 
 def _chat_tokens(messages: msgspec.Raw) -> int:
-    """Tokens of a chat, whose roles and names of fields count as well."""
+    """Estimate the tokens of a chat. Roles and field names count as well."""
     return _text_tokens(messages) if bytes(memoryview(messages)[:1]) == b"[" else 0
 
 
 def _text_tokens(value: msgspec.Raw) -> int:
-    """Tokens of JSON that is text, or holds some.
+    """Estimate the tokens of JSON that is text, or contains text.
 
-    By bytes, not by characters: of Chinese or Japanese, a token has about one character, which has three bytes. Clients
-    that write it with escapes send twice as many, and are thought to ask for twice as much.
+    Bytes are a better measure than characters. A token of Chinese or Japanese is about one character of three bytes.
+    Clients that write such text with escapes send twice as many bytes, and get twice the estimate.
     """
     return (len(memoryview(value)) - 2) // BYTES_PER_TOKEN + 1
 
 
 def draw_room() -> int:
-    """A fresh room. 0 means "nothing has landed" to other servers that speak this protocol, so it is never drawn."""
+    """Draw a room. 0 means "nothing has landed" to other servers with this protocol, so it is never drawn."""
     return secrets.randbits(ROOM_BITS) or 1
 
 
 def draw_rid(request_id: str) -> str:
-    """A fresh name for an attempt at request ``request_id``, in which that is found.
+    """Draw a name for an attempt at request ``request_id``. The name contains that id.
 
-    Not the id alone: clients send one again when they try again, and so does this router.
+    The id alone would not do: clients reuse it in retries, and so does this router.
     """
     return f"{request_id}-{secrets.token_hex(8)}" if request_id else secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""What follows a failed attempt: whether the request is tried again, and what counts against which instance."""
+"""Decisions after a failed attempt: whether the request is retried, and which instance the failure counts against."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .fleet import Pair, Target
 from .instance import Instance
 
 RETRIES_AFTER_LOAD = 1
-"""A request that one instance has no room for is tried at one other. More would multiply the load that is the cause."""
+"""Retries of a request after an instance refused it for load. More would multiply the load that is the cause."""
 
 
 class RetryBudget:
-    """How often one request may still be sent again.
+    """Number of times that one request may still be sent again.
 
-    ``retries``: in all. ``after_crash``: after an instance took the request and died, which the request may have
-    caused. An attempt that could not connect sent nothing and costs nothing; its limit is the retry window.
+    ``retries`` limits all of them. ``after_crash`` limits those after an instance took the request and died, which the
+    request may have caused. An attempt that could not connect costs nothing; the retry window limits it.
     """
 
     def __init__(self, retries: int, after_crash: int) -> None:
@@ -42,7 +42,7 @@ class RetryBudget:
 
 
 def legs(target: Target) -> tuple[Instance, ...]:
-    """The instances that an attempt goes to."""
+    """Return the instances that an attempt goes to."""
     return tuple(target) if isinstance(target, Pair) else (target,)
 
 
@@ -55,9 +55,9 @@ def blamed(error: RouterError, target: Target) -> set[Instance]:
 
 
 def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
-    """Tell the circuit breakers of the instances ``at_fault`` of an attempt that failed.
+    """Count a failed attempt in the circuit breakers of the instances ``at_fault``.
 
-    Not counted: what is the client's fault, what is only load (429), and what health checks see too.
+    Errors of the client, load (429), and failures that health checks see as well do not count.
     """
     for instance in at_fault:
         if error.retry_after is not None:

@@ -1,7 +1,7 @@
-"""Sessions over the router: an instance's own, found by asking one after the other.
+"""Sessions over the router, which finds the instance that has a session by asking one after the other.
 
-Where the instances share a folder, and a store, each has all sessions; else it has its own, and the router finds who. A
-request is snapshotted where it is answered. What a router can't do, it refuses: a restored answer as a stream.
+Instances that share a folder and a store have all sessions. Otherwise each has its own. A request is saved by the
+instance that answers it. The router refuses to restore an answer as a stream.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .fleet import Fleet
 from .instance import Instance, Role
 
 SESSION_SECONDS = 600.0
-"""For a prompt to be computed, or the rest of an answer."""
+"""Seconds that an instance may take to compute a prompt or the rest of an answer."""
 ACTION = re.compile(r"action=(save|restore|erase)")
 NOT_HERE = (404, 501)
-"""What an instance answers that has no such session or request, or no sessions at all."""
+"""Statuses of an instance that has no such session or request, or no sessions at all."""
 ELSEWHERE = (*NOT_HERE, 409, 429, 502, 503)
-"""What may be another one's to answer."""
+"""Statuses after which another instance may have a better answer."""
 NO_STREAM = (
     "stream: a restored answer comes whole over the router; leave it out, or ask an instance itself (GET /server_info "
     "has their addresses)"
@@ -36,7 +36,7 @@ NO_STREAM = (
 
 
 class SessionEndpoints:
-    """``/kv/…`` and ``/slots/…``."""
+    """Endpoints ``/kv/…`` and ``/slots/…``."""
 
     def __init__(self, control: ControlEndpoints, fleet: Fleet, bodies: ClientBodies) -> None:
         self._control = control
@@ -44,11 +44,11 @@ class SessionEndpoints:
         self._bodies = bodies
 
     async def snapshot(self, request: Request) -> Response:
-        """POST /kv/snapshot: where the request is answered; a prompt, at the first that takes it."""
+        """POST /kv/snapshot: save a request at the instance that answers it, or a prompt at the first that takes it."""
         return await self._first(request, await self._bodies.read(request))
 
     async def restore(self, request: Request) -> Response:
-        """POST /kv/restore: at the first that has the session."""
+        """POST /kv/restore: restore a session at the first instance that has it."""
         body = await self._bodies.read(request)
         with self._bodies.hold(len(body)):
             streams = (await self._bodies.parse(body)).stream
@@ -57,7 +57,7 @@ class SessionEndpoints:
         return await self._first(request, body)
 
     async def slots(self, request: Request) -> Response:
-        """POST /slots/{id}: as its action says."""
+        """POST /slots/{id}: save, restore or erase a session, as the action in the query says."""
         query = request.url.query
         if not ACTION.fullmatch(query):
             raise BadRequestError("action: is save, restore or erase: POST /slots/ID?action=save")
@@ -67,7 +67,7 @@ class SessionEndpoints:
         return await self._first(request, body, f"?{query}")
 
     async def listed(self, request: Request) -> Response:
-        """GET /kv/sessions: those of all, each once, with the instances that have it."""
+        """GET /kv/sessions: list the sessions of all instances, each once, with the instances that have it."""
         told = [said for said in await self._control.ask_all(request) if said.status]
         good = [said for said in told if said.ok and isinstance(said.body, dict)]
         if not good:
@@ -81,7 +81,7 @@ class SessionEndpoints:
         return json_response({"sessions": [merged[key] for key in sorted(merged)]})
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /kv/sessions/{name}: wherever it is."""
+        """DELETE /kv/sessions/{name}: delete a session on every instance that has it."""
         query = f"?{request.url.query}" if request.url.query else ""
         return await self._everywhere(request, b"", query)
 
@@ -93,7 +93,7 @@ class SessionEndpoints:
         return answer_of(done[0]) if done else error_response(NoInstanceError("no instance can be reached"))
 
     async def _first(self, request: Request, body: bytes, query: str = "") -> Response:
-        """What the first instance says that knows what is meant; given up when the client leaves."""
+        """Return the answer of the first instance that knows the session or request. Ends when the client leaves."""
         work = asyncio.create_task(self._ask_in_turn(request, body, query))
         left = asyncio.create_task(until_disconnect(request.receive))
         try:
@@ -119,6 +119,6 @@ class SessionEndpoints:
         return answer_of(refused)
 
     def _in_order(self) -> list[Instance]:
-        """Those first that answer clients."""
+        """Return the healthy instances; those that answer clients come first."""
         order = (Role.WORKER, Role.DECODE, Role.PREFILL)
         return sorted(self._fleet.healthy(), key=lambda instance: order.index(instance.role))
