@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 
 from ..benchmark.cache.options import CacheBenchOptions
 from ..benchmark.errors import BenchOptionsError
+from ..benchmark.kernel.options import KernelBenchOptions
 from ..benchmark.options import BenchOptions
 from ..benchmark.schedule.options import ScheduleBenchOptions
 from ..benchmark.transfer.options import TransferBenchOptions
@@ -36,7 +37,7 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
-CACHE_DEFAULTS = CacheBenchOptions()
+CACHE_DEFAULTS, KERNEL_DEFAULTS = CacheBenchOptions(), KernelBenchOptions()
 TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS, CALIBRATE_DEFAULTS = (
     TransferBenchOptions(),
     ScheduleBenchOptions(),
@@ -210,6 +211,23 @@ def bench_cache(
     from ..benchmark.cache.run import run_cache_bench
 
     return run_cache_bench(options)
+
+
+@bench.command(name="kernel")
+def bench_kernel(
+    *, options: Annotated[KernelBenchOptions, Parameter(name="*")] = KERNEL_DEFAULTS, config: Config = None
+) -> int:
+    """Measure one GPU kernel at one shape, with its own tile sizes or others.
+
+    Time, share of the roofline, registers and spills. Without a GPU the kernel is compiled, and its time is not known.
+    """
+    try:
+        options.check()
+    except BenchOptionsError as e:
+        return _refuse("bench kernel", e)
+    from ..benchmark.kernel.run import run_kernel_bench
+
+    return run_kernel_bench(options)
 
 
 @app.command

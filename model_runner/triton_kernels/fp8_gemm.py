@@ -31,16 +31,16 @@ _HALF_OF_E4M3 = tl.constexpr(256.0)
 """What ``widen`` leaves to the scale."""
 
 
-def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
-    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side."""
+def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None) -> Tensor:
+    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side. ``tile``: instead of ``fp8_tile``'s."""
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
+    tile = tile or fp8_tile(tokens, is_wide=x.dtype == torch.float32)
     x_scales: Tensor | None = None
     if weight.eight:
         x, x_scales = _quantised(x, weight.is_blocked)
-    tile = fp8_tile(tokens, is_wide=x.dtype == torch.float32)
     _fp8_product[(triton.cdiv(tokens, tile["M"]), triton.cdiv(weight.outputs, tile["N"]))](
         x.view(torch.uint8) if weight.eight else x,
         x_scales,

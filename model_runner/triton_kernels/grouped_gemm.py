@@ -101,12 +101,16 @@ def experts_up(
     activation: Activation,
     *,
     limit: float | None = None,
+    tile: dict[str, int] | None = None,
 ) -> None:
-    """``out`` [P, I] of ``x`` [T, N], both of the weights' type: activated products of each pair. ``chosen``: C."""
+    """``out`` [P, I] of ``x`` [T, N], both of the weights' type: activated products of each pair. ``chosen``: C.
+
+    ``tile``: replaces that of ``experts_tile``; its M is ``blocks.block_m``.
+    """
     inner, hidden = weights.down.shape[2], weights.down.shape[1]
     if len(x) == 0:
         return
-    tile = _tile(blocks.block_m, x.dtype, halves=2)
+    tile = tile or experts_tile(blocks.block_m, x.dtype, halves=2)
     _experts_up[(len(blocks.experts), triton.cdiv(inner, tile["N"]))](
         x,
         weights.gate_up,
@@ -125,12 +129,22 @@ def experts_up(
     )
 
 
-def experts_down(x: Tensor, weights: ExpertWeights, blocks: ExpertBlocks, pair_weights: Tensor, out: Tensor) -> None:
-    """``out`` [P, N] float32 of ``x`` [P, I]: each pair's product times its weight (``pair_weights``: [P] float32)."""
+def experts_down(
+    x: Tensor,
+    weights: ExpertWeights,
+    blocks: ExpertBlocks,
+    pair_weights: Tensor,
+    out: Tensor,
+    tile: dict[str, int] | None = None,
+) -> None:
+    """``out`` [P, N] float32 of ``x`` [P, I]: each pair's product times its weight (``pair_weights``: [P] float32).
+
+    ``tile``: as of ``experts_up``.
+    """
     hidden, inner = weights.down.shape[1:]
     if len(x) == 0:
         return
-    tile = _tile(blocks.block_m, x.dtype, halves=1)
+    tile = tile or experts_tile(blocks.block_m, x.dtype, halves=1)
     _experts_down[(len(blocks.experts), triton.cdiv(hidden, tile["N"]))](
         x,
         weights.down,
@@ -158,7 +172,7 @@ def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = 
         )
 
 
-def _tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
+def experts_tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
     """Sizes of a program's tile and its threads; ``halves``: how many products it has at a time."""
     is_wide = dtype != torch.float32
     n = (128 if is_wide else 64) // halves

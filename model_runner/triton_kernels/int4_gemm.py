@@ -24,13 +24,15 @@ _HALF = tl.constexpr(HALF)
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 
 
-def int4_product(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
-    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side."""
+def int4_product(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None
+) -> Tensor:
+    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side. ``tile``: instead of ``int4_tile``'s."""
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = int4_tile(tokens, weight.group, is_wide=x.dtype == torch.float32)
+    tile = tile or int4_tile(tokens, weight.group, is_wide=x.dtype == torch.float32)
     _int4_product[(triton.cdiv(tokens, tile["M"]), triton.cdiv(weight.outputs, tile["N"]))](
         x,
         weight.halves,

@@ -111,7 +111,7 @@ def _layers() -> Iterator[CompileRequest]:
 def _experts() -> Iterator[CompileRequest]:
     import torch
 
-    from pdserve.model_runner.triton_kernels.grouped_gemm import BLOCK_M, _tile
+    from pdserve.model_runner.triton_kernels.grouped_gemm import BLOCK_M, experts_tile
 
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for name, block_m in [
@@ -120,7 +120,7 @@ def _experts() -> Iterator[CompileRequest]:
         *(("fp32", m) for m in (16, 64, 128)),
     ]:
         for kernel, halves in (("_experts_up", 2), ("_experts_down", 1)):
-            tile = _tile(block_m, names[name], halves)
+            tile = experts_tile(block_m, names[name], halves)
             warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
             types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}")
             constants: dict[str, Constant] = {**tile, "KIND": 3} if halves == 2 else {**tile}
