@@ -66,6 +66,12 @@ def _remove_unlocked(path: Path) -> None:
         os.close(lock)
 
 
+def run_dirs_of(pid: int) -> list[Path]:
+    """Return the run directories that process ``pid`` of this user has made."""
+    found = run_dir_parent().glob(f"{RUN_DIR_PREFIX}{pid}-*")
+    return [path for path in found if RUN_DIR_NAME.fullmatch(path.name) and path.lstat().st_uid == os.getuid()]
+
+
 def run_dir_parent() -> Path:
     """Return the folder for temporary files (TMPDIR), or /tmp if Unix sockets don't fit into that.
 

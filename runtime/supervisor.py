@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -105,6 +106,7 @@ class Supervisor:
         self._drain_to = sorted(addresses("--drain-to", self.options.drain_to))
         self._signal_read, self._signal_write = socket.socketpair()
         self._copier: threading.Thread | None = None
+        self._own_key_file: Path | None = None
 
     def run(self) -> int:
         """Start, watch, stop; returns the exit code."""
@@ -113,7 +115,7 @@ class Supervisor:
         try:
             if self._answers:
                 check_address(self.options.host, self.options.port, "--port")
-                draw_own_admin_key(self.options, self.run_dir)
+                self._own_key_file = draw_own_admin_key(self.options, self.run_dir)
             self._start_children()
             self._wait_until_ready()
             if self._signalled is None:
@@ -201,11 +203,12 @@ class Supervisor:
         options, seconds = self.options, time.monotonic() - self.started
         if self._answers:
             log.info(
-                "ready after %.1f s: %s instance on %s serves %s",
+                "ready after %.1f s: %s instance on %s serves %s%s",
                 seconds,
                 options.disaggregation_mode,
                 http_url(options.host, options.port),
                 options.model_name,
+                f"; the admin's key is in {self._own_key_file}" if self._own_key_file else "",
             )
         else:
             log.info(

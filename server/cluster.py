@@ -189,6 +189,10 @@ class Cluster:
                 parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())
                 line = f"  {process.plan.name:<11} {process.plan.url:<24} {ready}"
                 lines.append(f"{line} ({parts})" if parts else line)
+        files = [(process.plan.name, process.own_admin_key_file) for process in self._all]
+        if files := [f"  {name:<11} {file}" for name, file in files if file is not None]:
+            lines.append("\nNo --admin-key-file: orders that end or change these processes need the keys in\n")
+            lines += files
         chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if own_key else "")
         lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n  {chat}\n\nCtrl-C stops everything.\n")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from ..runtime.output import copy_to_stderr
 from ..runtime.python import python_command
 from ..runtime.supervisor import describe_exit
+from ..runtime.web.own_admin_key import own_admin_key_file
 from .cluster_plan import ProcessPlan
 from .log_folder import LogFolder
 
@@ -54,6 +56,11 @@ class ClusterProcess:
     def running(self) -> bool:
         """Whether it has been started and its end has not been taken in yet."""
         return self._process is not None
+
+    @property
+    def own_admin_key_file(self) -> Path | None:
+        """The file with the admin key that it drew at its start, None if it drew none or does not run."""
+        return own_admin_key_file(self._process.pid) if self._process is not None else None
 
     @property
     def deaths(self) -> int:

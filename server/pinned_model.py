@@ -1,7 +1,7 @@
 """Decides once, for all processes of a server, which commit of a hub model they load.
 
-Each process finds the model's files itself. If each asked the hub for the newest commit, a push in between would give
-them different ones: a tokenizer that does not belong to the weights, or instances that differ.
+Each process finds the model's files itself. If each asked for the newest commit, a push in between would give
+them different ones. Then a tokenizer might not belong to the weights.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
+from ..run_dir import run_dirs_of
 from .keys import KeyOptions, read_keys
 
 log = logging.getLogger(__name__)
@@ -18,17 +20,19 @@ log = logging.getLogger(__name__)
 FILE_NAME = "admin-key"
 
 
-def draw_own_admin_key(options: KeyOptions, run_dir: Path) -> None:
-    """Write a new key into ``run_dir`` and log where it is; do nothing where ``options`` name an admin's.
+def draw_own_admin_key(options: KeyOptions, run_dir: Path) -> Path | None:
+    """Write a new key into ``run_dir`` and log its file, which is returned; do nothing if ``options`` name an admin's.
 
     Raises ``KeyFileError`` and ``OSError``.
     """
     if read_keys(options).has_admin:
-        return
+        return None
     file = run_dir / FILE_NAME
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as output:
         output.write(secrets.token_urlsafe(32) + "\n")
-    log.info("no --admin-key-file: orders that end or change this server need the key in %s", file)
+    # A warning, so that it is shown at the log levels at which operators run servers.
+    log.warning("no --admin-key-file: orders that end or change this server need the key in %s", file)
+    return file
 
 
 def own_admin_key(run_dir: Path) -> str | None:
@@ -37,3 +41,12 @@ def own_admin_key(run_dir: Path) -> str | None:
         return (run_dir / FILE_NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return None
+
+
+def own_admin_key_file(pid: int) -> Path | None:
+    """Return the file with the key that the server with process id ``pid`` drew, None if it drew none."""
+    with suppress(OSError):  # it may end at this moment
+        for run_dir in run_dirs_of(pid):
+            if (file := run_dir / FILE_NAME).is_file():
+                return file
+    return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.runtime.run_dir import RunDir, remove_stale_run_dirs
+from pdserve.runtime.run_dir import RunDir, remove_stale_run_dirs, run_dirs_of
 
 NO_PROCESS = 4_194_305
 """A process number that Linux never gives: what a living server of another container looks like from here."""
@@ -77,3 +77,13 @@ def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
     made = RunDir()
     assert list(parent.iterdir()) == [made.path]
     made.remove()
+
+
+def test_the_directories_of_a_process_are_found_by_its_number(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RunDir()
+    (parent / f"pdserve-{os.getpid()}-kv-cache").mkdir()
+    (parent / f"pdserve-{os.getpid()}1-abcdefgh").mkdir()
+    assert run_dirs_of(os.getpid()) == [own.path]
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert run_dirs_of(NO_PROCESS) == run_dirs_of(os.getpid()) == []
+    own.remove()

@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -27,6 +29,14 @@ server.serve_forever()
 """
 STUBBORN = "import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)" + INSTANCE
 BROKEN = "print('no model'); raise SystemExit(3)"
+KEYED = """
+import os, sys
+from pdserve.runtime.run_dir import RunDir
+from pdserve.runtime.web.own_admin_key import draw_own_admin_key
+from pdserve.runtime.options import ServerOptions
+run_dir = RunDir()
+draw_own_admin_key(ServerOptions(), run_dir.path)
+""" + INSTANCE.replace("serving", "drawn in {run_dir.path}").replace('print("', 'print(f"')
 
 MORTAL = """
 import http.server, os, sys
@@ -134,6 +144,25 @@ def test_a_dead_process_is_started_again_on_its_port_and_one_signal_ends_all(up)
     cluster.until(r"\[up\] stopped")
     assert cluster.process.wait(limit(10)) == 0
     assert not any(child.is_running() for child in children)
+
+
+def test_the_summary_names_the_files_of_admin_keys_and_no_key(up):
+    cluster = up(instance=KEYED)
+    cluster.until("Ctrl-C stops everything")
+    text = "".join(cluster.lines)
+    [folder] = re.findall(r"unified-0 +\| drawn in (/\S+)", text)
+    summary = text[text.index("is served on") :]
+    assert re.findall(r"^  (\S+) +(/\S+)$", summary, re.MULTILINE) == [("unified-0", f"{folder}/admin-key")]
+    assert Path(folder, "admin-key").read_text().strip() not in text
+    cluster.process.send_signal(signal.SIGTERM)
+    cluster.until(r"\[up\] stopped")
+    shutil.rmtree(folder)
+
+
+def test_where_no_key_was_drawn_the_summary_speaks_of_none(up):
+    cluster = up()
+    cluster.until("Ctrl-C stops everything")
+    assert "admin" not in "".join(cluster.lines)
 
 
 def test_a_death_during_start_up_ends_the_cluster(up):
