@@ -6,8 +6,8 @@ of work while the host packs a result, or plans. The worker waits for the next s
 whichever is first (``has_result``): the scheduler sends a step only after it was told a result, so a worker that waits
 for an end alone finds the next step's message when the device has nothing left to do.
 
-Pages that a step pushes to a peer may go layer by layer while it is computed, on a CPU; all of it is there when the
-result is.
+Pages that a step pushes to a peer may go layer by layer while it is computed (``runtime/layers_done.py``); all of it is
+there when the result is.
 """
 
 from __future__ import annotations

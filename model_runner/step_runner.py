@@ -252,6 +252,8 @@ class StepRunner:
         return self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
 
     def _compute(self, plan: StepPlan, there: DeviceArrays, done: LayersDone | None) -> Tensor:
+        if done is not None and self._device.beside:
+            done.mark = self._device.mark
         batch = ForwardBatch(
             input_ids=there.input_ids,
             positions=there.positions,

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 ALL = 1 << 62
+MARKED_LAYERS = 4
+"""Layers from one mark to the next. Marks are cheap (1 to 2 us each), but pages leave in a few parts at most."""
+
+
+class _Mark(NamedTuple):
+    """Layers ``[0, layers)`` are there once ``has_come``."""
+
+    layers: int
+    has_come: Callable[[], bool]
 
 
 class LayersDone:
-    """Layers of one pass whose keys and values are in the pool. One thread counts; any may read, at any time."""
+    """Layers of one pass whose keys and values are in the pool. One thread counts; another one reads, at any time.
+
+    ``mark``: set where a device computes beside the thread that launches its work. It queues an event on the device and
+    returns what tells whether that has come.
+    """
 
     def __init__(self) -> None:
+        self.mark: Callable[[], Callable[[], bool]] | None = None
         self._count = ctypes.c_int64(0)
+        self._marks: deque[_Mark] = deque()
+        self._marked = 0
 
     @property
     def count(self) -> int:
         """Layers ``[0, count)`` are there; may exceed their number."""
-        return self._count.value
+        while self._marks and self._marks[0].has_come():
+            self._marked = self._marks.popleft().layers
+        return max(self._count.value, self._marked)
 
     @property
     def address(self) -> int:
@@ -26,6 +47,13 @@ class LayersDone:
     def advance(self, count: int) -> None:
         """Layers ``[0, count)`` are there."""
         self._count.value = count
+
+    def launched(self, count: int) -> None:
+        """Note that layers ``[0, count)`` were computed, or launched on a device; there, every few are marked."""
+        if self.mark is None:
+            self.advance(count)
+        elif count % MARKED_LAYERS == 0:
+            self._marks.append(_Mark(count, self.mark()))
 
     def finish(self) -> None:
         """The pass is over: all are."""

@@ -6,8 +6,8 @@
 
 All of it is the transfer engine's, in its thread. A copy is done when its call returns, so what is said of pages on a
 device is what is said of those in host memory: when a hand-over has ended, nothing reads or writes them any more, and
-what has landed is there. Copies have a stream of their own and wait for no step. Only pages whose steps have ended are
-handed in (``model_runner/step_queue.py``).
+what has landed is there. Copies have a stream of their own and wait for no step. Only what the
+device has computed is copied (``runtime/layers_done.py``).
 
 Slots and slabs are apart: two instances that had filled all they have with pages for each other would wait for ever. So
 a hand-over needs one slot, and one slab at the other end, however long it is, and what waits for one holds none.

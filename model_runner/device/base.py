@@ -107,6 +107,13 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def mark(self) -> Callable[[], bool]:
+        """Queue an event behind all that is queued so far; return what tells whether it has come, in any thread.
+
+        Waits for nothing.
+        """
+
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, waiting for the device raises, where this device can tell (``HostSync``, ``RuntimeError``)."""
 

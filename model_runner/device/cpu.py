@@ -72,6 +72,10 @@ class CpuDevice(Device):
         for to, source in copies:
             to.copy_(source)
 
+    def mark(self) -> Callable[[], bool]:
+        """See the base class: all is done."""
+        return lambda: True
+
     def no_sync(self) -> AbstractContextManager[None]:
         """There is nothing to wait for."""
         return nullcontext()

@@ -129,6 +129,13 @@ class CudaDevice(Device):
             done.record(self._transfers)
         done.synchronize()
 
+    def mark(self) -> Callable[[], bool]:
+        """See the base class."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch))
+        has_come: Callable[[], bool] = event.query
+        return has_come
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class; torch tells, but for what libraries do without it."""
         return _no_sync() if self._strict else nullcontext()

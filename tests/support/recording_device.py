@@ -149,6 +149,8 @@ class RecordingDevice(Device):
         self._depth = 0
         self._hosts: set[int] = set()
         self._host_memory: list[Tensor] = []
+        self.marks: list[bool] = []
+        """Whether each event has come; a test says when."""
         self._graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
@@ -166,7 +168,7 @@ class RecordingDevice(Device):
     def used(self) -> int:
         return 0
 
-    def mark(self) -> int:
+    def count_memory(self) -> int:
         """Begin to look for the ``most`` bytes that tensors have; return those that they have now."""
         return self._memory.mark()
 
@@ -175,7 +177,7 @@ class RecordingDevice(Device):
         return self._memory.peak
 
     def peak(self, run: Callable[[], object]) -> int:
-        before = self.mark()
+        before = self.count_memory()
         with nullcontext() if self._depth else self:
             run()
         return self.most - before
@@ -210,6 +212,13 @@ class RecordingDevice(Device):
         for to, source in copies:
             assert self._is_host(to) != self._is_host(source)
             to.copy_(source)
+
+    def mark(self) -> Callable[[], bool]:
+        """What was queued is computed by now; ``marks`` are those that have come."""
+        self._note("mark")
+        number = len(self.marks)
+        self.marks.append(False)
+        return lambda: self.marks[number]
 
     def _is_host(self, tensor: Tensor) -> bool:
         """Whether it lies in ``host_zeros``, or a part of them."""

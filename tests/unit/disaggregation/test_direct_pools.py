@@ -14,6 +14,7 @@ from support.copy_library import CopyLibrary
 from support.fake_nixl import install
 from support.handovers import named
 from support.machine import limit
+from support.processes import wait_until
 from support.recording_device import RecordingDevice
 from support.staged_pools import direct_group, held, slabs_of, staged_group
 
@@ -38,6 +39,7 @@ from pdserve.messages.worker import (
 )
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv_staging import direct_groups
+from pdserve.runtime import layers_done
 from pdserve.runtime.layers_done import LayersDone
 
 LIMIT = limit(10.0)
@@ -169,6 +171,51 @@ def test_pages_of_another_order_become_ours_where_they_lie(make_pair, order, ahe
         for page, landed in zip(writer.pools[group][src].copy(), owner.pools[group][dst], strict=True):
             converter.convert(page)
             assert np.array_equal(page, landed)
+
+
+class DeviceEvent:
+    """An event that comes when the test says so. ``looks``: how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.looks = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.has_come
+
+
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+def test_layers_leave_a_device_after_their_events(make_pair, monkeypatch, kind):
+    """The writer's pool gets each two layers when the engine has looked for their event in vain."""
+    monkeypatch.setattr(outgoing_pages, "MIN_AHEAD_BYTES", 1)
+    monkeypatch.setattr(layers_done, "MARKED_LAYERS", 2)
+    writer, owner = make_pair(kind, kind)
+    owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
+    events = [DeviceEvent() for _ in range(3)]
+    marks = iter(events)
+    done = LayersDone()
+    done.mark = lambda: next(marks).look
+    for count in range(1, 7):
+        done.launched(count)
+    computed = [pool.copy() for pool in writer.pools]
+    for pool in writer.pools:
+        pool[:] = 255
+    writer.engine.push(SendPages(named(1), packed(SRC), packed(DST), True), done)
+    for number, event in enumerate(events):
+        wait_until(lambda event=event: event.looks > 0, LIMIT, "the engine looks for the event", every=0.001)
+        for group, pool, whole in zip(layout_of().groups, writer.pools, computed, strict=True):
+            for part, layer in enumerate(group.layers):
+                if layer // 2 == number:
+                    size = group.page_bytes // group.num_layers
+                    pool[:, part * size : (part + 1) * size] = whole[:, part * size : (part + 1) * size]
+        event.has_come = True
+    ended = writer.events.get(timeout=LIMIT)
+    assert ended.error is None
+    assert min((piece.begin, piece.end) for piece in ended.slices if piece.group == 1) == (0, 2)
+    for landed, whole, src, dst in zip(owner.pools, computed, SRC, DST, strict=True):
+        assert np.array_equal(landed[dst], whole[src])
+    assert verified(owner, ended.slices)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shm", "copy"])

@@ -22,6 +22,8 @@ from pdserve.model_runner.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.step_runner import StepRunner
+from pdserve.runtime import layers_done
+from pdserve.runtime.layers_done import LayersDone
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import VOCAB, save_model
@@ -154,6 +156,34 @@ def test_all_graphs_leave_their_logits_in_one_place(folder, device, monkeypatch)
     assert len({output.data_ptr() for output in outputs}) == 1
     steps.drop_graphs()
     assert steps._graphs._logits is None
+
+
+def test_layers_of_a_prompt_are_there_as_their_events_come_and_not_before(folder, device, monkeypatch) -> None:
+    monkeypatch.setattr(layers_done, "MARKED_LAYERS", 1)
+    steps, done = StepRunner(recorded_model(folder, device, monkeypatch), ROWS), LayersDone()
+    launched = steps.launch(make_step([(0, 0, [3, 4, 5], True)], new_rows=[make_row(0, 3)]), done)
+    layers = len(device.marks)
+    assert layers == len(steps._model.layout.groups[0].layers) > 1
+    assert done.count == 0
+    device.marks[1] = True  # they come in order: what is seen of the second means nothing before the first is
+    assert done.count == 0
+    device.marks[0] = True
+    assert done.count == 2
+    device.marks[:] = [True] * layers
+    assert done.count == layers
+    steps.collect(launched)
+
+
+def test_few_layers_are_marked_and_the_end_is_the_end_of_all(folder, device, monkeypatch) -> None:
+    done = LayersDone()
+    done.mark = device.mark
+    for count in range(1, 11):
+        done.launched(count)
+    assert len(device.marks) == 10 // layers_done.MARKED_LAYERS == 2
+    done.finish()
+    assert done.count == layers_done.ALL
+    device.marks[0] = True
+    assert done.count == layers_done.ALL
 
 
 def test_padding_writes_where_nobody_reads(folder, device, monkeypatch) -> None:

@@ -62,10 +62,10 @@ class Instance:
 
         def marked(*args, **more):
             # The first pools are those that steps are measured with, the last ones serve.
-            self.before_pools = device.mark()
+            self.before_pools = device.count_memory()
             self.at_start = self.at_start or self.before_pools
             pool = make_pool(*args, **more)
-            self._before = device.mark()
+            self._before = device.count_memory()
             return pool
 
         self.at_start = self.before_pools = 0
