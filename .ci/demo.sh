@@ -42,7 +42,7 @@ url=http://127.0.0.1:$port
 
 echo "\$ pdserve up --prefill 1 --decode 1 --port $port"
 # The same program, tethered: it ends with this script, whatever happens to the script.
-.venv/bin/python -P -m pdserve.server.tethered $$ \
+.venv/bin/python -P -m pdserve.server.child_cli $$ \
   <<<"[\"up\", \"--prefill=1\", \"--decode=1\", \"--port=$port\", \"--log-dir=$scratch\"]" \
   >"$scratch/summary" 2>"$scratch/up.log" &
 cluster=$!

@@ -25,8 +25,8 @@ import zmq
 from ..messages.channel import ipc_address
 from ..runtime.child import die_with_parent
 from ..runtime.logs import configure_logging
-from ..runtime.modules import process_modules
 from ..runtime.options import ServerOptions
+from ..runtime.process_table import process_modules
 from ..runtime.python import python_command
 from ..runtime.supervisor import Supervisor
 from .child_processes import stop

@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..runtime.open_files import allow_many_connections
+from ..runtime.rlimits import allow_many_connections
 from .command import exit_code, wide_console
 from .errors import BenchError, BenchOptionsError, ServerError
 from .process_cpu import cpu_seconds_now

@@ -48,8 +48,8 @@ from .start_model import RankChannels, freeze, open_channels, start_model
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
+    from .memory_saver import MemorySaver
     from .model_runner import ModelRunner
-    from .occupation import Occupation
     from .pool_hasher import PoolHasher
     from .profiler import Profiler
     from .step_queue import StepQueue
@@ -69,7 +69,7 @@ class Worker(NamedTuple):
     tiers: WorkerTiers | None
     hasher: PoolHasher | None
     prefault: PoolPrefault
-    occupation: Occupation
+    occupation: MemorySaver
     machine: MachineUse
     load_seconds: dict[str, float]
     measured: list[MeasuredStep]
@@ -105,8 +105,8 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     options = ctx.options
     started = start_model(ctx, channels)
     from .measure_steps import measure_steps
+    from .memory_saver import MemorySaver, unreleasable
     from .memory_table import describe_weights, memory_use, table
-    from .occupation import Occupation, unreleasable
     from .pool_hasher import PoolHasher
     from .profiler import Profiler, RankProfiler, profile_folder
     from .step_queue import StepQueue
@@ -133,7 +133,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     for line in table(use, model.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
     lead = started.ranks if isinstance(started.ranks, Lead) else None
-    occupation = Occupation(model, steps, prefault, lead)
+    occupation = MemorySaver(model, steps, prefault, lead)
     rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device, steps)
     return Worker(
         *(model, queue, engine, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),

@@ -17,7 +17,7 @@ from ..messages.channel import Receiver, Sender
 from ..messages.routes import ToFollower, ToLead
 from ..messages.worker import FollowerCommand, MachineUse, RankLoaded
 from ..runtime.child import ChildContext
-from ..runtime.collector import uncollected
+from ..runtime.gc_control import uncollected
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine

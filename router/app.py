@@ -15,13 +15,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..runtime.cluster_secret import RouterKeys
+from ..runtime.web.access_log import CLIENT_GONE, AccessCounts
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.errors import error_body
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
 from ..runtime.web.paths import Server
-from ..runtime.web.visits import CLIENT_GONE, VisitCounts
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response
@@ -70,7 +70,7 @@ def make_app(
     generation = GenerationEndpoint(dispatcher, bodies)
     sessions = SessionEndpoints(control, fleet, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
-    visits = VisitCounts()
+    visits = AccessCounts()
     metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
 
     def ended(checks: asyncio.Task[None]) -> None:

@@ -159,7 +159,7 @@ class Dispatcher:
         if answer.told_error:
             return
         for instance in legs(target):
-            instance.rest.succeeded()
+            instance.breaker.succeeded()
         if self._quarantine:
             self._quarantine.clear(await digest_of(request.body.raw))
 

@@ -11,11 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..runtime.web.access_log import AccessRecord
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
 from ..runtime.web.json_response import json_response
-from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
@@ -94,7 +94,7 @@ class GenerationEndpoint:
             return
 
     async def _request(self, scope: Scope, raw: bytes) -> RoutedRequest:
-        path, request_id, headers = scope["path"], Visit.of(scope).request_id, passed_on(scope["headers"])
+        path, request_id, headers = scope["path"], AccessRecord.of(scope).request_id, passed_on(scope["headers"])
         if self._fixed_body is not None:
             body = await self._bodies.parse(self._fixed_body, request_id)
             return RoutedRequest("/generate", headers, body, is_probe=True)

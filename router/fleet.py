@@ -5,7 +5,7 @@ needs both of its legs, so an unhealthy prefill also keeps work from the decodes
 circuit breaker come last, and so do those that the request has already failed on.
 
 The decode of a pair decides whether the prefill or itself computes the prompt, because the router does not know their
-caches. To decide, it asks the prefill (``disaggregation/handover/choice.py``).
+caches. To decide, it asks the prefill (``disaggregation/handover/placement_policy.py``).
 
 In two cases the prefill gets the whole request, by the paces that both report in ``/health``:
 
@@ -95,7 +95,7 @@ class Fleet:
         client's errors never put the whole load on one instance, and the only instance of a role is never left out.
         """
         healthy = self.healthy(role)
-        opened = sorted((i for i in healthy if i.rest), key=lambda i: i.rest.opened_at)
+        opened = sorted((i for i in healthy if i.breaker), key=lambda i: i.breaker.opened_at)
         left_out = opened[: len(healthy) // 2]
         return [i for i in healthy if i not in left_out] if left_out else healthy
 
@@ -158,7 +158,7 @@ class Fleet:
         if state is HealthState.UNHEALTHY and instance.state is not HealthState.UNHEALTHY:
             self._ask_others(instance)
         if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
-            instance.rest.forget()
+            instance.breaker.forget()
         instance.state = state
         instance.reason = reason
 

@@ -20,7 +20,7 @@ import msgspec
 
 from ..runtime.options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
-from .rest import Rest
+from .circuit_breaker import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Instance:
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     asked_again: bool = False
     """Whether its role is uncertain until its next answer, because another instance has left."""
-    rest: Rest = field(default_factory=Rest)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     named: Role = field(init=False)
     """Role given by the options."""
     _answers_told: int = 0
@@ -186,7 +186,7 @@ class Instance:
         """
         if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
             logger.info("%s has been started anew", self)
-            self.rest.forget()
+            self.breaker.forget()
         is_news = told.bootstrap_port != self.told.bootstrap_port
         if is_news and self.bootstrap_port and told.bootstrap_port not in (None, self.bootstrap_port):
             logger.warning(
@@ -245,7 +245,7 @@ class Instance:
             "token_ms": self.token_ms if self.token_ms is None else round(self.token_ms, 3),
             "requests": self.requests,
             "failures": self.failures,
-            "resting_seconds": round(self.rest.seconds_left, 3),
+            "resting_seconds": round(self.breaker.seconds_left, 3),
         }
 
 

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..messages.metrics import Histogram
+from ..runtime.web.access_log import AccessCounts, AccessRecord
 from ..runtime.web.exposition import Families, MetricsPage
-from ..runtime.web.visits import Visit, VisitCounts
 from .fleet import Fleet
 from .instance import HealthState, Instance
 
@@ -30,7 +30,7 @@ RETRIED = (502, 503)
 class RouterMetrics:
     """The router's metrics. The times of requests to ``generation_paths`` count."""
 
-    def __init__(self, fleet: Fleet, visits: VisitCounts, generation_paths: Iterable[str]) -> None:
+    def __init__(self, fleet: Fleet, visits: AccessCounts, generation_paths: Iterable[str]) -> None:
         self._fleet = fleet
         self._visits = visits
         self._page = MetricsPage(self._families)
@@ -39,7 +39,7 @@ class RouterMetrics:
         self._duration = Histogram(SECONDS)
         self._relayed_bytes = 0
 
-    def visited(self, visit: Visit, seconds: float) -> None:
+    def visited(self, visit: AccessRecord, seconds: float) -> None:
         """Count a request that was answered after ``seconds``."""
         if visit.label not in self._generation_paths or visit.status != 200:
             return
@@ -120,7 +120,7 @@ def add_instances(families: Families, instances: Iterable[Instance]) -> None:
     families.gauge(
         "pdserve_router_instance_resting_seconds",
         "For how long its circuit breaker is open: it asked to be left alone, or failed several requests in a row.",
-        each(lambda i: i.rest.seconds_left),
+        each(lambda i: i.breaker.seconds_left),
         *labels,
     )
     families.counter(

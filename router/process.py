@@ -24,7 +24,7 @@ from ..runtime.exit_codes import EXIT_USAGE
 from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
-from ..runtime.open_files import allow_many_connections
+from ..runtime.rlimits import allow_many_connections
 from ..runtime.run_dir import RunDir
 from ..runtime.secret_files import warn_of_exposed_files
 from ..runtime.signals import STOP, ignore_stray_signals, unignored

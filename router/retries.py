@@ -61,6 +61,6 @@ def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) ->
     """
     for instance in at_fault:
         if error.retry_after is not None:
-            instance.rest.ask(error.retry_after)
+            instance.breaker.ask(error.retry_after)
         elif error.status >= 500 and not error.shows_health and not error.is_load:
-            instance.rest.failed(begun_at)
+            instance.breaker.failed(begun_at)

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..runtime.web.access_log import CLIENT_GONE
 from ..runtime.web.json_response import json_response
-from ..runtime.web.visits import CLIENT_GONE
 from .client_bodies import ClientBodies
 from .dispatcher import drop
 from .endpoints import ControlEndpoints, Said, answer_of, error_response, until_disconnect

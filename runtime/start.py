@@ -10,7 +10,7 @@ from . import clean_start  # isort: skip  # noqa: F401
 import sys
 from importlib import import_module
 
-from .collector import uncollected
+from .gc_control import uncollected
 from .signals import leave_signals_to_parent
 
 

@@ -38,9 +38,9 @@ from .child import ChildSpec
 from .cluster_secret import addresses, inherited_descriptors
 from .hardening import harden
 from .logs import configure_logging
-from .modules import process_modules
 from .options import ServerOptions
 from .output import copy_to_stderr
+from .process_table import process_modules
 from .python import python_command
 from .ranks import is_worker
 from .run_dir import RunDir

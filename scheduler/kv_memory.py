@@ -7,7 +7,7 @@ Cached prefixes that no request uses are evicted when slots run short.
 
 Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
 That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
-writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits for the steps up to ``let_go_step``
+writer is not in that order, so ``disaggregation/handover/receiver_table.py`` waits for the steps up to ``let_go_step``
 before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
 
 Where layers have windows, the pages behind these go back while a request runs (``mem_cache/window_pages.py``): whoever

@@ -10,7 +10,7 @@ from collections import Counter
 from operator import attrgetter
 
 from ..messages.metrics import PoolUsage, SchedulerMetrics
-from .occupation import Occupation
+from .memory_saver import MemorySaver
 from .outbox import Outbox
 from .pressure import PressureMeter
 from .req import ENDED, ReqState
@@ -24,7 +24,7 @@ STATE_OF = attrgetter("state")
 class MetricsReport:
     """Sends ``SchedulerMetrics`` where something has changed. Called once a turn of the loop."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, occupation: Occupation | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, occupation: MemorySaver | None = None) -> None:
         self._scheduler = scheduler
         self._occupation = occupation
         self.pressure = PressureMeter(scheduler)

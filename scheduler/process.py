@@ -47,15 +47,15 @@ from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
 from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
-from ..runtime import collector
+from ..runtime import gc_control
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
 from .info import Verdict, server_info
 from .kv_event_feed import KVEventFeed
 from .kv_hashes import tell_hashes
+from .memory_saver import MemorySaver
 from .metrics_report import MetricsReport
-from .occupation import Occupation
 from .outbox import Outbox
 from .profiling import Profiling
 from .scheduler import Scheduler
@@ -97,7 +97,7 @@ class SchedulerProcess:
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
         self._handovers: Handovers | None = None
-        self._occupation: Occupation | None = None
+        self._occupation: MemorySaver | None = None
         self._profiling: Profiling | None = None
         self._report: MetricsReport | None = None
         self._kv_feed: KVEventFeed | None = None
@@ -220,7 +220,7 @@ class SchedulerProcess:
             self._handovers = self._make_handovers(self._scheduler, self._poller)
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
-        self._occupation = Occupation(self._scheduler)
+        self._occupation = MemorySaver(self._scheduler)
         memory = self._scheduler.memory
         self._profiling = Profiling(self._outbox, lambda: memory.newest_step)
         self._report = MetricsReport(self._scheduler, self._outbox, self._occupation)
@@ -229,7 +229,7 @@ class SchedulerProcess:
             if self._kv_feed.replay is not None:
                 self._poller.register(self._kv_feed.replay, zmq.POLLIN)
         # A request leaves no cycles, and the tree may have as many nodes as the pool has pages.
-        collector.defer_full_collections()
+        gc_control.defer_full_collections()
         self._ctx.report_ready(worker.load_seconds)
 
     def _on_message(self, message: Any, now: float) -> None:
@@ -369,7 +369,7 @@ class SchedulerProcess:
             scheduler.check_invariants()
             self._checked_at, self._checked_step = now, scheduler.counters.steps
             self._verdict = Verdict("ok", scheduler.counters.steps)
-            collector.collect_if_due()
+            gc_control.collect_if_due()
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from ..messages.metrics import StoreMetrics
 from ..messages.tiers import DropPages, FetchPages, FindPages, PagesFetched, PagesStored, StorePages, StoreState
 from ..runtime.options import ServerOptions
 from .kept_pages import KeptPages
-from .store_sight import LOOK_SECONDS, StoreSight
+from .store_index import LOOK_SECONDS, StoreIndex
 from .tier_counts import TierCounts
 
 LEAST_FETCH = 256
@@ -100,7 +100,7 @@ class StoreLink:
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
         self.kept = KeptPages(self, lambda: next(ids))
-        self.sight = StoreSight(page_bytes)
+        self.sight = StoreIndex(page_bytes)
 
     # --- to be written ---
 

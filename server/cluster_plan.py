@@ -98,7 +98,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{LOOPBACK}:{port}"
-        instances.append(tethered(name, url, "server", instance_flags(instance), options.cluster_secret_file))
+        instances.append(child_command(name, url, "server", instance_flags(instance), options.cluster_secret_file))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
     cores = "; ".join(f"{plan.name} {share}" for plan, share in zip(instances, shares, strict=True))
     router_options = replace(options, port=options.port or ports[-1], cluster_secret_file=router_key_file)
@@ -110,12 +110,12 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
     router = options.router_options(prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"])
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = http_url(host, router.port)
-    return tethered("router", url, "router", router_flags(router), router.cluster_secret_file)
+    return child_command("router", url, "router", router_flags(router), router.cluster_secret_file)
 
 
-def tethered(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
+def child_command(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
     """A process that runs ``pdserve COMMAND`` and dies with this one."""
-    argv = ("-m", "pdserve.server.tethered", str(os.getpid()))
+    argv = ("-m", "pdserve.server.child_cli", str(os.getpid()))
     return ProcessPlan(name, argv, url, (command, *flags), inherited_descriptors(secret_file))
 
 

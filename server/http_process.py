@@ -23,7 +23,7 @@ from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cluster_secret import ClusterSecret
 from ..runtime.malloc import return_freed_memory
-from ..runtime.open_files import allow_many_connections
+from ..runtime.rlimits import allow_many_connections
 from ..runtime.signals import FAILED, STOP
 from ..runtime.web.cluster_auth import ClusterClient
 from ..runtime.web.keys import caches_by_key

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import machine, sampling
 
-from pdserve.runtime.collector import uncollected
+from pdserve.runtime.gc_control import uncollected
 
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.

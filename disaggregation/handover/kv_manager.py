@@ -50,17 +50,17 @@ from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
 from ..transfer.backends.registry import KEEPS_MEMORY
-from .choice import Choice
 from .control.frames import LONG_FRAME_BYTES
 from .greeting import Greeting, digest
-from .kv_receiver import KVReceivers
-from .kv_sender import KVSenders
 from .limits import HandoverLimits
-from .moves.moves_in import MovesIn
-from .moves.moves_out import MovesOut
+from .migration.migration_source import MigrationSource
+from .migration.migration_target import MigrationTarget
 from .network import Network
 from .peer import Peer
 from .peers import Peers
+from .placement_policy import PlacementPolicy
+from .receiver_table import ReceiverTable
+from .sender_table import SenderTable
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +93,12 @@ class KVManager:
             self,
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
-        self._choice = Choice(options.disaggregation_threshold, scheduler.estimator)
-        self.senders = KVSenders(scheduler, epoch, options.page_size, limits, self._choice)
-        self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at, self._choice)
+        self._choice = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
+        self.senders = SenderTable(scheduler, epoch, options.page_size, limits, self._choice)
+        self.receivers = ReceiverTable(scheduler, epoch, limits, self._peers.peer_at, self._choice)
         reach = partial(self._peers.peer_at, want=False)
-        self.moves_out = MovesOut(scheduler, limits, reach)
-        self.moves_in = MovesIn(
+        self.moves_out = MigrationSource(scheduler, limits, reach)
+        self.moves_in = MigrationTarget(
             *(scheduler, limits, self._peers, self.receivers, options.port, answer_keys or AnswerKeys()),
             knows_peers=network.port.is_sealed,
         )

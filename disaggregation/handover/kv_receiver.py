@@ -1,559 +1,193 @@
-"""The decode's side of hand-overs.
-
-A ``KVReceiver`` is one room::
-
-    LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
-       └────────┴───────────┤             └──────────────┴──▶ DRAINING → (memory freed)
-                            └──▶ DECLINED (the prompt is computed here)
-
-LINKING waits for the prefill instance to be connected. QUEUED waits for memory: ``scheduler/claims.py`` says whose turn
-it is, and which room goes back to QUEUED because its prefill does not begin. PREALLOCATED waits for the steps that were
-under way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer
-must come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
-between two that can begin; and for what our own store has of the prompt (``store_first.py``). DECLINED is a room whose
-prompt is computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still
-write: its pages are freed only when the prefill has said that it will not, or its link is down for good. While our own
-worker checks what landed, which may rewrite it in our order, only the worker's answer frees them. Bad KV (checksum,
-room, epoch) never reaches the model.
-
-The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
-its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
-here.
-"""
+"""One room of the decode's side: a request whose KV comes from another instance."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
 
 from ...mem_cache.base_prefix_cache import KVHold
-from ...messages.base import REASON_CHARS, HandoverId, pack_i32
-from ...messages.decode import shown
-from ...messages.handover import (
-    Abort,
-    AbortAck,
-    Declined,
-    FirstToken,
-    Forecast,
-    ForecastRequest,
-    Progress,
-    RoomQueued,
-    TransferDone,
-    TransferFailed,
-    TransferRequest,
-    Withdraw,
-    Withdrawn,
-)
-from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, Phase
-from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
-from ...scheduler.req import Req, ReqState, Route
-from ...scheduler.scheduler import Scheduler
-from .choice import Choice
-from .landing import KVReceiver, Newcomer, ReceiverState, StoreStage, first_token_problem, take_times, too_late, why
+from ...messages.base import I32, HandoverId, unpack_i32
+from ...messages.handover import FirstToken
+from ...messages.outputs import Timeline, Timing, TokenLogprob
+from ...messages.worker import PagesByGroup
+from ...scheduler.memory_terms import NO_FENCE, Fence
+from ...scheduler.req import Req
 from .limits import HandoverLimits
 from .peer import Peer
-from .sending import digest_of
-from .store_first import StoreFirst
 
-log = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-STUCK_SECONDS = 10.0
-"""After so long, memory that a peer holds is somebody's to look after."""
-MOST_UNTOLD = 1024
-"""Rooms whose prefill can't be told yet that the prompt is computed here: others find out by their own limit."""
+ROUNDING = 0.5
+"""A logprob may be above 0 by less."""
 
 
-class KVReceivers:
-    """Owner of all rooms of a decode instance."""
+class Newcomer(Protocol):
+    """Who waits for the KV of a request that ran elsewhere. It has output already, so no first token comes."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        epoch: str,
-        limits: HandoverLimits,
-        peer_at: Callable[[str, int, float], Peer],
-        choice: Choice,
-    ) -> None:
-        self._vocab_size = scheduler.worker.vocab_size
-        self._checksum = not scheduler.options.disable_handover_checksum
-        self._scheduler = scheduler
-        self._epoch = epoch
-        self._limits = limits
-        self._peer_at = peer_at
-        self._choice = choice
-        self._claims = scheduler.planner.claims
-        self.store_first = StoreFirst(scheduler, choice)
-        self._attempts = itertools.count(1)
-        self._now = 0.0
-        self.rooms: dict[int, KVReceiver] = {}
-        self.done = 0
-        self.failed = 0
-        self.recomputed = 0
-        self.withdrawn = 0
-        """How often a room gave its memory back because its prefill had not begun."""
-        self.bytes_received = 0
+    def landed(self, req: Req) -> None:
+        """The KV is here, and right."""
 
-    def add(self, req: Req, now: float) -> None:
-        """A client's request whose prompt a prefill instance computes."""
-        where = req.msg.bootstrap
-        assert where is not None
-        if where.room in self.rooms:
-            text = f"bootstrap_room {where.room} is in use; draw a fresh one for every request"
-            self._scheduler.fail(req, 400, text, "invalid_request_error")
-            return
-        peer = self._peer_at(where.host, where.port, now)
-        deadline = now + self._limits.bootstrap
-        handover = HandoverId(self._epoch, where.room, next(self._attempts))
-        receiver = KVReceiver(handover, req, peer, ReceiverState.LINKING, now, deadline, length=req.prompt_len)
-        self.rooms[where.room] = receiver
-        receiver.decided = not self._choice.asks
-        if self._choice.is_short(req):
-            self._compute_here(receiver, now)
+    def lost(self, req: Req, reason: str) -> None:
+        """It won't come."""
 
-    def add_newcomer(
-        self, req: Req, peer: Peer, handover: HandoverId, length: int, newcomer: Newcomer, now: float
-    ) -> None:
-        """A request that ``peer`` computes and offers; the KV of its first ``length`` tokens is to be had there."""
-        receiver = KVReceiver(
-            handover, req, peer, ReceiverState.LINKING, now, now + self._limits.bootstrap, length, newcomer
-        )
-        self.rooms[handover.room] = receiver
 
-    def advance(self, now: float) -> None:
-        """Move every room on that can move; give up those that waited too long."""
-        self._now = now
-        for receiver in list(self.rooms.values()):
-            if receiver.state is ReceiverState.LINKING:
-                self._when_linked(receiver, now)
-            elif receiver.state is ReceiverState.DECLINED:
-                self._tell_declined(receiver, now)
-            if receiver.state not in (ReceiverState.DRAINING, ReceiverState.DECLINED) and now > receiver.deadline:
-                self._fail(receiver, 504, too_late(receiver, self._limits))
-        self._take_memory(now)
-        self._ask_back(now)
-        for receiver in self._in(ReceiverState.PREALLOCATED):
-            self._decide(receiver, now)
-            if receiver.state is ReceiverState.PREALLOCATED and receiver.knows_what_to_ask:
-                self._expect(receiver)
-                if self._scheduler.memory.is_past(receiver.fence, self._scheduler.completed_step):
-                    self._request(receiver, now)
+class ReceiverState(Enum):
+    """Where a room stands; see ``kv_receiver.py``."""
 
-    # --- here or there ---
+    LINKING = auto()
+    QUEUED = auto()
+    PREALLOCATED = auto()
+    TRANSFERRING = auto()
+    VERIFYING = auto()
+    DRAINING = auto()
+    DECLINED = auto()
 
-    def on_forecast(self, peer: Peer, msg: Forecast) -> None:
-        """So long it would take there, says the prefill."""
-        receiver = self._known(peer, msg.handover)
-        # A room that was asked to give its memory back keeps the forecast: a prefill makes one for each room.
-        states = (ReceiverState.QUEUED, ReceiverState.PREALLOCATED)
-        if receiver is not None and not receiver.decided and receiver.state in states:
-            receiver.there_ms = msg.ms
 
-    def _decide(self, receiver: KVReceiver, now: float) -> None:
-        """Who computes the prompt, once it is known what our own store gives of it."""
-        if receiver.store is StoreStage.NEW:
-            self.store_first.look(receiver, now)
-            if not receiver.decided and receiver.there_ms is None:
-                receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
-        if (there_ms := receiver.there_ms) is None and not receiver.decided:
-            return
-        if self.store_first.holds_up(receiver, now) or receiver.decided or there_ms is None:
-            return
-        receiver.decided = True
-        req, memory = receiver.req, self._scheduler.memory
-        pages = memory.pages_up(req.prompt_len - receiver.prefix_len) // memory.page_size
-        if self._choice.is_here(req, receiver.peer.epoch, there_ms, receiver.prefix_len, pages, now):
-            self._compute_here(receiver, now)
-            self._tell_declined(receiver, now)
+class StoreStage(Enum):
+    """What becomes of a room's pages in the store; see ``store_first.py``."""
 
-    def _compute_here(self, receiver: KVReceiver, now: float) -> None:
-        """Nothing of it has been asked for, and nobody was let in to its memory."""
-        receiver.state, receiver.decided = ReceiverState.DECLINED, True
-        receiver.deadline = now + self._limits.bootstrap
-        if receiver.hold is None:
-            self._scheduler.recompute(receiver.req, now)
-            return
-        receiver.hold.verified = True
-        self._scheduler.memory.unpin(receiver.hold)
-        receiver.hold = None
-        self._scheduler.compute_here(receiver.req, now)
+    NEW = auto()
+    LOOKING = auto()
+    FETCHING = auto()
+    OVER = auto()
 
-    def _tell_declined(self, receiver: KVReceiver, now: float) -> None:
-        """The prefill shall not wait. Where it can't be told, it has a limit of its own."""
-        if receiver.peer.same_as is not None:
-            receiver.peer = receiver.peer.same_as
-        peer = receiver.peer
-        if peer.readable:
-            peer.send(Declined(peer.epoch, receiver.handover))
-        elif now <= receiver.deadline and len(self._in(ReceiverState.DECLINED)) <= MOST_UNTOLD:
-            where = receiver.req.msg.bootstrap
-            if not peer.gone:
-                return
-            if where is not None and not receiver.tried_again:
-                receiver.tried_again = True
-                receiver.peer = self._peer_at(where.host, where.port, now)
-                return
-        del self.rooms[receiver.handover.room]
 
-    def _when_linked(self, receiver: KVReceiver, now: float) -> None:
-        if receiver.peer.same_as is not None:
-            receiver.peer = receiver.peer.same_as
-        peer = receiver.peer
-        if peer.gone:
-            self._fail(receiver, peer.status, why(peer))
-        elif peer.readable:
-            receiver.queued_at = now
-            self._queue(receiver, now)
-            # What may be computed here must leave something to be computed.
-            most = receiver.length if receiver.decided else min(receiver.length, receiver.req.longest_reusable_prefix)
-            self._claims.add_incoming(receiver.req, most, optional=receiver.newcomer is not None)
+@dataclass(slots=True, eq=False)
+class KVReceiver:
+    """One room.
 
-    def _queue(self, receiver: KVReceiver, now: float) -> None:
-        receiver.state = ReceiverState.QUEUED
-        if receiver.req.rid in self._scheduler.planner.arriving:
-            receiver.req.times.ready = now  # nobody waits for returned KV
-        # From the first time: a room that gives its memory back again and again comes to an end, too.
-        receiver.deadline = receiver.queued_at + self._limits.queue
-        receiver.peer.send(RoomQueued(receiver.peer.epoch, receiver.handover))
+    ``fence``: what must be done before its pages are offered to the prefill. ``expects``: it has window pages for what
+    comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
+    ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
+    pages, to check and perhaps to convert them. ``there_ms``: the prefill's forecast, None where it has not come, or
+    was not asked for. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
+    that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
+    comes: the prompt's, or those that a ``newcomer`` had when it was offered. ``hashes``: what the prefill says that
+    its pages held. ``progress``: the most pages that it has told of, computed and landed, for this attempt.
+    """
 
-    def _take_memory(self, now: float) -> None:
-        memory = self._scheduler.memory
-        for req in self._scheduler.planner.grant_incoming(now):
-            receiver = self._of(req)
-            assert receiver is not None
-            if receiver.newcomer is None and not receiver.allocated_at:
-                self._scheduler.planner.count_lookup(req)
-            receiver.state, req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
-            receiver.allocated_at = now
-            receiver.fence, receiver.hold = memory.fence(), memory.pin(req)
-            receiver.prefix_len = req.computed
-            receiver.deadline = now + self._limits.landing
+    handover: HandoverId
+    req: Req
+    peer: Peer
+    state: ReceiverState
+    since: float
+    deadline: float
+    length: int
+    newcomer: Newcomer | None = None
+    queued_at: float = 0.0
+    allocated_at: float = 0.0
+    fence: Fence = NO_FENCE
+    prefix_len: int = 0
+    requested_at: float = 0.0
+    pages: PagesByGroup = field(default_factory=list)
+    expects: bool = False
+    draining_since: float = 0.0
+    begun: bool = False
+    there: Timing | None = None
+    granted: bool = False
+    checking: bool = False
+    store: StoreStage = StoreStage.NEW
+    there_ms: float | None = None
+    decided: bool = True
+    tried_again: bool = False
+    hold: KVHold | None = None
+    hashes: bytes = b""
+    progress: int = 0
 
-    def _ask_back(self, now: float) -> None:
-        """Let go of memory that other requests need and no prefill has begun to use."""
-        for req in self._claims.to_revoke(now):
-            receiver = self._of(req)
-            if receiver is None:
-                continue
-            if receiver.state is ReceiverState.PREALLOCATED:  # the prefill does not know its pages
-                self.store_first.start_over(receiver)
-                self._queue_again(receiver, now)
-            elif receiver.state is ReceiverState.TRANSFERRING and receiver.peer.readable:
-                receiver.peer.send(Withdraw(receiver.peer.epoch, receiver.handover))
+    @property
+    def knows_what_to_ask(self) -> bool:
+        """Whether the prefill is to compute the prompt, and how much of it our own store gives."""
+        return self.decided and self.store is StoreStage.OVER
 
-    def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
-        """The prefill has begun, or has not and will wait until it is asked again."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
-            return
-        req = receiver.req
-        if receiver.begun or not self._claims.is_asked_back(req.rid):
-            return
-        if msg.begun:
-            self._claims.began(req.rid)
-            return
-        self._revoke(receiver)
-        # What its own store has was looked at, and who computes the prompt was decided.
-        receiver.store, receiver.decided = StoreStage.OVER, True
-        receiver.handover = HandoverId(self._epoch, receiver.handover.room, next(self._attempts))
-        req.foreseen = None
-        # The prefill had it in its queue, from when it was asked.
-        req.phases.credit(math.inf, 0.0, 0.0, now)
-        req.phases.enter(Phase.QUEUE, now)
-        self._queue_again(receiver, now)
-
-    def _queue_again(self, receiver: KVReceiver, now: float) -> None:
-        """Free the memory of a room that no prefill may write to, and queue its claim."""
-        req, memory = receiver.req, self._scheduler.memory
-        assert receiver.hold is not None
-        memory.finish(req)
-        memory.unpin(receiver.hold)
-        receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
-        receiver.progress = 0
-        req.state = ReqState.BOOTSTRAPPING
-        self.withdrawn += 1
-        self._queue(receiver, now)
-        self._claims.revoked(req)
-
-    def _expect(self, receiver: KVReceiver) -> None:
-        """Its KV is to come, for certain: have window pages for it, which may be fresher than the others."""
-        if not receiver.expects:
-            receiver.expects = True
-            memory = self._scheduler.memory
-            memory.expect(receiver.req, receiver.length, receiver.goes_on)
-            receiver.fence = memory.fence()
-
-    def _request(self, receiver: KVReceiver, now: float) -> None:
-        req, peer, memory = receiver.req, receiver.peer, self._scheduler.memory
-        run = memory.run(receiver.prefix_len, receiver.length, receiver.goes_on)
-        if sum(run.counts) > MAX_PAGES:
-            text = f"it needs {sum(run.counts)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
-            self._fail(receiver, 400, text)
-            return
-        receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
-        req.phases.enter(Phase.TRANSFER, now)
-        assert receiver.hold is not None
-        pages = memory.pages_in(receiver.hold, run, run.begin, run.end)
-        receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
-        grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
-        self._scheduler.outbox.to_transfer(grant)
-        receiver.requested_at, receiver.deadline = now, now + self._limits.landing
-        self._claims.requested(req, now)
-        req.held = self.store_first.held(receiver)
-        peer.send(
-            TransferRequest(
-                peer.epoch,
-                receiver.handover,
-                receiver.length,
-                digest_of(req, receiver.length),
-                receiver.prefix_len,
-                receiver.pages,
-                self._checksum,
-                hashes=memory.debug is not None,
-            )
-        )
-
-    # --- the prefill answers ---
-
-    def on_progress(self, peer: Peer, msg: Progress, now: float) -> None:
-        """A hand-over that takes long is not stuck, says the prefill."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
-            return
-        if receiver.advances(msg.pages, self._scheduler.memory.page_size):
-            receiver.deadline = now + self._limits.landing
-
-    def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
-        """The prompt is computed, says the prefill: what follows it goes out, ahead of the KV."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
-            return
-        if receiver.begun or receiver.newcomer is not None:
-            return  # it has one
-        receiver.deadline = now + self._limits.landing
-        req = receiver.req
-        problem = first_token_problem(msg, req, self._vocab_size)
-        if problem is not None:
-            self._fail(receiver, 502, problem)
-            return
-        # What nobody asked for goes nowhere.
-        logprob = msg.logprob if req.msg.logprobs is not None else None
-        scores = msg.input_logprobs if req.wants_input_logprobs else None
-        receiver.begun = True
-        self._claims.began(req.rid)
-        req.times.first_token = now
-        take_times(receiver, msg.timing, now)
-        req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
-        req.cached_beyond = msg.cached_beyond
-        self._scheduler.take_first_token(req, msg.token, logprob, now)
-
-    def on_done(self, peer: Peer, msg: TransferDone) -> None:
-        """All pages have landed, says the prefill: check that they are what it sent."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is None:
-            return
-        if receiver.state is ReceiverState.DRAINING:
-            self._drained(receiver)
-        elif receiver.state is ReceiverState.TRANSFERRING and not receiver.begun and receiver.newcomer is None:
-            receiver.state = ReceiverState.VERIFYING  # nothing can be written any more
-            self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
-        elif receiver.state is ReceiverState.TRANSFERRING:
-            receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
-            receiver.deadline = self._now + self._limits.landing
-            receiver.hashes = msg.hashes
-            self._revoke(receiver, are_checked=True)  # what changed while it is checked would never be noticed
-            check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
-            self._scheduler.outbox.to_transfer(check)
-
-    def on_verified(self, event: PagesVerified, now: float) -> None:
-        """The worker has checked the landed pages."""
-        receiver = self.rooms.get(event.handover.room)
-        if receiver is None or receiver.handover != event.handover or not receiver.checking:
-            return
-        debug, hold = self._scheduler.memory.debug, receiver.hold
-        if debug is None or hold is None or not event.ok:
-            self._checked(receiver, "" if event.ok else "checksum mismatch", now)
-            return
-        first, pages = receiver.whole_pages(self._scheduler.memory.page_size)
-        debug.landed(receiver.req, hold, first, pages, receiver.hashes, partial(self._checked, receiver))
-
-    def _checked(self, receiver: KVReceiver, problem: str, now: float) -> None:
-        """Our own worker is through with what landed."""
-        receiver.checking = False
-        if receiver.state is ReceiverState.DRAINING:
-            self._drained(receiver)
-            return
-        if problem:
-            self._fail(receiver, 502, f"the KV that arrived is not what the prefill instance sent ({problem})")
-            return
-        req, there = receiver.req, receiver.there
-        assert there is not None
-        if receiver.begun and not req.is_ended:
-            self._choice.learn_lag(receiver.peer.epoch, len(receiver.pages[0]) // 4, now - req.times.first_token, now)
-        assert receiver.hold is not None
-        receiver.hold.verified = True
-        self._over(receiver)
-        self.done += 1
-        self.bytes_received += there.transfer_bytes
-        if not req.is_ended and receiver.newcomer is not None:
-            req.computed = receiver.length
-            receiver.newcomer.landed(req)
-        elif not req.is_ended:
-            take_times(receiver, there, now)
-            self._scheduler.start_landed(req, now)
-
-    def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
-        """The prefill gave the room up and will write no more."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is ReceiverState.DECLINED:
-            return
-        if receiver.state is ReceiverState.DRAINING:
-            self._drained(receiver)
-        else:
-            receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
-            is_leg = not receiver.begun and receiver.newcomer is None
-            if msg.status == CLIENT_GONE and is_leg and not receiver.req.is_ended:
-                # Whoever aborted it there meant the request; its own abort here is on its way, or was lost.
-                reason = shown(msg.reason, REASON_CHARS)
-                self._scheduler.end(receiver.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=reason))
-                self._let_go(receiver, reason)
-                return
-            self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
-
-    def on_abort_ack(self, peer: Peer, msg: AbortAck) -> None:
-        """The prefill will write no more for a hand-over that was aborted."""
-        receiver = self._known(peer, msg.handover)
-        if receiver is not None and receiver.state is ReceiverState.DRAINING:
-            self._drained(receiver)
-
-    # --- the ways out ---
-
-    def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended on this side; its memory stays pinned until nobody writes to it any more."""
-        receiver = self._of(req)
-        if receiver is not None:
-            self._let_go(receiver, reason)
-
-    def on_gone(self, peer: Peer) -> None:
-        """The prefill is gone: its requests fail now, or are computed here.
-
-        Pages that it may still write wait for ``on_down``.
+    @property
+    def goes_on(self) -> int:
+        """From which position on something is computed here: what it sees of windowed layers has to come. Another
+        answer to the same prompt begins in the page of the prompt's last token.
         """
-        for receiver in [r for r in self.rooms.values() if r.peer is peer]:
-            if receiver.state in (ReceiverState.VERIFYING, ReceiverState.DECLINED):
-                continue  # all of it is here, or computed here
-            self._give_up(receiver, peer.status, why(peer))
-            if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
-                self._begin_draining(receiver)
-            else:
-                self._drained(receiver)
+        return self.length - 1 if self.newcomer is None else self.length
 
-    def on_down(self, peer: Peer) -> None:
-        """A prefill that was gone can't write here any more."""
-        for receiver in [r for r in self.rooms.values() if r.peer is peer and r.state is ReceiverState.DRAINING]:
-            self._drained(receiver)
+    def advances(self, pages: int, size: int) -> bool:
+        """Note that so many pages are computed and landed. Return whether that is progress, which comes to an end."""
+        total = -(-self.length // size) + sum(len(numbers) // 4 for numbers in self.pages)
+        before, self.progress = self.progress, max(self.progress, min(pages, total))
+        return self.progress > before
 
-    def counts(self) -> DirectionCounts:
-        """Return how many incoming hand-overs are open, done and failed, and the bytes they received."""
-        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received, recomputed=self.recomputed)
+    def whole_pages(self, size: int) -> tuple[int, I32]:
+        """Of what came, the pages of the first group that are full, and which of the request's is the first of them."""
+        first = self.prefix_len // size
+        return first, unpack_i32(self.pages[0])[: self.length // size - first]
 
-    def warning(self, now: float) -> str | None:
-        """What somebody should look after: memory that a peer neither lets go of nor dies with."""
-        stuck = [r for r in self._in(ReceiverState.DRAINING) if now - r.draining_since > STUCK_SECONDS]
-        if not stuck:
-            return None
-        tokens = sum(r.length - r.prefix_len for r in stuck)
-        peers = ", ".join(sorted({r.peer.epoch for r in stuck}))
-        return (
-            f"the KV memory of {len(stuck)} hand-overs ({tokens} tokens) can't be used again before instance {peers} "
-            "has let go of it: it hangs; end it"
-        )
+    def info(self, now: float) -> dict[str, Any]:
+        """For /transfers."""
+        return {
+            "direction": "receiving",
+            "room": self.handover.room,
+            "state": self.state.name.lower(),
+            "rid": self.req.rid,
+            "peer": self.peer.epoch or None,
+            "seconds": round(now - self.since, 3),
+            "prompt_tokens": self.req.prompt_len,
+            "reason": self.peer.reason or None,
+        }
 
-    def info(self, now: float) -> list[dict[str, Any]]:
-        """Rooms that are open, for /transfers."""
-        return [receiver.info(now) for receiver in self.rooms.values()]
 
-    def pinned(self) -> list[KVHold]:
-        """Memory that a prefill, or our own worker, may still write."""
-        return [r.hold for r in self.rooms.values() if r.hold is not None]
+def is_sound(score: TokenLogprob, vocab_size: int) -> bool:
+    """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
+    pairs = [(score.token_id, score.logprob), *score.top]
+    return all(0 <= token < vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
 
-    def _in(self, state: ReceiverState) -> list[KVReceiver]:
-        return [r for r in self.rooms.values() if r.state is state]
 
-    def _of(self, req: Req) -> KVReceiver | None:
-        if req.msg.bootstrap is None:
-            return next((r for r in self.rooms.values() if r.newcomer is not None and r.req is req), None)
-        receiver = self.rooms.get(req.msg.bootstrap.room)
-        return receiver if receiver is not None and receiver.req is req else None
+def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | None:
+    """Why what a prefill sent ahead of the KV can't be meant, None where it can."""
+    if not 0 <= msg.token < vocab_size:
+        return f"the prefill instance sent a first token that is none: {msg.token}"
+    scores = msg.input_logprobs if req.wants_input_logprobs else None
+    if scores is not None and len(scores) > req.prompt_len:
+        return "the prefill instance sent more prompt logprobs than the prompt has tokens"
+    logprob = msg.logprob if req.msg.logprobs is not None else None
+    if not all(is_sound(score, vocab_size) for score in [*(scores or ()), *([logprob] if logprob else [])]):
+        return "the prefill instance sent logprobs that are none"
+    return None
 
-    def _known(self, peer: Peer, handover: HandoverId) -> KVReceiver | None:
-        receiver = self.rooms.get(handover.room)
-        if receiver is None or receiver.handover != handover or receiver.peer is not peer:
-            # Usually the answer to an abort of a room that had nothing to drain.
-            log.debug("dropped a message of %s for room %d, which is not open", peer.epoch, handover.room)
-            return None
-        return receiver
 
-    def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
-        log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})
-        self._give_up(receiver, status, reason)
-        self._let_go(receiver, reason)
+def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:
+    """Note where a request's time went on the prefill (``there``): with the first token, and again when KV is here."""
+    times, timing = receiver.req.times, receiver.req.timing
+    # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
+    if receiver.there is None:
+        receiver.req.phases.credit(there.queue_ms, there.prefill_ms, there.ahead_ms, now)
+    timing.transfer_bytes = there.transfer_bytes
+    verified = now if receiver.there is not None else times.arrival
+    timing.timeline = timeline(receiver, there.timeline or Timeline(), verified)
 
-    def _give_up(self, receiver: KVReceiver, status: int, reason: str) -> None:
-        """The KV won't come. Who has the first token gets the others all the same; another may ask elsewhere."""
-        req = receiver.req
-        if req.is_ended or req.route is not Route.INCOMING:
-            return
-        self._choice.never_came(req, self._now)
-        if receiver.newcomer is not None:
-            receiver.newcomer.lost(req, reason)
-        elif receiver.begun:
-            log.info("its prompt is computed here", extra={"rid": req.rid})
-            self.recomputed += 1
-            self._scheduler.recompute(req, self._now)
-        else:
-            self._scheduler.fail(req, status, reason, "transfer_error")
 
-    def _let_go(self, receiver: KVReceiver, reason: str) -> None:
-        peer, state = receiver.peer, receiver.state
-        if state in (ReceiverState.DRAINING, ReceiverState.DECLINED):
-            return
-        if peer.readable and state in (
-            ReceiverState.QUEUED,
-            ReceiverState.PREALLOCATED,
-            ReceiverState.TRANSFERRING,
-        ):
-            peer.send(Abort(peer.epoch, receiver.handover, shown(reason, REASON_CHARS)))
-        if state is ReceiverState.TRANSFERRING and not peer.down:
-            self._begin_draining(receiver)
-        else:
-            self._drained(receiver)
+def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
+    """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
+    arrival = receiver.req.times.arrival
+    asked = (receiver.requested_at - arrival) * 1000
+    pushed = there.last_byte > 0
+    return Timeline(
+        bootstrap=(receiver.queued_at - arrival) * 1000,
+        allocate=(receiver.allocated_at - arrival) * 1000,
+        queue=asked + max(0.0, there.queue),
+        prefill=asked + max(0.0, there.prefill),
+        first_byte=asked + max(0.0, there.first_byte) if pushed else 0.0,
+        last_byte=asked + there.last_byte if pushed else 0.0,
+        verify=(verified - arrival) * 1000,
+    )
 
-    def _drained(self, receiver: KVReceiver) -> None:
-        """No peer writes to its memory any more: free it, unless our own worker still may."""
-        if receiver.checking:
-            self._begin_draining(receiver)
-            return
-        self.failed += 1
-        self._over(receiver)
 
-    def _begin_draining(self, receiver: KVReceiver) -> None:
-        if receiver.state is not ReceiverState.DRAINING:
-            receiver.state, receiver.draining_since = ReceiverState.DRAINING, self._now
+def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
+    """Return the error message for a client whose hand-over timed out: which step, and after how long."""
+    where = receiver.req.msg.bootstrap
+    if receiver.state is ReceiverState.LINKING:
+        name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
+        waited = f"{limits.bootstrap:.0f} s: {receiver.peer.reason or 'no answer'}"
+        return f"the prefill instance {name} was not reached in {waited}"
+    if receiver.state is ReceiverState.QUEUED:
+        return f"{limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
+    return f"the hand-over made no progress for {limits.landing:.0f} s"
 
-    def _revoke(self, receiver: KVReceiver, *, are_checked: bool = False) -> None:
-        if receiver.granted:
-            receiver.granted = False
-            self._scheduler.outbox.to_transfer(RevokePages(receiver.handover, are_checked))
 
-    def _over(self, receiver: KVReceiver) -> None:
-        """Nothing more comes of a room: its memory is no longer held for it."""
-        del self.rooms[receiver.handover.room]
-        self._revoke(receiver)
-        if receiver.hold is not None:
-            self._scheduler.memory.unpin(receiver.hold)
+def why(peer: Peer) -> str:
+    """For a client, what became of the prefill that was to serve it."""
+    return f"the prefill instance can't be used: {peer.reason}"

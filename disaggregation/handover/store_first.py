@@ -21,8 +21,8 @@ from ...messages.metrics import StoreFirstCounts
 from ...messages.outputs import HeldTokens
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.tier_counts import NOTHING_BEYOND
-from .choice import Choice, Prospects
-from .landing import KVReceiver, StoreStage
+from .kv_receiver import KVReceiver, StoreStage
+from .placement_policy import PlacementPolicy, Prospects
 
 PATIENCE = 1.5
 """Times as long as a fetch may take to be a gain: one that is a little late costs less than to begin anew without."""
@@ -40,7 +40,7 @@ def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prosp
 class StoreFirst:
     """See the module."""
 
-    def __init__(self, scheduler: Scheduler, choice: Choice) -> None:
+    def __init__(self, scheduler: Scheduler, choice: PlacementPolicy) -> None:
         self._scheduler = scheduler
         self._choice = choice
         self.counts = StoreFirstCounts()

@@ -38,7 +38,7 @@ def main() -> NoReturn:
 
 
 def _serve(ctx: ChildContext, started: Started) -> NoReturn:
-    from ..occupation import Occupation
+    from ..memory_saver import MemorySaver
     from ..profiler import RankProfiler, profile_folder
     from .host_ranks import Follower, Lead
     from .leading_steps import FollowingSteps
@@ -48,7 +48,7 @@ def _serve(ctx: ChildContext, started: Started) -> NoReturn:
         assert isinstance(steps, FollowingSteps)
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.kv_region, model.layout)
-        occupation = Occupation(model, steps, prefault)
+        occupation = MemorySaver(model, steps, prefault)
         profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device, steps)
         while True:
             step = ranks.next_step(prefault.wait_ms)

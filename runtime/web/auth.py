@@ -8,11 +8,11 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .access_log import AccessRecord
 from .cluster_auth import PROOF_HEADER, PROOF_PATH, SIGNATURE_HEADER, ClusterServer
 from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
-from .visits import Visit
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
 NO_KEY = 'this server needs a key; send the header "Authorization: Bearer KEY"'
@@ -81,14 +81,14 @@ class ApiKeyAuth:
                 return
             caller = ANYBODY
         elif self._needs_admin(access) and not caller.is_admin:
-            Visit.of(scope).is_known = bool(caller.name)
+            AccessRecord.of(scope).is_known = bool(caller.name)
             refusal = error_answer(403, NO_ADMIN) if caller.name else error_answer(401, NO_ADMIN_KEY)
             await refusal(scope, receive, send)
             return
         else:
-            Visit.of(scope).is_known = True
+            AccessRecord.of(scope).is_known = True
         if caller.name:
-            Visit.of(scope).details["key"] = caller.name
+            AccessRecord.of(scope).details["key"] = caller.name
         scope[SCOPE_KEY] = caller
         scope["headers"] = self._headers(scope["headers"], caller)
         await self._app(scope, receive, send)

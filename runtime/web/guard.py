@@ -8,18 +8,18 @@ from typing import Protocol
 from starlette.types import ASGIApp
 
 from ..cluster_secret import ClusterSecret
+from .access_log import AccessCounts, AccessLog, AccessRecord
 from .auth import ApiKeyAuth
 from .cluster_auth import ClusterServer
 from .keys import KeyOptions, read_keys
+from .origin_check import OriginOptions, check_origins
 from .path_guard import PathGuard
 from .paths import PathTable, Server
 from .proxies import TrustedProxies
 from .request_limit import RequestLimit
-from .sites import SiteOptions, guard_sites
-from .visits import Visit, VisitCounts, VisitLog
 
 
-class GuardOptions(KeyOptions, SiteOptions, Protocol):
+class GuardOptions(KeyOptions, OriginOptions, Protocol):
     """The options of a server that say who may ask what, and what is logged of it."""
 
     @property
@@ -42,8 +42,8 @@ def guard(
     app: ASGIApp,
     options: GuardOptions,
     server: Server,
-    counts: VisitCounts,
-    on_end: Callable[[Visit, float], None] | None = None,
+    counts: AccessCounts,
+    on_end: Callable[[AccessRecord, float], None] | None = None,
     epoch: str = "",
     own_admin_key: str | None = None,
 ) -> ASGIApp:
@@ -70,8 +70,8 @@ def guard(
         signs=is_router and options.cluster_secret_file is not None,
         cluster=cluster,
     )
-    return VisitLog(
-        guard_sites(checked, options, table, has_keys=bool(keys.users)),
+    return AccessLog(
+        check_origins(checked, options, table, has_keys=bool(keys.users)),
         table,
         counts,
         access_log=not options.disable_access_log,

@@ -35,7 +35,7 @@ def server_config(app: ASGIApp, options: ConnectionOptions, *, files_each: int =
         log_config=None,
         access_log=False,
         server_header=False,
-        # It believes headers from loopback addresses: VisitLog reads them from --trusted-proxies alone.
+        # It believes headers from loopback addresses: AccessLog reads them from --trusted-proxies alone.
         proxy_headers=False,
         timeout_keep_alive=cast(int, options.keep_alive_timeout),  # it takes any number of seconds
         **settings,

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
+from ...runtime.web.access_log import AccessCounts
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.exposition import MetricsPage
 from ...runtime.web.guard import guard
 from ...runtime.web.paths import Server
-from ...runtime.web.visits import VisitCounts
 from .admin import (
     abort_request,
     flush_cache,
@@ -163,7 +163,7 @@ def make_app(
     ``own_admin_key``: see ``guard``.
     """
     app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False, docs_url=None, redoc_url=None)
-    counts = VisitCounts()
+    counts = AccessCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
         options=options,

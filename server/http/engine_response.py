@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...messages.outputs import FinishType
+from ...runtime.web.access_log import AccessRecord
 from ...runtime.web.keys import Caller
 from ...runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, header
 from ...runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
-from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import AnswerMoved, ApiError, ClientGone
 from .plan import PromptPlan
@@ -161,7 +161,7 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
-        visit = Visit.of(scope)
+        visit = AccessRecord.of(scope)
         # Whoever has no answer here can't write names of their choice into the log.
         if header(scope["headers"], TICKET) is None:
             visit.name(self._name)

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from ...messages.decode import shown
 from ...messages.outputs import ReqError
+from ...runtime.web.access_log import CLIENT_GONE
 from ...runtime.web.errors import error_body, error_headers, error_type
 from ...runtime.web.json_response import json_response
-from ...runtime.web.visits import CLIENT_GONE
 
 
 class ClientGone(Exception):

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from ...messages.memory import ALL_TAGS
 from ...messages.metrics import ChoiceCounts, DirectionCounts, SchedulerMetrics, StoreMetrics, TierMetrics
 from ...runtime.options import ServerOptions
+from ...runtime.web.access_log import AccessCounts
 from ...runtime.web.exposition import Families
-from ...runtime.web.visits import VisitCounts
 from .engine_client import EngineClient
 from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliased
 from .request_metrics import ERROR_TYPES, LEG_OUTCOMES, REASONS, RequestMetrics
@@ -28,7 +28,7 @@ class InstanceMetrics:
     """Makes the families of each scrape. Every sample of pdserve's own has the instance's ``role``."""
 
     def __init__(
-        self, options: ServerOptions, engine: EngineClient, visits: VisitCounts, info: Mapping[str, str]
+        self, options: ServerOptions, engine: EngineClient, visits: AccessCounts, info: Mapping[str, str]
     ) -> None:
         self._options = options
         self._engine = engine
@@ -113,7 +113,7 @@ def add_requests(families: Families, counts: RequestMetrics) -> None:
         families.histogram(f"pdserve_{name}", meaning, histogram)
 
 
-def add_front(families: Families, visits: VisitCounts, live_requests: int) -> None:
+def add_front(families: Families, visits: AccessCounts, live_requests: int) -> None:
     """What the HTTP process itself does."""
     families.counter(
         "pdserve_http_responses_total",

@@ -11,8 +11,8 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from ...messages.error_codes import OVERLOADED
+from ...runtime.web.access_log import AccessRecord
 from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped
-from ...runtime.web.visits import Visit
 from .errors import ApiError, bad_request
 from .field_names import IGNORED_HEADER
 from .fields import TAG, Body, FieldError
@@ -75,7 +75,7 @@ async def parse_body(request: Request, schema: type[B]) -> B:
 
     The content type is not asked for, so that a plain ``curl -d`` works.
     """
-    state, visit = HttpState.of(request), Visit.of(request.scope)
+    state, visit = HttpState.of(request), AccessRecord.of(request.scope)
 
     def read(data: bytes, is_large: bool) -> B:
         content = parse_json(data, is_large)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from ...runtime.web.access_log import AccessRecord
 from ...runtime.web.keys import Caller
-from ...runtime.web.visits import Visit
 from .request_fields import RequestFields
 from .state import HttpState
 from .tickets import ticket_of
@@ -28,7 +28,7 @@ def named(request: Request, body: B, prefix: str = "") -> B:
     ticket = ticket_of(request.scope)
     if ticket is not None:
         return body.model_copy(update={"rid": ticket.rid})
-    rid = prefix + Visit.of(request.scope).request_id
+    rid = prefix + AccessRecord.of(request.scope).request_id
     if HttpState.of(request).engine.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"
     return body.model_copy(update={"rid": rid})

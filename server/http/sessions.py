@@ -18,10 +18,10 @@ from starlette.types import Scope
 from ...messages.base import unpack_i32
 from ...messages.sampling import SamplingParams
 from ...messages.sessions import SessionState, SnapshotReq, SnapshotResult
+from ...runtime.web.access_log import CLIENT_GONE, AccessRecord
 from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import NAME as KEY_NAME
 from ...runtime.web.keys import Caller
-from ...runtime.web.visits import CLIENT_GONE, Visit
 from .conversation import read_conversation
 from .engine_response import EngineResponse, watch_disconnect
 from .errors import ApiError, ClientGone, bad_request
@@ -101,7 +101,7 @@ def _plan(request: Request, body: SnapshotBody) -> PromptPlan:
 
 
 def _free_name(request: Request, prefix: str) -> str:
-    rid = prefix + Visit.of(request.scope).request_id
+    rid = prefix + AccessRecord.of(request.scope).request_id
     is_taken = HttpState.of(request).engine.is_named(rid, Caller.of(request.scope))
     return f"{rid}-{secrets.token_hex(4)}" if is_taken else rid
 

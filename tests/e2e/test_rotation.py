@@ -1,6 +1,6 @@
 """After one client's 429s, and after a request that crashes instances, good requests go to all instances that live.
 
-Four real instances stand behind a real router. ``tests/unit/router/test_router_rest.py`` and
+Four real instances stand behind a real router. ``tests/unit/router/test_circuit_breaker.py`` and
 ``test_router_crashes.py`` check the rules with scripted ones.
 """
 

@@ -9,11 +9,11 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pdserve.disaggregation.handover.choice import Choice
-from pdserve.disaggregation.handover.kv_receiver import KVReceivers
-from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.limits import HandoverLimits
 from pdserve.disaggregation.handover.peer import Peer, PeerState, Reading, Writing
+from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
+from pdserve.disaggregation.handover.receiver_table import ReceiverTable
+from pdserve.disaggregation.handover.sender_table import SenderTable
 from pdserve.messages.base import HandoverId, Message, unpack_i32
 from pdserve.messages.handover import (
     Abort,
@@ -83,10 +83,10 @@ class SimSide(SimInstance):
     def __init__(self, pair: SimPair, mode: str, window: SimWindow, host_pages: int = 0, **changes) -> None:
         super().__init__(make_options(disaggregation_mode=mode, **changes), window=window, host_pages=host_pages)
         self.pair = pair
-        self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.estimator)
-        self.senders = KVSenders(self.scheduler, mode, self.options.page_size, LIMITS, self.choice)
+        self.choice = PlacementPolicy(self.options.disaggregation_threshold, self.scheduler.estimator)
+        self.senders = SenderTable(self.scheduler, mode, self.options.page_size, LIMITS, self.choice)
         reach = lambda host, port, now: pair.link if pair.is_closing else pair.open_link()  # noqa: E731
-        self.receivers = KVReceivers(self.scheduler, mode, LIMITS, reach, self.choice)
+        self.receivers = ReceiverTable(self.scheduler, mode, LIMITS, reach, self.choice)
         self.scheduler.handovers = self
 
     @property

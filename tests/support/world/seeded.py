@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.disaggregation.handover.kv_receiver import KVReceivers
-from pdserve.disaggregation.handover.kv_sender import KVSenders
+from pdserve.disaggregation.handover.receiver_table import ReceiverTable
+from pdserve.disaggregation.handover.sender_table import SenderTable
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
@@ -33,31 +33,31 @@ Patch = pytest.MonkeyPatch
 
 def pages_freed_at_abort(patch: Patch) -> None:
     """The decode frees what the prefill may still write."""
-    patch.setattr(KVReceivers, "_begin_draining", lambda self, receiver: self._over(receiver))
+    patch.setattr(ReceiverTable, "_begin_draining", lambda self, receiver: self._over(receiver))
 
 
 def sender_lets_go_too_soon(patch: Patch) -> None:
     """The prefill gives a room up without waiting for its worker to stop."""
-    original = KVSenders._drain
+    original = SenderTable._drain
 
-    def drain(self: KVSenders, sender: Any, status: int, reason: str) -> None:
+    def drain(self: SenderTable, sender: Any, status: int, reason: str) -> None:
         if sender.hold is not None:
             self._scheduler.memory.unpin(sender.hold)
             sender.hold = None
         original(self, sender, status, reason)
 
-    patch.setattr(KVSenders, "_drain", drain)
+    patch.setattr(SenderTable, "_drain", drain)
 
 
 def a_room_in_use_is_opened_again(patch: Patch) -> None:
     """The decode forgets the hand-over that has a room already."""
-    original = KVReceivers.add
+    original = ReceiverTable.add
 
-    def add(self: KVReceivers, req: Any, now: float) -> None:
+    def add(self: ReceiverTable, req: Any, now: float) -> None:
         self.rooms.pop(req.msg.bootstrap.room, None)
         original(self, req, now)
 
-    patch.setattr(KVReceivers, "add", add)
+    patch.setattr(ReceiverTable, "add", add)
 
 
 def hand_overs_outlive_their_link(patch: Patch) -> None:
@@ -76,7 +76,7 @@ def hand_overs_outlive_their_link(patch: Patch) -> None:
 
 def what_was_refused_is_taken(patch: Patch) -> None:
     """The prefill forgets which attempts it has refused or ended."""
-    patch.setattr(KVSenders, "_note_over", lambda self, handover: None)
+    patch.setattr(SenderTable, "_note_over", lambda self, handover: None)
 
 
 def pages_offered_before_steps_are_done(patch: Patch) -> None:
@@ -86,12 +86,12 @@ def pages_offered_before_steps_are_done(patch: Patch) -> None:
 
 def checksum_is_not_looked_at(patch: Patch) -> None:
     """Whatever has landed is taken for right."""
-    original = KVReceivers.on_verified
+    original = ReceiverTable.on_verified
 
-    def on_verified(self: KVReceivers, event: Any, now: float) -> None:
+    def on_verified(self: ReceiverTable, event: Any, now: float) -> None:
         original(self, msgspec.structs.replace(event, ok=True), now)
 
-    patch.setattr(KVReceivers, "on_verified", on_verified)
+    patch.setattr(ReceiverTable, "on_verified", on_verified)
 
 
 def late_legs_are_not_told(patch: Patch) -> None:
@@ -101,14 +101,14 @@ def late_legs_are_not_told(patch: Patch) -> None:
 
 def done_before_it_has_landed(patch: Patch) -> None:
     """The prefill says that all is there as soon as the prompt is computed."""
-    original = KVSenders._finish_if_whole
+    original = SenderTable._finish_if_whole
 
-    def finish(self: KVSenders, sender: Any) -> None:
+    def finish(self: SenderTable, sender: Any) -> None:
         if sender.computed and sender.sent is None and sender.handover is not None:
             sender.sent = SendEnded(sender.handover)
         original(self, sender)
 
-    patch.setattr(KVSenders, "_finish_if_whole", finish)
+    patch.setattr(SenderTable, "_finish_if_whole", finish)
 
 
 def pages_pushed_before_they_are_computed(patch: Patch) -> None:
@@ -137,9 +137,9 @@ def memory_goes_back_with_its_first_user(patch: Patch) -> None:
 
 def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
     """The prefill gives its window pages back as soon as the prompt's last step is sent."""
-    original = KVSenders.chunk_planned
+    original = SenderTable.chunk_planned
 
-    def chunk_planned(self: KVSenders, req: Any) -> Any:
+    def chunk_planned(self: SenderTable, req: Any) -> Any:
         push = original(self, req)
         if push is not None and push.last:
             cache, hold = self._scheduler.memory._cache, req.hold
@@ -149,7 +149,7 @@ def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
                 cache.allocator.windows._detach(page)
         return push
 
-    patch.setattr(KVSenders, "chunk_planned", chunk_planned)
+    patch.setattr(SenderTable, "chunk_planned", chunk_planned)
 
 
 def a_window_page_is_not_granted(patch: Patch) -> None:
@@ -257,12 +257,12 @@ def a_withdrawn_prompt_is_computed(patch: Patch) -> None:
 
 def begun_is_not_heard(patch: Patch) -> None:
     """The decode takes its memory back though the prefill has begun to use it."""
-    original = KVReceivers.on_withdrawn
+    original = ReceiverTable.on_withdrawn
 
-    def on_withdrawn(self: KVReceivers, peer: Any, msg: Withdrawn, now: float) -> None:
+    def on_withdrawn(self: ReceiverTable, peer: Any, msg: Withdrawn, now: float) -> None:
         original(self, peer, msgspec.structs.replace(msg, begun=False), now)
 
-    patch.setattr(KVReceivers, "on_withdrawn", on_withdrawn)
+    patch.setattr(ReceiverTable, "on_withdrawn", on_withdrawn)
 
 
 def the_loop_sleeps_beside_free_memory(patch: Patch) -> None:

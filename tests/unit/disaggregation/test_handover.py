@@ -15,10 +15,10 @@ from support.handovers import named
 from support.sim import NO_WINDOW, SimWindow, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle
 
-from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
-from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
+from pdserve.disaggregation.handover import sender_table, unclaimed_rooms
+from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import PeerState, Writing
-from pdserve.disaggregation.handover.sending import SenderState
+from pdserve.disaggregation.handover.receiver_table import STUCK_SECONDS, ReceiverState
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
     Abort,
@@ -811,7 +811,7 @@ def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
 @pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache", "long"])
 def test_who_is_not_idle_or_could_not_keep_it_or_sends_by_layers_waits_to_be_asked(why, monkeypatch):
     if why == "long":
-        monkeypatch.setattr(kv_sender, "MIN_AHEAD_BYTES", 8 * 22 - 1)
+        monkeypatch.setattr(sender_table, "MIN_AHEAD_BYTES", 8 * 22 - 1)
     pair = SimPair(disable_radix_cache=why == "no cache")
     if why == "busy":
         pair.prefill.submit("b", range(50, 60), max_new_tokens=3)

@@ -7,7 +7,7 @@ from support.handovers import named
 from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import unclaimed_rooms
-from pdserve.disaggregation.handover.sending import digest_of
+from pdserve.disaggregation.handover.kv_sender import digest_of
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones, UnclaimedRooms
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferFailed, TransferRequest
 

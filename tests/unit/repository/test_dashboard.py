@@ -19,8 +19,8 @@ from pdserve.router.app import GENERATION_PATHS
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.access_log import AccessCounts, AccessRecord
 from pdserve.runtime.web.paths import PathTable, Server
-from pdserve.runtime.web.visits import Visit, VisitCounts
 from pdserve.server.http.metric_aliases import ALIASES
 
 DOCKER = Path(__file__).parents[3] / "docker"
@@ -49,11 +49,11 @@ def router_page() -> Page:
     """Of a router that has answered a request."""
 
     async def run() -> Page:
-        visits = VisitCounts()
+        visits = AccessCounts()
         visits.responses["POST", "/generate", 200] += 1
         fleet = Fleet(RouterOptions(prefill=["http://127.0.0.1:1"], decode=["http://127.0.0.1:2"]))
         metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
-        visit = Visit({"method": "POST", "path": "/generate", "headers": []})
+        visit = AccessRecord({"method": "POST", "path": "/generate", "headers": []})
         visit.status = 200
         metrics.visited(visit, 0.1)
         return Page(bytes((await metrics.page(None)).body).decode())  # type: ignore[arg-type]

@@ -20,11 +20,11 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.access_log import AccessCounts
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.guard import guard
 from pdserve.runtime.web.keys import Caller, Keys
 from pdserve.runtime.web.paths import PATHS, Access, PathTable, Server
-from pdserve.runtime.web.visits import VisitCounts
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 KEYS = {"none": {}, "wrong": {"authorization": "Bearer x"}, "user": {"x-api-key": "a-key"}}
@@ -61,7 +61,7 @@ class Front:
     """What stands before one server's application."""
 
     def __init__(self, server: Server, **options: Any) -> None:
-        self.seen, self.table, counts = Seen(), PathTable.of(server), VisitCounts()
+        self.seen, self.table, counts = Seen(), PathTable.of(server), AccessCounts()
         self.counts = counts
         self.app: ASGIApp
         if server is Server.INSTANCE:

@@ -73,13 +73,13 @@ def test_pairs_and_workers_share_the_load(at_prefill, at_decode, at_worker, expe
 def test_at_most_half_of_a_role_is_out_of_rotation_and_its_only_instance_never():
     fleet = make_fleet(prefill=2, decode=3, worker=1)
     p0, p1, d0, d1, d2, w = fleet.instances
-    p0.rest.ask(9)
-    d1.rest.ask(9)
+    p0.breaker.ask(9)
+    d1.breaker.ask(9)
     assert {chosen(fleet) for _ in range(6)} == {("prefill1", "decode0"), ("prefill1", "decode2")}
     assert fleet.has_others([w])
     # The ones that opened their breakers first stay out.
     for instance in (d0, d2, p1, w):
-        instance.rest.ask(9)
+        instance.breaker.ask(9)
     assert fleet.in_rotation(Role.DECODE) == [d0, d2]
     assert fleet.in_rotation(Role.PREFILL) == [p1]
     assert fleet.in_rotation(Role.WORKER) == [w]

@@ -98,7 +98,7 @@ def test_it_dies_with_the_parent_that_it_is_tied_to(port):
     words = json.dumps(["router", "--worker", "http://127.0.0.1:9", f"--port={port}"])
     code = (
         "import os, subprocess, sys\n"
-        "argv = [sys.executable, '-m', 'pdserve.server.tethered', str(os.getpid())]\n"
+        "argv = [sys.executable, '-m', 'pdserve.server.child_cli', str(os.getpid())]\n"
         "child = subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=sys.stdout)\n"
         "child.stdin.write(sys.argv[1].encode())\n"
         "child.stdin.close()\n"

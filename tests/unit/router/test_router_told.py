@@ -153,8 +153,8 @@ def test_what_is_no_answer_of_ours_does_no_harm(body):
 def test_a_fresh_start_is_not_made_to_rest_for_the_one_before():
     prefill = Instance("http://127.0.0.1:1", Role.PREFILL)
     prefill.learn(Told("one", "prefill"))
-    prefill.rest.ask(30.0)
+    prefill.breaker.ask(30.0)
     prefill.learn(Told("one", "prefill"))
-    assert prefill.rest
+    assert prefill.breaker
     prefill.learn(Told("two", "prefill"))
-    assert not prefill.rest
+    assert not prefill.breaker

@@ -14,6 +14,8 @@ import pytest
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret, RouterKeys
+from pdserve.runtime.web.access_log import SCOPE_KEY as VISIT_KEY
+from pdserve.runtime.web.access_log import AccessRecord
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.errors import CannotConnect
@@ -28,8 +30,6 @@ from pdserve.runtime.web.cluster_auth import (
 )
 from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
 from pdserve.runtime.web.paths import PathTable, Server
-from pdserve.runtime.web.visits import SCOPE_KEY as VISIT_KEY
-from pdserve.runtime.web.visits import Visit
 
 OURS, THEIRS = b"o" * 32, b"t" * 40
 EPOCH, NOW = "e1", 1_000_000.0
@@ -205,7 +205,7 @@ def test_the_proof_is_given_to_everybody_who_asks_for_it(files: dict[str, str]) 
 
 def visited() -> dict[str, Any]:
     """What the access log has put into a scope."""
-    return {VISIT_KEY: Visit({"type": "http", "method": "POST", "path": "/generate", "headers": []})}
+    return {VISIT_KEY: AccessRecord({"type": "http", "method": "POST", "path": "/generate", "headers": []})}
 
 
 @pytest.mark.parametrize(("signs", "sent"), [(True, [b"alice", b"(admin)"]), (False, [b"alice", None])])

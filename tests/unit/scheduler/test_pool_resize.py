@@ -16,7 +16,7 @@ from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
-from pdserve.scheduler.occupation import Occupation, Occupied
+from pdserve.scheduler.memory_saver import MemorySaver, MemoryState
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
@@ -376,12 +376,12 @@ def test_who_cannot_is_told_why() -> None:
 
 def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
     sim = ResizedSim(make_options())
-    occupation = Occupation(sim.scheduler)
+    occupation = MemorySaver(sim.scheduler)
     sim.resize = occupation.resize
     busy(sim)
     assert sim.order(120, wait_s=1e6) is None
     occupation.ask(MemoryReq(9, True, ["kv_cache"], 1e6), sim.now)
-    while occupation.state is Occupied.EMPTYING:
+    while occupation.state is MemoryState.EMPTYING:
         sim.plan()
         sim.work()
         occupation.advance(sim.now)

@@ -15,7 +15,7 @@ from support.sim import make_generate, make_options, make_worker_ready
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.routes import ToDetokenizer, ToSupervisor
-from pdserve.runtime import collector
+from pdserve.runtime import gc_control
 from pdserve.runtime.child import ChildContext
 from pdserve.scheduler.process import MESSAGES_A_TURN, SchedulerProcess
 from pdserve.scheduler.scheduler import Scheduler
@@ -107,7 +107,7 @@ def test_an_idle_loop_collects_what_busy_ones_left(loop: Loop, monkeypatch: pyte
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     seen = []
-    for count, is_idle in ((collector.IDLE - 1, True), (collector.IDLE, False), (collector.IDLE, True)):
+    for count, is_idle in ((gc_control.IDLE - 1, True), (gc_control.IDLE, False), (gc_control.IDLE, True)):
         monkeypatch.setattr(gc, "get_count", lambda count=count: (0, 0, count))
         monkeypatch.setattr(Scheduler, "is_idle", is_idle)
         loop.process._checked_at, loop.process._checked_step = 0.0, -1

@@ -11,8 +11,8 @@ from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_pair import assert_all_returned, run_until_idle
 from support.sim_tiered_pair import TieredPair
 
-from pdserve.disaggregation.handover.choice import Prospects
-from pdserve.disaggregation.handover.landing import ReceiverState, StoreStage
+from pdserve.disaggregation.handover.kv_receiver import ReceiverState, StoreStage
+from pdserve.disaggregation.handover.placement_policy import Prospects
 from pdserve.disaggregation.handover.store_first import PATIENCE, StoreFirst, patience_ms
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.messages.handover import ForecastRequest, TransferRequest
@@ -24,7 +24,7 @@ from pdserve.scheduler import store_link
 from pdserve.scheduler.estimates.first_token import NOTHING, Load
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.req import Req, ReqState
-from pdserve.scheduler.store_sight import LOOK_SECONDS, StoreSight
+from pdserve.scheduler.store_index import LOOK_SECONDS, StoreIndex
 from pdserve.scheduler.tiers import KVTiers
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(42)]
@@ -74,7 +74,7 @@ def test_the_store_is_waited_for_where_that_is_sooner(what, pages, fetch_ms, pro
 
 
 def test_a_store_is_known_by_what_it_took():
-    sight = StoreSight(page_bytes=1_000_000)
+    sight = StoreIndex(page_bytes=1_000_000)
     assert sight.ms(100, 1.0) == pytest.approx(100.0)
     for pages in (10, 100) * 60:
         sight.learn(pages, 0.05 * pages, now=1.0)

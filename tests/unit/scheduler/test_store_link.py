@@ -21,8 +21,8 @@ from pdserve.messages.tiers import (
 )
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kept_pages import MOST_SECONDS, Kept, KeptPages
+from pdserve.scheduler.store_index import LOOK_SECONDS
 from pdserve.scheduler.store_link import LONGEST_WAIT, STORE_BATCH, StoreLink
-from pdserve.scheduler.store_sight import LOOK_SECONDS
 from pdserve.scheduler.tier_counts import TierCounts
 
 

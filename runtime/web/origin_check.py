@@ -30,7 +30,7 @@ HEADER_NAMES = re.compile(r"[!-~ \t]{0,2048}")
 OTHER_SITES = frozenset({"cross-site", "same-site"})
 
 
-class SiteOptions(Protocol):
+class OriginOptions(Protocol):
     """The options of a server that say where its requests may come from."""
 
     @property
@@ -41,11 +41,11 @@ class SiteOptions(Protocol):
     def allowed_origins(self) -> str | None: ...
 
 
-def guard_sites(app: ASGIApp, options: SiteOptions, table: PathTable, *, has_keys: bool) -> ASGIApp:
+def check_origins(app: ASGIApp, options: OriginOptions, table: PathTable, *, has_keys: bool) -> ASGIApp:
     """``app`` behind the checks that ``options`` ask for. With keys, a page that has none gets nowhere by itself."""
     origins, hosts = _words(options.allowed_origins), {name.lower() for name in _words(options.allowed_hosts)}
     checks_host = is_loopback(options.host) and not has_keys and ANY not in hosts
-    guard: ASGIApp = SiteGuard(app, origins, hosts if checks_host else None)
+    guard: ASGIApp = OriginGuard(app, origins, hosts if checks_host else None)
     return Cors(guard, origins, table) if origins else guard
 
 
@@ -86,7 +86,7 @@ class Cors(CORSMiddleware):
         return error_answer(400, message, headers=kept | {"vary": "Origin"})
 
 
-class SiteGuard:
+class OriginGuard:
     """ASGI middleware; answers 403 to requests from pages that are not of ``origins``, and, where ``hosts`` are given,
     to those that call the server by a name that is neither theirs nor the loopback's."""
 

@@ -16,8 +16,8 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.runtime.logs import REQUEST_ID, JsonFormatter
 from pdserve.runtime.refusal_log import LINES
+from pdserve.runtime.web.access_log import AccessCounts, AccessLog, AccessRecord
 from pdserve.runtime.web.paths import PATHS, PathTable
-from pdserve.runtime.web.visits import Visit, VisitCounts, VisitLog
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 ACCESS = "pdserve.access"
@@ -109,14 +109,14 @@ def test_a_fault_of_ours_has_the_id_too() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_lines_of_the_task_are_about_its_request_a_traceback_at_its_end_too(fails: bool) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert REQUEST_ID.get() == Visit.of(scope).request_id == "abc"
+        assert REQUEST_ID.get() == AccessRecord.of(scope).request_id == "abc"
         if fails:
             raise RuntimeError("a bug")
 
-    async def run() -> VisitCounts:
-        counts = VisitCounts()
+    async def run() -> AccessCounts:
+        counts = AccessCounts()
         scope = {"type": "http", "method": "BREW", "path": "/made/up", "headers": [(b"x-request-id", b"abc")]}
-        log = VisitLog(app, PathTable(PATHS), counts, access_log=True)
+        log = AccessLog(app, PathTable(PATHS), counts, access_log=True)
         with pytest.raises(RuntimeError) if fails else nullcontext():
             await log(scope, None, None)  # type: ignore[arg-type]
         assert REQUEST_ID.get() == ("abc" if fails else "")

@@ -11,7 +11,7 @@ from support.handovers import named
 from support.sim import SimInstance, make_options, reference_output
 from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 
-from pdserve.disaggregation.handover.choice import Choice
+from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
 from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQueued, TransferRequest
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
@@ -55,7 +55,7 @@ def a_req() -> Req:
     ],
 )
 def test_a_threshold_is_a_number_of_tokens_to_be_computed_here(threshold, uncached, short):
-    choice = Choice(threshold, Fixed(uncached=uncached))
+    choice = PlacementPolicy(threshold, Fixed(uncached=uncached))
     assert choice.is_short(a_req()) is short
     counts = choice.counts()
     assert (counts.here.prompts, counts.there.prompts) == (short, not short and threshold != "auto")
@@ -69,7 +69,7 @@ def test_what_is_no_threshold_is_refused(threshold):
 
 
 def test_the_sooner_one_is_taken_with_the_time_that_kv_needs():
-    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
+    choice, req = PlacementPolicy("auto", Fixed(ms=100.0)), a_req()
 
     def is_here(there_ms: float, pages: int, prefill: str = "p") -> bool:
         return choice.is_here(req, prefill, there_ms, 0, pages, now=1.0)
@@ -85,7 +85,7 @@ def test_the_sooner_one_is_taken_with_the_time_that_kv_needs():
 
 
 def test_forecasts_are_corrected_by_how_they_came_out():
-    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
+    choice, req = PlacementPolicy("auto", Fixed(ms=100.0)), a_req()
     for _ in range(60):
         here = choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
         # Whatever is said, there it takes twice as long.
@@ -120,7 +120,7 @@ def test_one_outcome_that_means_nothing_does_little():
 
 
 def test_who_hangs_is_not_thought_fast():
-    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
+    choice, req = PlacementPolicy("auto", Fixed(ms=100.0)), a_req()
     for _ in range(20):
         choice.is_here(req, "p", 50.0, 0, 0, now=1.0)
         choice.never_came(req, 1.04)  # its client left early: that says nothing
@@ -135,7 +135,7 @@ def test_who_hangs_is_not_thought_fast():
 
 
 def test_slow_links_are_learned():
-    lag = Choice("auto", Fixed())._learned("p").lag
+    lag = PlacementPolicy("auto", Fixed())._learned("p").lag
     for pages in (4, 40, 400) * 100:
         lag.learn(pages, 16.0 * pages, now=1.0)
     assert lag.at(400, 1.0) == pytest.approx(6400.0, rel=0.1)
@@ -230,7 +230,7 @@ def test_what_is_cached_as_a_whole_leaves_something_to_be_computed(logprobs):
     prompt = range(8)  # whole pages
     pair.submit("a", prompt, 1, max_new_tokens=4)
     run_until_idle(pair)
-    pair.decode.choice = pair.decode.receivers._choice = Choice("auto", Fixed(ms=-1.0))  # sooner than anywhere
+    pair.decode.choice = pair.decode.receivers._choice = PlacementPolicy("auto", Fixed(ms=-1.0))  # sooner than anywhere
     pair.submit("b", prompt, 2, max_new_tokens=4, logprobs=logprobs)
     run_until_idle(pair)
     assert pair.decode.ends["b"].meta.route == "local"

@@ -7,10 +7,10 @@ from ...scheduler.estimates.estimator import Estimator
 from ...scheduler.estimates.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from ...scheduler.tiers import KVTiers
-from .sending import KVSender, SenderState
+from .kv_sender import KVSender, SenderState
 
 
-class Foretelling:
+class PrefillEstimates:
     """Answers once a room, and remembers what may come of its answers: else all that ask at once would be told that
     nobody is before them. What a store has of the prompt need not be computed; it is looked at first.
     """

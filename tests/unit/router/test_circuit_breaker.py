@@ -5,10 +5,10 @@ import time
 import pytest
 from support.router_rig import generate, scenario
 
+from pdserve.router.circuit_breaker import FAILURES, LONGEST, CircuitBreaker
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
 from pdserve.router.fleet import Pair
 from pdserve.router.instance import Instance, Role
-from pdserve.router.rest import FAILURES, LONGEST, Rest
 from pdserve.router.retries import blamed, charge
 
 TRANSFER = b'{"error": {"message": "the peer is gone", "type": "transfer_error"}}'
@@ -33,7 +33,7 @@ def fail(rest, clock):
 
 def test_failures_in_a_row_make_it_rest_longer_each_time():
     clock = Clock()
-    rest = Rest(clock)
+    rest = CircuitBreaker(clock)
     for _ in range(FAILURES - 1):
         fail(rest, clock)
     assert not rest
@@ -46,7 +46,7 @@ def test_failures_in_a_row_make_it_rest_longer_each_time():
 
 def test_failures_beside_each_other_are_one():
     clock = Clock()
-    rest = Rest(clock)
+    rest = CircuitBreaker(clock)
     begun_at = clock()
     clock.now += 1.0
     for _ in range(10 * FAILURES):
@@ -59,7 +59,7 @@ def test_failures_beside_each_other_are_one():
 
 def test_one_that_was_away_begins_anew():
     clock = Clock()
-    rest = Rest(clock)
+    rest = CircuitBreaker(clock)
     for _ in range(FAILURES):
         fail(rest, clock)
     rest.forget()
@@ -71,7 +71,7 @@ def test_one_that_was_away_begins_anew():
 
 def test_a_success_in_between_begins_the_count_anew():
     clock = Clock()
-    rest = Rest(clock)
+    rest = CircuitBreaker(clock)
     for _ in range(3):
         for _ in range(FAILURES - 1):
             fail(rest, clock)
@@ -81,7 +81,7 @@ def test_a_success_in_between_begins_the_count_anew():
 
 def test_what_it_asked_for_holds_whatever_succeeds_meanwhile_and_has_a_limit():
     clock = Clock()
-    rest = Rest(clock)
+    rest = CircuitBreaker(clock)
     rest.ask(3.0)
     rest.ask(1.0)
     rest.succeeded()
@@ -122,7 +122,7 @@ def test_what_counts_against_an_instance():
     def charged(error):
         for i in range(FAILURES):
             charge(error, [instance], time.monotonic() + i)
-        rests, instance.rest = bool(instance.rest), Rest()
+        rests, instance.breaker = bool(instance.breaker), CircuitBreaker()
         return rests
 
     assert charged(InstanceAnsweredError(500, FULL, "", ()))
@@ -130,9 +130,9 @@ def test_what_counts_against_an_instance():
     assert not charged(InstanceGoneError("gone"))  # its health checks see that too
     assert not charged(InstanceAnsweredError(429, FULL, "", AFTER_3))  # load is no fault
     assert not charged(InstanceAnsweredError(503, OVERLOADED, "", AFTER_3))
-    instance.rest = Rest(Clock())
+    instance.breaker = CircuitBreaker(Clock())
     charge(InstanceAnsweredError(503, FULL, "", AFTER_3), [instance], 0.0)
-    assert instance.rest.seconds_left == 3.0
+    assert instance.breaker.seconds_left == 3.0
 
 
 def test_only_a_503_about_the_instance_itself_asks_for_time():

@@ -29,11 +29,11 @@ from ....messages.moves import (
 from ....runtime.answer_keys import AnswerKeys
 from ....scheduler.req import Req, ReqState
 from ....scheduler.scheduler import Scheduler
-from ..kv_receiver import KVReceivers
-from ..landing import is_sound
+from ..kv_receiver import is_sound
 from ..limits import HandoverLimits
 from ..peer import Peer
 from ..peers import Peers
+from ..receiver_table import ReceiverTable
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Arrival:
     deadline: float = 0.0
 
 
-class MovesIn:
+class MigrationTarget:
     """Owner of all moves from others, until the request runs here."""
 
     def __init__(
@@ -65,7 +65,7 @@ class MovesIn:
         scheduler: Scheduler,
         limits: HandoverLimits,
         peers: Peers,
-        receivers: KVReceivers,
+        receivers: ReceiverTable,
         port: int,
         answer_keys: AnswerKeys,
         *,

@@ -37,7 +37,7 @@ CLIENT_GONE = 499
 SCOPE_KEY = "pdserve.visit"
 
 
-class Visit:
+class AccessRecord:
     """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
     ``rid``: the engine's name of the request, where there is one. ``details``: what whoever serves it has to say in the
@@ -65,9 +65,9 @@ class Visit:
         self.headers: list[tuple[bytes, bytes]] = []
 
     @staticmethod
-    def of(scope: Scope) -> Visit:
+    def of(scope: Scope) -> AccessRecord:
         """The visit that is answered through ``scope``."""
-        return cast(Visit, scope[SCOPE_KEY])
+        return cast(AccessRecord, scope[SCOPE_KEY])
 
     @property
     def label(self) -> str:
@@ -95,7 +95,7 @@ class Visit:
             message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
 
 
-class VisitCounts:
+class AccessCounts:
     """``responses``: answers by method, path and status. ``in_flight``: requests that are not answered yet."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class VisitCounts:
         self.in_flight = 0
 
 
-class VisitLog:
+class AccessLog:
     """ASGI middleware, the outermost: errors of any kind pass through it too.
 
     ``proxies``: those that are believed who their client is. ``on_end`` is told of each request, and how many seconds
@@ -114,11 +114,11 @@ class VisitLog:
         self,
         app: ASGIApp,
         table: PathTable,
-        counts: VisitCounts,
+        counts: AccessCounts,
         *,
         access_log: bool,
         proxies: TrustedProxies | None = None,
-        on_end: Callable[[Visit, float], None] | None = None,
+        on_end: Callable[[AccessRecord, float], None] | None = None,
     ) -> None:
         self._app = app
         self._table = table
@@ -133,7 +133,7 @@ class VisitLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[SCOPE_KEY] = Visit(scope, self._proxies.client(scope))
+        visit = scope[SCOPE_KEY] = AccessRecord(scope, self._proxies.client(scope))
         visit.facts = self._table.find(visit.path)
         others = [(name, value) for name, value in scope["headers"] if name != HEADER]
         scope["headers"] = [*others, (HEADER, visit.request_id.encode("ascii"))]
@@ -153,7 +153,7 @@ class VisitLog:
         # Not behind an error: its traceback is yet to be logged, by the server, in this same task.
         REQUEST_ID.reset(context)
 
-    def _ended(self, visit: Visit) -> None:
+    def _ended(self, visit: AccessRecord) -> None:
         visit.status = visit.status or CLIENT_GONE
         method = visit.method if visit.method in METHODS else OTHER
         self._counts.responses[method, visit.label, visit.status] += 1
@@ -180,7 +180,7 @@ class VisitLog:
         log.log(level, "%s", line, extra={"rid": visit.rid or visit.request_id, "fields": fields})
 
 
-def access_line(visit: Visit, seconds: float) -> str:
+def access_line(visit: AccessRecord, seconds: float) -> str:
     """The text of a request in the access log, without what a line can't hold."""
     asked = f'{shown(visit.client)} "{shown(visit.method)} {shown(visit.path)}"'
     line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
@@ -189,7 +189,7 @@ def access_line(visit: Visit, seconds: float) -> str:
     return line
 
 
-def _may_be_a_stranger(visit: Visit) -> bool:
+def _may_be_a_stranger(visit: AccessRecord) -> bool:
     """Whether the request failed without showing who sent it: such lines are limited, so that nobody fills the log."""
     if visit.status in (401, 403):
         return True

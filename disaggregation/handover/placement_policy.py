@@ -68,7 +68,7 @@ class _Place:
         }
 
 
-class Choice:
+class PlacementPolicy:
     """Decides which instance computes a prompt. ``asks``: whether that needs the prefill's forecast."""
 
     def __init__(self, threshold: str, estimator: Estimator) -> None:

@@ -5,7 +5,7 @@ views, engines and registered regions know nothing of it. On an accelerator the 
 comes, and with it the addresses: graphs are captured again. Weights are dropped with all that computes by them, and
 loaded from where they came from; other weights than before are refused (``ModelRunner.take_weights``).
 
-Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part (``scheduler/occupation.py``).
+Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part (``scheduler/memory_saver.py``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasabl
     return []
 
 
-class Occupation:
+class MemorySaver:
     """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
 
     def __init__(self, model: ModelRunner, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
-from pdserve.runtime.web.sites import host_name, is_loopback
+from pdserve.runtime.web.origin_check import host_name, is_loopback
 
 BODY = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
 

@@ -20,17 +20,17 @@ STEEPEST = 1000.0
 """So many times as long as with that it takes at most."""
 
 
-class _Look(NamedTuple):
+class _Probe(NamedTuple):
     rid: str
     asked_at: float
 
 
-class StoreSight:
+class StoreIndex:
     """Owner of the looks that are under way, of what they found, and of what fetches took."""
 
     def __init__(self, page_bytes: int) -> None:
         self._usual_ms = page_bytes / USUAL_BYTES_A_MS
-        self._looks: dict[int, _Look] = {}
+        self._looks: dict[int, _Probe] = {}
         """As they were asked for."""
         self._ends: deque[int] = deque()
         """Looks that may not have been waited for long enough yet, in the same order."""
@@ -40,7 +40,7 @@ class StoreSight:
 
     def begin(self, look_id: int, rid: str, now: float) -> None:
         """The store was sent a ``FindPages`` for a request."""
-        self._looks[look_id] = _Look(rid, now)
+        self._looks[look_id] = _Probe(rid, now)
         self._looking[rid] = look_id
         self._ends.append(look_id)
 
@@ -66,7 +66,7 @@ class StoreSight:
         self._seen.pop(rid, None)
 
     @property
-    def oldest(self) -> _Look | None:
+    def oldest(self) -> _Probe | None:
         """The first that it has not answered."""
         return next(iter(self._looks.values()), None)
 

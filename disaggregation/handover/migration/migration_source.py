@@ -1,6 +1,6 @@
 """Running requests that go to another instance.
 
-A ``Move`` is one::
+A ``Migration`` is one::
 
     REACHING → OFFERED → PUSHING → LANDING → FREEZING → COMMITTED → (it is over here)
                   └─────────(no KV to take along)───────▲
@@ -43,9 +43,9 @@ from ....messages.outputs import Timing
 from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
+from ..kv_sender import digest_of, landed_pages
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
-from ..sending import digest_of, landed_pages
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ SPARE_PAGES = 4
 """For each running request, below which no gift is kept."""
 
 
-class MoveState(Enum):
+class MigrationState(Enum):
     """Where a move stands; see the module."""
 
     REACHING = auto()
@@ -81,7 +81,7 @@ class MoveState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class Migration:
     """One request on its way to ``peer``, which is found at ``host`` and ``port``.
 
     ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead,
@@ -99,7 +99,7 @@ class Move:
     peer: Peer
     since: float
     deadline: float
-    state: MoveState = MoveState.REACHING
+    state: MigrationState = MigrationState.REACHING
     handover: HandoverId | None = None
     kv_len: int = 0
     asked: TransferRequest | None = None
@@ -113,7 +113,7 @@ class Move:
     gift: bool = False
 
 
-class MovesOut:
+class MigrationSource:
     """Owner of all moves to others. ``reach`` gives the peer behind a bootstrap address."""
 
     def __init__(self, scheduler: Scheduler, limits: HandoverLimits, reach: Callable[[str, int, float], Peer]) -> None:
@@ -121,16 +121,16 @@ class MovesOut:
         self._page_size = scheduler.options.page_size
         self._limits = limits
         self._reach = reach
-        self._moves: dict[str, Move] = {}
+        self._moves: dict[str, Migration] = {}
         """By the request's name: those that are not off."""
-        self._rooms: dict[int, Move] = {}
+        self._rooms: dict[int, Migration] = {}
         """All that the peer has heard of."""
         self._now = 0.0
         self._targets: deque[tuple[str, int]] = deque()
         """Where everything is to go, in turns; none: it stays."""
         self._again_at: dict[str, float] = {}
         """When to try next with requests that could not go."""
-        self._gifts: list[Move] = []
+        self._gifts: list[Migration] = []
         self._max_gifts = min(MAX_GIFTS, scheduler.options.max_running_requests // ROWS_A_GIFT)
         self.done = 0
         self.failed = 0
@@ -156,7 +156,7 @@ class MovesOut:
         assert where is not None
         peer = self._reach(where.host, where.port, self._now)
         deadline = self._now + GIFT_SECONDS
-        move = Move(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
+        move = Migration(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
         # Into the prefix cache here at once, and not only when the gift is over.
         self._scheduler.memory.share(req, computed)
         move.hold = self._scheduler.memory.pin(req)
@@ -168,10 +168,10 @@ class MovesOut:
         waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
 
-    def _offer_gift(self, move: Move) -> None:
+    def _offer_gift(self, move: Migration) -> None:
         req, peer = move.req, move.peer
         move.handover = HandoverId(peer.epoch, secrets.randbits(63), 0)
-        move.state = MoveState.OFFERED
+        move.state = MigrationState.OFFERED
         self._rooms[move.handover.room] = move
         sampling = msgspec.structs.replace(req.msg.sampling, max_new_tokens=1, min_new_tokens=0)
         tokens = req.token_ids[: move.kv_len].tobytes()
@@ -191,7 +191,7 @@ class MovesOut:
                 self._begin(None, req, host, port, now)
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """Move a request; the answer comes when it has, or can't be."""
+        """Migrate a request. The answer is sent when it has moved or cannot be moved."""
         self._now = now
         req = self._scheduler.reqs.get(ask.rid)
         problem = None
@@ -209,7 +209,7 @@ class MovesOut:
 
     def _begin(self, question: int | None, req: Req, host: str, port: int, now: float) -> None:
         peer = self._reach(host, port, now)
-        self._moves[req.rid] = Move(question, req, host, port, peer, now, now + self._limits.bootstrap)
+        self._moves[req.rid] = Migration(question, req, host, port, peer, now, now + self._limits.bootstrap)
 
     def advance(self, now: float) -> None:
         """Move on what can move; give up what has waited too long."""
@@ -217,19 +217,20 @@ class MovesOut:
         if self._targets:
             self._move_more(now)
         if self._gifts and self._memory_is_wanted():
-            for gift in [gift for gift in self._gifts if gift.state in (MoveState.REACHING, MoveState.OFFERED)]:
+            states = (MigrationState.REACHING, MigrationState.OFFERED)
+            for gift in [gift for gift in self._gifts if gift.state in states]:
                 self._fail(gift, "others need the memory")
         for move in [*self._moves.values(), *self._gifts]:
             if move.req.is_ended and not move.gift:
                 self._fail(move, "the request has ended")
-            elif move.state is MoveState.REACHING:
+            elif move.state is MigrationState.REACHING:
                 self._when_reached(move, now)
-            elif move.state is MoveState.FREEZING and not move.req.pending:
+            elif move.state is MigrationState.FREEZING and not move.req.pending:
                 self._commit(move, now)
-            if move.state is not MoveState.DRAINING and now > move.deadline:
+            if move.state is not MigrationState.DRAINING and now > move.deadline:
                 self._fail(move, f"it took too long ({move.state.name.lower()})")
 
-    def _when_reached(self, move: Move, now: float) -> None:
+    def _when_reached(self, move: Migration, now: float) -> None:
         if move.peer.same_as is not None:
             move.peer = move.peer.same_as
         if move.peer.gone:
@@ -246,13 +247,13 @@ class MovesOut:
             return bool(req.output_len)
         return req.state is ReqState.WAITING and req.hold is None and not req.pending
 
-    def _offer(self, move: Move, now: float) -> None:
+    def _offer(self, move: Migration, now: float) -> None:
         req, peer = move.req, move.peer
         move.handover = HandoverId(peer.epoch, secrets.randbits(63), 0)
         computed = min(req.computed, req.known_len) if req.hold is not None else 0
         move.kv_len = computed // self._page_size * self._page_size
         move.offered = req.known_len
-        move.state = MoveState.OFFERED
+        move.state = MigrationState.OFFERED
         # Where everything is to go, another one is tried rather than waited for.
         move.deadline = now + min(OFFER_SECONDS, self._limits.bootstrap if move.question is None else OFFER_SECONDS)
         self._rooms[move.handover.room] = move
@@ -272,7 +273,7 @@ class MovesOut:
     def on_request(self, peer: Peer, msg: TransferRequest) -> None:
         """It has memory, and wants the KV."""
         move = self._of(peer, msg.handover)
-        if move is None or move.state is not MoveState.OFFERED:
+        if move is None or move.state is not MigrationState.OFFERED:
             return
         memory = self._scheduler.memory
         run = memory.run(msg.decode_prefix_len, move.kv_len, goes_on=move.kv_len)
@@ -284,7 +285,7 @@ class MovesOut:
             peer.send(TransferFailed(peer.epoch, msg.handover, 409, problem))
             self._fail(move, problem)
             return
-        move.state, move.deadline = MoveState.PUSHING, self._now + self._limits.transfer
+        move.state, move.deadline = MigrationState.PUSHING, self._now + self._limits.transfer
         move.asked, move.run = msg, run
         if move.hold is None:
             move.hold = memory.pin(move.req)
@@ -293,7 +294,7 @@ class MovesOut:
         push = SendPages(msg.handover, src, msg.dst_pages, last=True, checksum=msg.checksum)
         self._scheduler.outbox.to_worker(push)
 
-    def _mismatch(self, move: Move, msg: TransferRequest, run: PageRun) -> str | None:
+    def _mismatch(self, move: Migration, msg: TransferRequest, run: PageRun) -> str | None:
         req, skipped = move.req, msg.decode_prefix_len
         if not move.gift and (req.hold is None or req.computed < move.kv_len):
             return "its memory was taken meanwhile, for other requests"
@@ -307,7 +308,7 @@ class MovesOut:
     def on_progress(self, event: SendProgress) -> None:
         """More of a move's pages have landed: count its limit from now on, here and at the other instance."""
         move = self._rooms.get(event.handover.room)
-        if move is None or move.handover != event.handover or move.state is not MoveState.PUSHING:
+        if move is None or move.handover != event.handover or move.state is not MigrationState.PUSHING:
             return
         if event.nbytes > move.landed:
             assert move.run is not None
@@ -320,17 +321,17 @@ class MovesOut:
         move = self._rooms.get(event.handover.room)
         if move is None or move.handover != event.handover or move.hold is None:
             return
-        if move.state is MoveState.DRAINING and not event.cancelled:
+        if move.state is MigrationState.DRAINING and not event.cancelled:
             return  # it crossed our cancel, whose own answer is under way, and must find this move
         self._let_go_of(move)
-        if move.state is MoveState.DRAINING:
+        if move.state is MigrationState.DRAINING:
             self._forget(move)
         elif event.error is not None or event.cancelled:
             reason = f"the KV transfer failed: {event.error or 'cancelled'}"
             move.peer.send(TransferFailed(move.peer.epoch, event.handover, 502, shown(reason, REASON_CHARS)))
             self._fail(move, reason)
         else:
-            move.state, move.deadline = MoveState.LANDING, self._now + self._limits.transfer
+            move.state, move.deadline = MigrationState.LANDING, self._now + self._limits.transfer
             timing = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes)
             debug, asked, hashes = self._scheduler.memory.debug, move.asked, b""
             if debug is not None and asked is not None and asked.hashes:
@@ -348,15 +349,15 @@ class MovesOut:
             return
         if move.gift:
             return
-        if move.state is MoveState.LANDING or (move.state is MoveState.OFFERED and not move.kv_len):
-            move.state, move.frozen_at = MoveState.FREEZING, self._now
+        if move.state is MigrationState.LANDING or (move.state is MigrationState.OFFERED and not move.kv_len):
+            move.state, move.frozen_at = MigrationState.FREEZING, self._now
             move.deadline = self._now + COMMIT_SECONDS
             self._scheduler.hold_back(move.req)
 
-    def _commit(self, move: Move, now: float) -> None:
+    def _commit(self, move: Migration, now: float) -> None:
         req, peer = move.req, move.peer
         assert move.handover is not None
-        move.state = MoveState.COMMITTED
+        move.state = MigrationState.COMMITTED
         commit = MoveCommit(
             peer.epoch,
             move.handover,
@@ -374,7 +375,7 @@ class MovesOut:
     def on_taken(self, peer: Peer, msg: MoveTaken, now: float) -> None:
         """It goes on there."""
         move = self._of(peer, msg.handover)
-        if move is None or move.state is not MoveState.COMMITTED:
+        if move is None or move.state is not MigrationState.COMMITTED:
             return
         req = move.req
         self._forget(move)
@@ -392,7 +393,7 @@ class MovesOut:
     def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
         """It can't go on there."""
         move = self._of(peer, msg.handover)
-        if move is not None and move.state is not MoveState.DRAINING:
+        if move is not None and move.state is not MigrationState.DRAINING:
             self._fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
 
     def on_too_long(self, peer: Peer, handover: HandoverId) -> None:
@@ -426,7 +427,7 @@ class MovesOut:
         """Memory that the worker may still read."""
         return [m.hold for m in self._all() if m.hold is not None]
 
-    def _all(self) -> Iterable[Move]:
+    def _all(self) -> Iterable[Migration]:
         return {id(m): m for m in (*self._moves.values(), *self._gifts, *self._rooms.values())}.values()
 
     def info(self, now: float) -> list[dict[str, Any]]:
@@ -445,33 +446,33 @@ class MovesOut:
             for move in self._all()
         ]
 
-    def _of(self, peer: Peer, handover: HandoverId) -> Move | None:
+    def _of(self, peer: Peer, handover: HandoverId) -> Migration | None:
         move = self._rooms.get(handover.room)
         return move if move is not None and move.handover == handover and move.peer is peer else None
 
-    def _answer(self, move: Move, *, moved: bool, message: str = "", paused_ms: float = 0.0) -> None:
+    def _answer(self, move: Migration, *, moved: bool, message: str = "", paused_ms: float = 0.0) -> None:
         if move.question is not None:
             self._scheduler.outbox.answer(MigrateResult(move.question, moved, message, paused_ms))
 
-    def _fail(self, move: Move, reason: str, *, tell: bool = True) -> None:
+    def _fail(self, move: Migration, reason: str, *, tell: bool = True) -> None:
         """It does not move; where it stood still it goes on here."""
-        if move.state is MoveState.DRAINING:
+        if move.state is MigrationState.DRAINING:
             return
-        state, move.state, move.reason = move.state, MoveState.DRAINING, reason
+        state, move.state, move.reason = move.state, MigrationState.DRAINING, reason
         if move.gift:
             log.debug("its KV is not given back: %s", reason, extra={"rid": move.req.rid})
         else:
             del self._moves[move.req.rid]
             self.failed += 1
             log.info("it is not moved: %s", reason, extra={"rid": move.req.rid})
-        if state in (MoveState.FREEZING, MoveState.COMMITTED):
+        if state in (MigrationState.FREEZING, MigrationState.COMMITTED):
             self._scheduler.go_on(move.req)
         if tell and move.handover is not None:
             move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
         self._answer(move, moved=False, message=reason)
         if self._targets and not move.req.is_ended:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
-        if move.hold is not None and state is not MoveState.PUSHING:
+        if move.hold is not None and state is not MigrationState.PUSHING:
             self._let_go_of(move)  # nobody reads it yet
         if move.hold is None:
             self._forget(move)
@@ -479,14 +480,14 @@ class MovesOut:
             assert move.handover is not None
             self._scheduler.outbox.to_worker(CancelSend(move.handover))
 
-    def _let_go_of(self, move: Move) -> None:
+    def _let_go_of(self, move: Migration) -> None:
         """Nobody reads its memory any more."""
         hold, move.hold = move.hold, None
         assert hold is not None
         self._scheduler.memory.let_window_go(hold)
         self._scheduler.memory.unpin(hold)
 
-    def _forget(self, move: Move) -> None:
+    def _forget(self, move: Migration) -> None:
         if self._moves.get(move.req.rid) is move:
             del self._moves[move.req.rid]
         if move.gift:

@@ -21,7 +21,7 @@ LONGEST = 60.0
 """Maximum seconds that a breaker stays open, even if an instance asks for more."""
 
 
-class Rest:
+class CircuitBreaker:
     """Circuit breaker of one instance. Times are those of ``clock``, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

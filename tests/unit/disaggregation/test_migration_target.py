@@ -11,7 +11,7 @@ from support.handovers import named
 from support.sim import VOCAB, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, SimSide, assert_all_returned, make_peer
 
-from pdserve.disaggregation.handover.moves.moves_in import MovesIn
+from pdserve.disaggregation.handover.migration.migration_target import MigrationTarget
 from pdserve.disaggregation.handover.peer import Reading
 from pdserve.messages.base import pack_i32
 from pdserve.messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken, ReqArrived, RunningRequest
@@ -33,7 +33,7 @@ class Target(SimSide):
         super().__init__(pair, "decode", SimpleNamespace(window=0, tokens=0), **changes)
         peers: Any = SimpleNamespace(want=lambda peer, now: None)
         others = (self.scheduler, LIMITS, peers, self.receivers, 30000, AnswerKeys())
-        self.moves_in = MovesIn(*others, knows_peers=True)
+        self.moves_in = MigrationTarget(*others, knows_peers=True)
         self.mover = make_peer("mover", reading=Reading.READY)
 
     def cancel(self, req, reason) -> None:

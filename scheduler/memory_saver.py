@@ -49,7 +49,7 @@ ORDERS = {True: "release", False: "resume"}
 PATHS = {True: "POST /release_memory_occupation", False: "POST /resume_memory_occupation"}
 
 
-class Occupied(StrEnum):
+class MemoryState(StrEnum):
     """See the module."""
 
     HELD = "held"
@@ -60,10 +60,10 @@ class Occupied(StrEnum):
     RESUMING = "resuming"
 
 
-AT_REST = (Occupied.HELD, Occupied.RELEASED)
+AT_REST = (MemoryState.HELD, MemoryState.RELEASED)
 
 
-class Occupation:
+class MemorySaver:
     """The instance's memory, as its scheduler sees it. Called from the scheduler's loop."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -73,7 +73,7 @@ class Occupation:
         self._order: MemoryReq | None = None
         self._tags: list[MemoryTag] = []
         self._until = math.inf
-        self.state = Occupied.HELD
+        self.state = MemoryState.HELD
         self.released: list[MemoryTag] = []
         """What is not there."""
         scheduler.withheld = lambda: (
@@ -83,9 +83,9 @@ class Occupation:
     @property
     def refusal(self) -> str | None:
         """Why nothing is computed here, None where all is there and shall stay."""
-        if self.state is Occupied.HELD:
+        if self.state is MemoryState.HELD:
             return None
-        if self.state is Occupied.RESUMING:
+        if self.state is MemoryState.RESUMING:
             return "the instance takes its memory again; try again in a few seconds"
         if not self.released:
             return "the instance gives its memory back; send the request to another one"
@@ -112,26 +112,26 @@ class Occupation:
             return
         self._order, self._tags = order, tags
         if not order.release:
-            self._tell_worker(ResumeMemory(tags), Occupied.RESUMING)
-        elif self.state is Occupied.RELEASED:
+            self._tell_worker(ResumeMemory(tags), MemoryState.RESUMING)
+        elif self.state is MemoryState.RELEASED:
             self._release()
         else:
-            self.state, self._until = Occupied.EMPTYING, now + order.wait_s
+            self.state, self._until = MemoryState.EMPTYING, now + order.wait_s
             self.advance(now)
 
     def advance(self, now: float) -> None:
         """One turn of whatever is under way."""
         self.resize.advance(now)
         scheduler, handovers = self._scheduler, self._scheduler.handovers
-        if self.state is Occupied.EMPTYING:
+        if self.state is MemoryState.EMPTYING:
             if not self._is_quiet:
                 if now >= self._until:
                     self._stay(f"{self._running()}; wait for them (wait_s), abort them, or drain the instance")
                 return
-            self.state, self._until = Occupied.PARTING, now + PARTING_SECONDS
+            self.state, self._until = MemoryState.PARTING, now + PARTING_SECONDS
             if handovers is not None:
                 handovers.close("its memory was given back")
-        if self.state is Occupied.PARTING:
+        if self.state is MemoryState.PARTING:
             if handovers is not None and not handovers.is_closed:
                 if now >= self._until:
                     self._stay(f"a peer did not let go of this instance's KV memory within {PARTING_SECONDS:.0f} s")
@@ -145,8 +145,8 @@ class Occupation:
         order, self._order = self._order, None
         assert order is not None
         self.released = changed.released
-        self.state = Occupied.RELEASED if self.released else Occupied.HELD
-        if self.state is Occupied.HELD and self._scheduler.handovers is not None:
+        self.state = MemoryState.RELEASED if self.released else MemoryState.HELD
+        if self.state is MemoryState.HELD and self._scheduler.handovers is not None:
             self._scheduler.handovers.open()
         status = 503 if changed.error else 200
         log.info("%s of %s: %s", ORDERS[order.release], ", ".join(self._tags), changed.error or "done")
@@ -205,9 +205,9 @@ class Occupation:
             if scheduler.tiers is not None:
                 # In the worker's order: pages are saved before their memory goes.
                 scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
-        self._tell_worker(ReleaseMemory(self._tags), Occupied.RELEASING)
+        self._tell_worker(ReleaseMemory(self._tags), MemoryState.RELEASING)
 
-    def _tell_worker(self, command: ReleaseMemory | ResumeMemory, state: Occupied) -> None:
+    def _tell_worker(self, command: ReleaseMemory | ResumeMemory, state: MemoryState) -> None:
         self.state, self._until = state, math.inf
         self._scheduler.outbox.to_worker(command)
 
@@ -215,7 +215,7 @@ class Occupation:
         """Go on as before."""
         order, self._order = self._order, None
         assert order is not None
-        self.state, self._until = Occupied.HELD, math.inf
+        self.state, self._until = MemoryState.HELD, math.inf
         if self._scheduler.handovers is not None:
             self._scheduler.handovers.open()
         self._answer(order, MemoryResult(order.id, 409, why))

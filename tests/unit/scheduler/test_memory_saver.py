@@ -15,8 +15,8 @@ from pdserve.messages.moves import RunningRequest
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.sessions import ResumeReq, SessionState
 from pdserve.messages.tiers import CopyPages
+from pdserve.scheduler.memory_saver import PARTING_SECONDS, MemorySaver, MemoryState
 from pdserve.scheduler.metrics_report import MetricsReport
-from pdserve.scheduler.occupation import PARTING_SECONDS, Occupation, Occupied
 from pdserve.scheduler.pressure import Pressure, PressureMeter, pressure, share_left
 
 
@@ -44,7 +44,7 @@ class Rig:
     def __init__(self, sim: SimInstance | None = None) -> None:
         self.sim = sim or SimInstance()
         self.scheduler = self.sim.scheduler
-        self.occupation = Occupation(self.scheduler)
+        self.occupation = MemorySaver(self.scheduler)
         self.commands: list[ReleaseMemory | ResumeMemory] = []
         self.released: list[Any] = []
 
@@ -82,14 +82,14 @@ def test_an_idle_instance_gives_all_back_and_takes_it_again() -> None:
     rig = Rig()
     assert rig.occupation.refusal is None
     assert rig.ask(True) is None
-    assert rig.occupation.state is Occupied.RELEASING
+    assert rig.occupation.state is MemoryState.RELEASING
     assert rig.obey() == MemoryResult(7, 200, "", ["kv_cache", "weights"], 9, 0.5)
     assert rig.occupation.refusal == (
         "memory was given back (kv_cache, weights); POST /resume_memory_occupation takes it again"
     )
     assert rig.ask(False) is None
     assert rig.obey().released == []
-    assert (rig.occupation.refusal, rig.occupation.state) == (None, Occupied.HELD)
+    assert (rig.occupation.refusal, rig.occupation.state) == (None, MemoryState.HELD)
     rig.sim.submit("a", range(20), max_new_tokens=5)
     rig.sim.run_until_idle()
     assert rig.sim.tokens["a"] == reference_output(range(20), 5)
@@ -150,9 +150,9 @@ def test_nobody_comes_in_by_another_door() -> None:
         assert (error.rid, error.status, error.message) == ("again", 503, rig.occupation.refusal)
         rig.sim.run_until_idle()
         rig.occupation.advance(rig.sim.now)
-        if rig.occupation.state is Occupied.RELEASING:
+        if rig.occupation.state is MemoryState.RELEASING:
             rig.obey()
-    assert rig.occupation.state is Occupied.RELEASED
+    assert rig.occupation.state is MemoryState.RELEASED
 
 
 def test_requests_are_not_cut_short() -> None:
@@ -169,7 +169,7 @@ def test_requests_are_not_cut_short() -> None:
     while not rig.scheduler.is_idle:
         rig.sim.plan()
         rig.occupation.advance(rig.sim.now)
-        assert rig.occupation.state is Occupied.EMPTYING
+        assert rig.occupation.state is MemoryState.EMPTYING
         rig.sim.work()
     rig.occupation.advance(rig.sim.now)
     assert rig.sim.tokens["a"] == reference_output(range(8), 6)
@@ -185,7 +185,7 @@ def test_who_runs_longer_than_that_goes_on() -> None:
     rig.occupation.advance(rig.sim.now)
     result = rig.answer()
     assert result is not None
-    assert (result.status, rig.occupation.refusal, rig.occupation.state) == (409, None, Occupied.HELD)
+    assert (result.status, rig.occupation.refusal, rig.occupation.state) == (409, None, MemoryState.HELD)
     rig.sim.run_until_idle()
     assert rig.sim.tokens["a"] == reference_output(range(8), 60)
 
@@ -236,7 +236,7 @@ def test_peers_let_go_first_or_it_stays() -> None:
     assert "hand-overs or steps are not over" in refused.message
     peers.memory = []
     assert rig.ask(True) is None
-    assert (rig.occupation.state, peers.closed) == (Occupied.PARTING, True)
+    assert (rig.occupation.state, peers.closed) == (MemoryState.PARTING, True)
     assert not rig.sim.to_worker.messages
     rig.sim.now += PARTING_SECONDS
     rig.occupation.advance(rig.sim.now)
@@ -265,7 +265,7 @@ def test_what_cannot_be_had_again_is_still_away() -> None:
     failed = rig.obey(error="weights take 9 GiB, but 1 GiB are free")
     assert (failed.status, failed.message[:12]) == (503, "weights take")
     assert failed.released == ["kv_cache", "weights"]
-    assert rig.occupation.state is Occupied.RELEASED
+    assert rig.occupation.state is MemoryState.RELEASED
     rig.ask(False)
     assert rig.obey().status == 200
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_had_again_is_still_away() -> None:
 def test_what_a_worker_keeps_is_refused_by_name() -> None:
     rig = Rig()
     rig.scheduler.worker.unreleasable = [Unreleasable("weights", "they are foreign")]
-    rig.occupation = Occupation(rig.scheduler)
+    rig.occupation = MemorySaver(rig.scheduler)
     refused = rig.ask(True)
     assert refused is not None
     assert refused.message == 'weights can\'t be given back: they are foreign; ask with "tags": ["kv_cache"]'

@@ -20,9 +20,9 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.memory_saver import MemorySaver, unreleasable
 from pdserve.model_runner.memory_table import full_requests, memory_use, table
 from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.occupation import Occupation, unreleasable
 from pdserve.model_runner.prefault import PoolPrefault
 from pdserve.model_runner.step_runner import StepRunner
 from pdserve.runtime.machine.memory import Memory, resident_bytes
@@ -48,7 +48,7 @@ class Rig:
         self.model = ModelRunner(self.options)
         self.steps = StepRunner(self.model, 2)
         self.prefault = PoolPrefault.of(self.model.kv_region, self.model.layout)
-        self.occupation = Occupation(self.model, self.steps, self.prefault)
+        self.occupation = MemorySaver(self.model, self.steps, self.prefault)
 
     def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
         """Greedy, with the prompt computed anew."""
@@ -214,7 +214,7 @@ class Ranks:
 def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
     rig, captured = Rig(tmp_path), []
     ranks: Any = Ranks(["rank 1: no memory"])
-    occupation = Occupation(rig.model, rig.steps, rig.prefault, ranks)
+    occupation = MemorySaver(rig.model, rig.steps, rig.prefault, ranks)
     before = rig.answer()
     rig.steps.capture_graphs = lambda: captured.append(len(ranks.told))  # type: ignore[method-assign]
     occupation.obey(ReleaseMemory(["weights"]))
@@ -253,7 +253,7 @@ def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again(
         device=torch.device("cuda"), hardware=hardware, pools=[pool], kv_region=None, window_region=None, weight_bytes=0
     )
     steps: Any = Steps()
-    occupation = Occupation(model, steps, PoolPrefault(None, 1, hardware.memory))
+    occupation = MemorySaver(model, steps, PoolPrefault(None, 1, hardware.memory))
     rows = pool.token_rows(torch.tensor([PAGE, PAGE + 1]))
     pool.store(1, rows, torch.ones(2, 2, 8), torch.ones(2, 2, 8))
     assert occupation.obey(ReleaseMemory(["kv_cache"])).released == ["kv_cache"]

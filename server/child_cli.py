@@ -1,4 +1,4 @@
-"""``python -m pdserve.server.tethered PARENT_PID``: the command line, as a process that dies with its parent.
+"""``python -m pdserve.server.child_cli PARENT_PID``: the command line, as a process that dies with its parent.
 
 The words of the command line come from standard input, a JSON list: they may hold the API key, and every user of the
 host can read arguments. What ``pdserve up`` starts runs under it. A user's own ``pdserve server`` doesn't: it may
