@@ -43,6 +43,7 @@ RUNNERS = {
     "pdserve.benchmark.transfer.run": "run_transfer_bench",
     "pdserve.benchmark.schedule.run": "run_schedule_bench",
     "pdserve.benchmark.cache.run": "run_cache_bench",
+    "pdserve.benchmark.kernel.run": "run_kernel_bench",
 }
 COMMANDS = commands()
 INLINE = list(dict.fromkeys(command.text for command in inline_commands()))
