@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .draws import CANDIDATES, DrawnRows, from_all, from_candidates, from_top_k, zero_below
+from .draws import CANDIDATES, DrawnRows, find_kept, from_all, from_candidates, from_top_k, zero_below
 from .inverse_cdf import pick
 from .penalties import I64, LogitEdits, add_biases, apply_penalties, ban_tokens
 from .rows import RowParams
@@ -146,48 +146,13 @@ def _from_nucleus(rows: DrawnRows) -> Tensor:
     return tokens_N
 
 
-class _Kept(NamedTuple):
-    """The ``count`` largest weights of a row are kept; the smallest is ``border``. ``certain``: found for good."""
-
-    count_N: Tensor
-    border_N: Tensor
-    certain_N: Tensor
-
-
-def _kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> _Kept:
-    """How much top-k, top-p and min-p keep, seen from the ``size`` largest weights."""
-    size = min(size, weights_NV.shape[1])
-    sorted_NS = _largest(weights_NV, size)
-    cumulative_NS = sorted_NS.cumsum(1, dtype=torch.float64)
-    last_N1 = torch.where(rows.top_k_N1 > 0, rows.top_k_N1, size).clamp(max=size) - 1
-    total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NS.gather(1, last_N1), 1.0)
-    ranks_S = torch.arange(size, device=weights_NV.device)
-    keep_NS = (cumulative_NS - sorted_NS < rows.top_p_N1 * total_N1) & (ranks_S <= last_N1)
-    keep_NS &= sorted_NS >= rows.least_weights(sorted_NS[:, :1])
-    count_N = keep_NS.sum(1).clamp(min=1)
-    border_N = sorted_NS.gather(1, count_N.unsqueeze(1) - 1).squeeze(1)
-    all_seen_N = torch.where(rows.top_k_N1 > 0, rows.top_k_N1 <= size, (count_N < size).unsqueeze(1)).squeeze(1)
-    return _Kept(count_N, border_N, all_seen_N)
-
-
-def _largest(weights_NV: Tensor, size: int) -> Tensor:
-    """The ``size`` largest weights of each row, largest first."""
-    if weights_NV.device.type != "cpu":
-        return weights_NV.topk(size, dim=1).values
-    # NumPy sorts float32 with vector instructions, 30 times faster than torch on a CPU.
-    first = weights_NV.shape[1] - size
-    largest = np.partition(weights_NV.numpy(), first, axis=1)[:, first:] if first else weights_NV.numpy().copy()
-    largest.sort(axis=1)
-    return torch.from_numpy(largest[:, ::-1].copy())
-
-
 def _from_sorted(rows: DrawnRows, weights_NV: Tensor) -> Tensor:
     """A wide nucleus or a large top-k. ``weights_NV`` (the probabilities) is overwritten."""
-    kept = _kept(rows, weights_NV, SORTED)
+    kept = find_kept(rows, weights_NV, SORTED)
     unsure = np.flatnonzero(~kept.certain_N.cpu().numpy())
     if len(unsure):
         index = torch.from_numpy(unsure).to(weights_NV.device)
-        wider = _kept(rows.take(unsure), weights_NV[index], weights_NV.shape[1])
+        wider = find_kept(rows.take(unsure), weights_NV[index], weights_NV.shape[1])
         kept.count_N[index] = wider.count_N
         kept.border_N[index] = wider.border_N
     surpluses = (zero_below(weights_NV, kept.border_N.unsqueeze(1)) - kept.count_N).tolist()

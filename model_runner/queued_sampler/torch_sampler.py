@@ -17,8 +17,7 @@ from torch import Tensor
 from ...messages.base import unpack_i32
 from ...messages.worker import RowInit
 from ..device.base import Device
-from ..draws import CANDIDATES, DrawnRows, drop_tails, from_all, from_top_k
-from ..inverse_cdf import pick
+from ..draws import CANDIDATES, DrawnRows, drop_tails, from_all, from_sorted, from_top_k
 from ..logprobs import Scored, score
 from ..penalties import I64, LogitEdits, add_biases, ban_tokens
 from ..rows import RowParams, RowStates
@@ -97,19 +96,3 @@ class TorchSampler(QueuedSampler):
             everybody = len(which) == len(tokens_S)
             tokens_S = chosen if everybody else tokens_S.index_copy(0, self._device.upload(which), chosen)
         return tokens_S
-
-
-def from_sorted(rows: DrawnRows) -> Tensor:
-    """Any top-k, top-p and min-p: of all probabilities in their order, equal ones by id."""
-    weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
-    ordered_NV = weights_NV.sort(dim=1, descending=True, stable=True)
-    sorted_NV, vocab = ordered_NV.values, weights_NV.shape[1]
-    cumulative_NV = sorted_NV.cumsum(1, dtype=torch.float64)
-    limit_N1 = torch.where(rows.top_k_N1 > 0, rows.top_k_N1, vocab)
-    total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NV.gather(1, limit_N1 - 1), 1.0)
-    ranks_V = torch.arange(vocab, device=weights_NV.device)
-    keep_NV = (cumulative_NV - sorted_NV < rows.top_p_N1 * total_N1) & (ranks_V < limit_N1)
-    keep_NV &= sorted_NV >= rows.least_weights(sorted_NV[:, :1])
-    keep_NV[:, :1].fill_(True)
-    kept_NV = torch.zeros_like(weights_NV).scatter_(1, ordered_NV.indices, sorted_NV * keep_NV)
-    return pick(kept_NV, rows.uniforms_N)
