@@ -9,21 +9,21 @@ NONCE_BYTES = MAC_BYTES = 16
 
 
 class AnswerKeys:
-    """Draws keys, and tells at once those that it or another process with the same ``secret`` drew from all others.
+    """Maker of keys that it can recognize, also those of another process with the same ``secret``.
 
-    So nobody has to wait for an answer that may yet come, because a key that was made up is known to be one.
+    So an invented key is refused at once, and no client waits for an answer that never comes.
     """
 
     def __init__(self, secret: str | None = None) -> None:
         self._secret = (secret or secrets.token_hex()).encode()
 
     def draw(self) -> str:
-        """A new key: 64 hexadecimal digits."""
+        """Draw a new key: 64 hexadecimal digits."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         return (nonce + self._mac(nonce)).hex()
 
     def is_genuine(self, key: str) -> bool:
-        """Whether ``draw`` made this key."""
+        """Return whether ``draw`` made this key."""
         try:
             raw = bytes.fromhex(key)
         except ValueError:

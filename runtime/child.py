@@ -25,10 +25,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the supervisor tells a child: a JSON file in the run directory, whose path is the child's one argument.
+    """The supervisor's instructions to a child: a JSON file in the run directory. Its path is the child's argument.
 
-    Not the argument itself, nor the environment: options hold the API key, the secret is one, and every user of the
-    host can read arguments.
+    Arguments and environment would be the wrong place: options contain the API key and the secret, and every user of
+    the host can read arguments.
     """
 
     name: str

@@ -29,7 +29,7 @@ def is_own_program() -> bool:
 def drop_current_directory() -> None:
     """Take the current directory out of ``sys.path``, unless PYTHONPATH names it.
 
-    An empty entry of PYTHONPATH means the current directory, too. Nobody writes it on purpose: it is what is left of
+    An empty entry of PYTHONPATH means the current directory, too. It is hardly ever written on purpose, but left by
     ``PYTHONPATH=$PYTHONPATH:/folder`` if the variable was empty. It is dropped for this process and for its children.
     """
     try:

@@ -1,11 +1,10 @@
-"""What the processes of a cluster know each other by: a secret in a file, and the keys that are made of it.
+"""The secret that the processes of a cluster recognize each other by, and the keys that are derived from it.
 
-The file has one secret a line, two at most. The first is used, either is accepted: so that one can take the place of
-another without stopping anything, it is added behind the old one everywhere, then put first everywhere, and then the
-old one is taken out.
+The file has one secret per line, at most two. The first one is used, and both are accepted. So a secret can be replaced
+without stopping anything. On all hosts, add the new one after the old one, then put it first, then remove the old one.
 
-Instances have the secret. A router needs a key that is derived from it and no more: with that it signs requests to
-instances and checks who answers, and can't take part as an instance (``docs/security.md``)::
+Instances have the secret. A router only needs a key that is derived from it. With this key it signs requests to
+instances and checks that they are genuine, but it cannot act as an instance (``docs/security.md``)::
 
     secret ── HMAC "pdserve control", "pdserve proof of an instance", … ──▶ between instances
         └──── HMAC "pdserve router" ──▶ router key ── HMAC "pdserve bootstrap fields", … ──▶ router and instance
@@ -47,7 +46,7 @@ class KeyRing:
         self._secrets = tuple(secrets)
 
     def keys(self, purpose: str) -> list[bytes]:
-        """A key of 32 bytes for each secret. What one of them is used for tells nothing of another."""
+        """Derive a key of 32 bytes from each secret. The keys of different purposes reveal nothing of each other."""
         return [hmac.digest(secret, b"pdserve " + purpose.encode(), "sha256") for secret in self._secrets]
 
 
@@ -71,7 +70,7 @@ class RouterKeys(KeyRing):
         return cls([bytes.fromhex(line.removeprefix(ROUTER_KEY).decode()) for line in given])
 
     def text(self) -> str:
-        """The file to give a router."""
+        """Return the contents of a router's key file."""
         return "".join(f"{ROUTER_KEY.decode()}{key.hex()}\n" for key in self._secrets)
 
 
@@ -92,12 +91,12 @@ class ClusterSecret(KeyRing):
         return cls(_secrets(OPTION, path, lines))
 
     def for_routers(self) -> RouterKeys:
-        """The part of it that a router needs."""
+        """Derive the keys that a router needs."""
         return RouterKeys(self.keys("router"))
 
 
 def inherited_descriptors(*paths: str | None) -> tuple[int, ...]:
-    """The open descriptors that ``paths`` name, which a child process must inherit to read them."""
+    """Return the open descriptors that ``paths`` name. A child process must inherit them to read the files."""
     return tuple(int(found[1]) for path in paths if path and (found := INHERITED.fullmatch(path)))
 
 
@@ -137,7 +136,7 @@ class OnceOnly:
         return len(self._seen)
 
     def is_first(self, signature: str | bytes, now: float) -> bool:
-        """Whether ``signature`` has not been seen before Unix time ``now``; from now on it has."""
+        """Record ``signature`` at Unix time ``now``, and return whether it is new."""
         while self._seen and (len(self._seen) >= MAX_REMEMBERED or next(iter(self._seen.values())) < now):
             self._seen.popitem(last=False)
         if signature in self._seen:
@@ -147,9 +146,9 @@ class OnceOnly:
 
 
 class BootstrapSignature:
-    """What a router adds to the bootstrap fields of a request, and an instance checks, each time once.
+    """Signature that a router adds to the bootstrap fields of a request. An instance accepts each one once.
 
-    Whose fields they are matters because an instance goes where they say (``docs/security.md``).
+    The fields need it because an instance connects to the address that they name (``docs/security.md``).
     """
 
     def __init__(self, routers: RouterKeys) -> None:
@@ -157,11 +156,11 @@ class BootstrapSignature:
         self._used = OnceOnly()
 
     def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
-        """For these fields, at Unix time ``now``."""
+        """Sign these fields at Unix time ``now``."""
         return _signature(self._keys[0], f"{now:.0f}", host, port, room)
 
     def problem(self, signature: str, host: Any, port: Any, room: Any, now: float) -> str | None:
-        """Why ``signature`` doesn't vouch for these fields, None where it does; a second time it never does."""
+        """Return why ``signature`` is not valid for these fields; None if it is. It is valid only once."""
         time = signature.partition(".")[0]
         if not any(hmac.compare_digest(signature, _signature(key, time, host, port, room)) for key in self._keys):
             return "the signature is not that of a router with this cluster's secret"
@@ -171,7 +170,7 @@ class BootstrapSignature:
 
 
 def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
-    """Those that ``option`` names; raises ``ValueError`` for what is no HOST:PORT."""
+    """Parse the addresses in the value of ``option``; raises ``ValueError`` for a part that is not HOST:PORT."""
     found = set()
     for item in filter(None, (part.strip() for part in (text or "").split(","))):
         host, separator, port = item.rpartition(":")

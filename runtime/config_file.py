@@ -18,10 +18,10 @@ VARIABLES = {"--api-key": API_KEY_VARIABLE}
 
 
 def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
-    """The options in YAML file ``path``, keyed by flag name without dashes; absent (null) ones are left out.
+    """Read the options in YAML file ``path``, keyed by flag name without dashes. Absent (null) ones are left out.
 
-    ``flags``: the names that exist ("--page-size"); keys may be written "page-size" or "page_size".
-    Raises ``CycloptsError`` where the file is not a mapping of those.
+    ``flags`` are the names that exist ("--page-size"). Keys may be written "page-size" or "page_size".
+    Raises ``CycloptsError`` if the file is not a mapping of those.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

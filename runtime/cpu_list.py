@@ -10,7 +10,7 @@ class PlacementError(ValueError):
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Cores in a list like "0,2-3", in the order given; raises ``PlacementError``."""
+    """Parse a list of cores like "0,2-3", and keep its order; raises ``PlacementError``."""
     cpus: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -26,7 +26,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def parse_kernel_list(text: str) -> list[int]:
-    """Cores in a file of the kernel's, like "0-3,8"; an empty one names none."""
+    """Parse the cores in a file of the kernel, like "0-3,8". An empty one names none."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -35,7 +35,7 @@ def parse_kernel_list(text: str) -> list[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """The list as ``--cpus`` takes it: three or more neighbours as a range."""
+    """Format cores as ``--cpus`` takes them, with three or more neighbours as a range."""
     runs: list[list[int]] = []
     for cpu in cores:
         if runs and cpu == runs[-1][-1] + 1:

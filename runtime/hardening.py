@@ -1,12 +1,12 @@
-"""What keeps the keys and prompts in a process's memory, and the files it writes, from other users.
+"""Protection of a process's memory, with its keys and prompts, and of its files from other users.
 
-- ``umask 077``: files and folders that a server makes are its user's alone.
+- ``umask 077``: only the server's user can read the files and folders that it makes.
 - ``RLIMIT_CORE`` 1 byte: the kernel writes no core dump, and, unlike with 0, hands none to a program that
   ``core_pattern`` names. Children inherit both.
-- ``PR_SET_DUMPABLE`` 0: no other process of the same user attaches to this one or reads its memory, environment and
-  descriptors in ``/proc``, and the kernel dumps no core whatever the limit. It is reset when a program is executed, so
-  each process says it for itself. Signals, pidfds, ``SCM_RIGHTS``, ``SO_PEERCRED`` and a process's own ``/proc/self``
-  work as before.
+- ``PR_SET_DUMPABLE`` 0: no other process of the same user attaches to this one, or reads its memory, environment and
+  descriptors in ``/proc``. The kernel also dumps no core, whatever the limit. Executing a program resets it, so each
+  process sets it for itself. Signals, pidfds, ``SCM_RIGHTS``, ``SO_PEERCRED`` and a process's own ``/proc/self`` work
+  as before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def prctl(option: int, value: int) -> None:
 def harden(*, allow_dumps: bool, shares_descriptors: bool = False) -> None:
     """Make new files private and, unless ``allow_dumps``, keep this process's memory out of core dumps.
 
-    Called before a process reads keys or opens files. ``shares_descriptors``: the process stays open to others of its
-    user, as model workers must: ranks map each other's memory through ``/proc/PID/fd``, and transfer libraries read and
-    write it directly.
+    It is called before a process reads keys or opens files. With ``shares_descriptors``, the process stays open to
+    other processes of its user, as model workers must. Ranks map each other's memory through ``/proc/PID/fd``, and
+    transfer libraries read and write it directly.
     """
     os.umask(0o077)
     if allow_dumps:

@@ -9,7 +9,7 @@ from .options import ServerOptions
 
 
 def kv_event_complaints(options: ServerOptions) -> Iterator[str]:
-    """Each a line that says what to write instead."""
+    """Yield a line for each wrong option, with what to write instead."""
     addresses = options.kv_events_endpoint, options.kv_events_replay_endpoint
     for flag, address in zip(("--kv-events-endpoint", "--kv-events-replay-endpoint"), addresses, strict=True):
         if address is not None and not _is_address(address):

@@ -1,4 +1,4 @@
-"""How far a forward pass is: whoever computes it counts its layers, the transfer engine pushes those that are done."""
+"""Progress of a forward pass: the computing thread counts its layers, and the transfer engine pushes finished ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Mark(NamedTuple):
 
 
 class LayersDone:
-    """Layers of one pass whose keys and values are in the pool. One thread counts; another one reads, at any time.
+    """Number of layers of one pass with keys and values in the pool. One thread counts, and another one reads.
 
-    ``mark``: set where a device computes beside the thread that launches its work. It queues an event on the device and
-    returns what tells whether that has come.
+    ``mark`` is set if a device computes beside the thread that launches its work. It queues an event on the device, and
+    returns a function that tells whether the device has reached it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class LayersDone:
         return ctypes.addressof(self._count)
 
     def advance(self, count: int) -> None:
-        """Layers ``[0, count)`` are there."""
+        """Set the number of finished layers."""
         self._count.value = count
 
     def launched(self, count: int) -> None:
@@ -56,5 +56,5 @@ class LayersDone:
             self._marks.append(_Mark(count, self.mark()))
 
     def finish(self) -> None:
-        """The pass is over: all are."""
+        """Mark all layers as finished, because the pass has ended."""
         self._count.value = ALL

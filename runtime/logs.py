@@ -1,7 +1,7 @@
-"""How every process of pdserve logs: one line a record on stderr, as text or as JSON, with the request it is about.
+"""Logging of every process: one line per record on stderr, as text or as JSON, with the request that it is about.
 
-A record names its request by ``extra={"rid": …}``. Where it doesn't, it is about the request whose HTTP task wrote it
-(``REQUEST_ID``), so that a line that knows nothing of requests, as a library's, is found under the request's id too.
+A record names its request by ``extra={"rid": …}``. Without it, the record belongs to the request of the HTTP task that
+wrote it (``REQUEST_ID``). So a line of a library is found under the request's id, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname).1s [{process}] %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, before a traceback follows."""
+        """Format the line, without the traceback that may follow."""
         line, rid = printable(super().formatMessage(record)), rid_of(record)
         return f"{line} rid={shown(rid)}" if rid else line
 
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format a record as one line of JSON."""
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -69,22 +69,22 @@ class JsonFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """``text`` on one line: what would end it, or command a terminal, as Python's escapes."""
+    """Put ``text`` on one line. Line ends and control characters become Python's escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def rid_of(record: logging.LogRecord) -> str:
-    """The request that a record is about, "" for none."""
+    """Return the id of the request that a record is about, "" for none."""
     return str(getattr(record, "rid", "") or REQUEST_ID.get())
 
 
 def configure_logging(process: str, level: str, log_format: LogFormat = "text", *, never_blocks: bool = False) -> None:
     """Log as ``process`` from ``level`` on; SIGUSR2 prints every thread's stack beside it.
 
-    ``never_blocks``: standard output and error are the user's, who may not read them. The supervisor's children don't
-    need it: it reads what they write.
+    ``never_blocks`` is for processes that write directly to the user's terminal or pipe, which may not be read. The
+    supervisor's children do not need it, because the supervisor reads their output.
     """
     formatter = JsonFormatter(process) if log_format == "json" else TextFormatter(process)
     if never_blocks:

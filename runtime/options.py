@@ -12,7 +12,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_LOGPROBS = 1 << 18
 """About 5 MB in messages and 80 MiB in the HTTP process: 32k tokens with 7 alternatives each, 12k with 20."""
 RECENT_TOKENS = 16
-"""Of a row, which --enable-double-sparsity attends to in any case."""
+"""Newest tokens of a row, which --enable-double-sparsity attends to in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Standard output and error that never block their process.
 
-A pipe that nobody reads is full after 64 KiB, and a write to it then waits for ever: so does a terminal after Ctrl-S.
-Writing in non-blocking mode is no way out: the mode belongs to the pipe's description, which other processes share.
+A pipe without a reader is full after 64 KiB, and then a write waits without limit. A terminal does the same after
+Ctrl-S. Non-blocking mode is no solution, because the mode belongs to the pipe's description, which other processes
+share.
 
 write() ──▶ at most LIMIT bytes wait ──▶ a thread writes them, and waits if it must
    └── no room: dropped and counted ──▶ a line says how many, once the output takes lines again
@@ -76,7 +77,7 @@ class NeverBlocking(io.RawIOBase):
         return self._fd
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the output is a terminal."""
         return os.isatty(self._fd)
 
     def _put(self, data: bytes, lines: int) -> None:

@@ -1,6 +1,6 @@
-"""Which processes an instance has, and the module that each runs.
+"""The processes of an instance, and the module that each runs.
 
-Names alone: the supervisor starts modules and imports none of them.
+There are only names here: the supervisor starts modules and imports none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .ranks import WORKER, places
 
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
-    """The module of each process of an instance with these options, by the process's name, in the order of starting."""
+    """Return the module of each process of an instance, by the process's name, in the order of their start."""
     workers = {
         name: "pdserve.model_runner.process" if name == WORKER else "pdserve.model_runner.tensor_parallel.process"
         for name in places(options)

@@ -1,7 +1,7 @@
-"""Says how far a long piece of work has come, as log lines.
+"""Progress of long work, as log lines.
 
-Not as a bar: the processes of an instance share one stderr, and each would draw over the others' lines. Lines also
-reach those who read a log file, or ``pdserve up``, which reads its instances through pipes.
+A progress bar would not do: the processes of an instance share one stderr, and each would overwrite the others' lines.
+Lines also arrive in log files, and at ``pdserve up``, which reads its instances through pipes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ EVERY_SECONDS = 5.0
 
 
 class ProgressLog:
-    """Counts to ``total`` (of any unit) and logs the percentage every ``EVERY_SECONDS``. For one thread."""
+    """Counter up to ``total`` (of any unit), which logs the percentage every ``EVERY_SECONDS``. For one thread."""
 
     def __init__(self, log: logging.Logger, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """``what`` is done: "loading the weights". ``clock`` gives seconds."""
+        """Start counting. ``what`` names the work, like "loading the weights". ``clock`` returns seconds."""
         self._log = log
         self._what = what
         self._total = total
@@ -27,7 +27,7 @@ class ProgressLog:
         self._begin = self._said_at = clock()
 
     def advance(self, amount: int) -> None:
-        """So much more is done; the end itself is for others to log, who know what came of it."""
+        """Count ``amount`` more. The caller logs the end, because it knows the result."""
         self._done += amount
         now = self._clock()
         if now - self._said_at < EVERY_SECONDS or self._done >= self._total:

@@ -1,7 +1,7 @@
-"""Which tensor-parallel ranks there are, where they run, and what their processes are called.
+"""Tensor-parallel ranks: their numbers, their hosts, and the names of their processes.
 
-Ranks are numbered over all hosts, as many on each. The first rank of a host is its lead: it has the memory that the
-host's ranks share, and passes them what is to be computed. Rank 0 leads the first host, and answers.
+Ranks are numbered over all hosts, equally many on each. The first rank of a host is its lead. It owns the memory that
+the host's ranks share, and passes the steps on to them. Rank 0 leads the first host, and answers the scheduler.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RankPlace:
 
     @property
     def node(self) -> int:
-        """Which host this is."""
+        """Number of the rank's host."""
         return self.rank // self.local_size
 
     @property
     def local(self) -> int:
-        """Which of the host's ranks this is."""
+        """Number of the rank on its host."""
         return self.rank % self.local_size
 
     @property
@@ -48,17 +48,17 @@ class RankPlace:
 
 
 def places(options: ServerOptions) -> dict[str, RankPlace]:
-    """The ranks that an instance has on this host, by the names of their processes; the lead comes first."""
+    """Return the ranks that an instance has on this host, by the names of their processes; the lead comes first."""
     lead = RankPlace(options.node_rank * (options.tp_size // options.nnodes), options.tp_size, options.nnodes)
     ranks = range(lead.first, lead.first + lead.local_size)
     return {worker_name(rank): RankPlace(rank, options.tp_size, options.nnodes) for rank in ranks}
 
 
 def worker_name(rank: int) -> str:
-    """What the process of ``rank`` is called."""
+    """Return the name of the process of ``rank``."""
     return f"{WORKER}-{rank}" if rank else WORKER
 
 
 def is_worker(name: str) -> bool:
-    """Whether a process of this name computes."""
+    """Return whether a process of this name is a model worker."""
     return name.split("-")[0] == WORKER

@@ -13,9 +13,9 @@ SECONDS = 10.0
 
 
 class RefusalLog:
-    """Counts every refusal in ``total`` and logs at most ``LINES`` of them in ``SECONDS``, then how many more came.
+    """Log of refusals: ``total`` counts all, at most ``LINES`` are logged in ``SECONDS``, then a count of the rest.
 
-    Not one quota for each stranger: whoever floods has many addresses, and a table of them would grow.
+    There is no quota per sender: a flood comes from many addresses, and a table of them would grow.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RefusalLog:
         self.total = 0
 
     def add(self, reason: str) -> None:
-        """One more refusal; ``reason`` may hold a stranger's words."""
+        """Count a refusal; ``reason`` may contain untrusted text."""
         self.total += 1
         now = self._clock()
         if now >= self._until:
@@ -63,7 +63,7 @@ class LogQuota(logging.Filter):
         self._dropped = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
+        """Return whether the record is logged."""
         now = self._clock()
         if now >= self._until:
             if self._dropped:

@@ -36,7 +36,7 @@ class RunDir:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # a server that starts at this moment took it for one left behind
                 continue
-            with suppress(OSError):  # a file system without locks: there, nobody can lock it to remove it either
+            with suppress(OSError):  # a file system without locks: no other process can lock the folder and remove it
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():
                 return

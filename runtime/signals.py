@@ -2,10 +2,12 @@
 
 A signal that was ignored when a process started stays ignored: that is what ``nohup`` and a shell's ``&`` ask for.
 
-Inside an instance the supervisor alone acts on signals from outside, which often reach all of its processes at once:
-Ctrl-C and a closed terminal signal the process group, systemd every process of the service. It ends its processes with
-``STOP`` (or ``FAILED``), which nobody else sends. ``pdserve up`` ends its routers and instances with it, too, so that a
-SIGTERM from systemd and the one from ``up`` don't count as two.
+Inside an instance, only the supervisor acts on signals from outside. They often reach all of its processes at once.
+Ctrl-C and a closed terminal signal the process group, and systemd signals every process of the service. The supervisor
+ends its processes with ``STOP`` (or ``FAILED``), which no other program sends.
+
+``pdserve up`` ends its routers and instances with it, too. So a SIGTERM from systemd and one from ``up`` do not count
+as two.
 """
 
 from __future__ import annotations

@@ -1,11 +1,16 @@
 """The supervisor: starts the processes of one instance, watches them, and takes the instance down as one.
 
 Lifecycle: check that the ports are free → start all children at once → wait for each one's ``Ready`` within
-``startup_timeout`` → watch. The death of any child ends the instance: the others are killed, the last log line names
-the child and how it died, and the exit code is 1. SIGTERM drains: the scheduler admits nothing more and says
-``Drained`` when its last request is done (or ``drain_timeout`` passes); then the children are stopped and the exit
-code is 0. SIGINT stops without draining. Children ask the kernel to die with this process (``child.die_with_parent``),
-so even ``kill -9`` of it leaves nothing behind.
+``startup_timeout`` → watch.
+
+- The death of any child ends the instance with exit code 1. The other children are killed, and the last log line names
+  the child and how it died.
+- SIGTERM drains. The scheduler admits no more requests, and sends ``Drained`` when its last one has ended, or
+  ``drain_timeout`` passes. Then the children are stopped, and the exit code is 0.
+- SIGINT stops without draining.
+
+Children ask the kernel to die with this process (``child.die_with_parent``). So even ``kill -9`` of it leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -57,16 +62,16 @@ STOP_GRACE = 3.0
 """Seconds between ``STOP`` and SIGKILL for a child in an orderly stop."""
 
 FAILURE_GRACE = 0.5
-"""The same after a failure: enough for HTTP to tell its clients."""
+"""Seconds between ``STOP`` and SIGKILL after a failure: enough for HTTP to send errors to its clients."""
 
 DRAIN_LOOK_SECONDS = 0.5
-"""Longest time between two looks at the inbox during a drain, whatever wakes this process."""
+"""Maximum seconds between two reads of the inbox during a drain."""
 
 PIPE_BYTES = 1 << 20
-"""Output of the children that fits before it is read here; 1 MiB is what Linux allows everybody."""
+"""Size of the pipe for the children's output. Linux allows every user 1 MiB."""
 
 LAST_WORDS_SECONDS = 1.0
-"""Longest time to copy what the children wrote before they ended; a grandchild may hold the pipe open for ever."""
+"""Maximum seconds to copy the children's last output. A grandchild may hold the pipe open without limit."""
 
 
 class InstanceFailed(Exception):
@@ -139,7 +144,7 @@ class Supervisor:
 
     @property
     def _answers(self) -> bool:
-        """Of an instance on several hosts, the first does."""
+        """Whether this host answers requests: of an instance on several hosts, only the first one does."""
         return not self.options.node_rank
 
     def _install_signals(self) -> None:
@@ -237,7 +242,7 @@ class Supervisor:
         )
 
     def _wait_for_the_first_host(self) -> None:
-        """Requests are still answered there, with what is computed here; it ends when they are."""
+        """Wait until the first host has answered its requests, which need this host's ranks."""
         deadline = time.monotonic() + self.options.drain_timeout
         log.info("the first host may drain (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
         try:
@@ -307,14 +312,15 @@ class Supervisor:
 
 
 def child_environment(name: str) -> dict[str, str]:
-    """The environment of the child ``name``: without the API key, which others of this user could read at a worker's.
+    """Make the environment of the child ``name``.
 
-    OpenMP reads its settings from there, before any code of ours runs in the child.
+    The API key is left out, because other processes of this user can read a worker's environment. OpenMP reads its
+    settings there, before any code of ours runs in the child.
     """
     env = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
     if is_worker(name):
-        # Idle team threads soon sleep instead of spinning on cores that others need; a short spin bridges the gap
-        # between two layers, where waking a sleeping thread would cost more than it saves.
+        # Idle threads of a team sleep soon, instead of spinning on cores that other processes need. A short spin
+        # bridges the gap between two layers, where waking a sleeping thread would cost more than it saves.
         env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
     else:
         env.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -322,7 +328,7 @@ def child_environment(name: str) -> dict[str, str]:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code < 0:
         known = -code in set(signal.Signals)
         return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
@@ -352,7 +358,7 @@ def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.
 
 
 def run_server(options: ServerOptions, prepare: Callable[[ServerOptions], ServerOptions] = lambda given: given) -> int:
-    """``pdserve server``: run one instance until it is told to stop; returns the exit code.
+    """Run one instance until it is told to stop (``pdserve server``); return the exit code.
 
     ``prepare`` decides, once for all children, what the options leave open. It may raise ``InstanceFailed``.
     """

@@ -11,7 +11,7 @@ from .options import ServerOptions
 
 
 def session_complaints(options: ServerOptions) -> Iterator[str]:
-    """As ``tier_complaints``."""
+    """Yield a line for each wrong option of sessions, with what to write instead."""
     for flag, value in (
         ("--kv-sessions-ttl", options.kv_sessions_ttl),
         ("--kv-sessions-size", options.kv_sessions_size),
@@ -24,7 +24,7 @@ def session_complaints(options: ServerOptions) -> Iterator[str]:
 
 
 def tier_complaints(options: ServerOptions) -> Iterator[str]:
-    """Each a line that says what to write instead."""
+    """Yield a line for each wrong option of tiers, with what to write instead."""
     if not (options.hicache_size >= 0 and math.isfinite(options.hicache_size)):
         yield f"--hicache-size is {options.hicache_size:g}: it is a number of GB, or 0 for --hicache-ratio"
     for flag, value in (

@@ -12,9 +12,9 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def distrust(state: os.stat_result) -> str:
-    """Why the folder or file may hold what somebody else put there; "" where it can't.
+    """Return why another user may have written to a folder or file; "" if none can.
 
-    Take ``state`` from an open descriptor, or without following links, so that it is of what is used.
+    Take ``state`` from an open descriptor, or without following links, so that it belongs to the file that is used.
     """
     if reason := foreign(state):
         return reason
@@ -24,27 +24,27 @@ def distrust(state: os.stat_result) -> str:
 
 
 def foreign(state: os.stat_result) -> str:
-    """Why a folder or file is neither this user's nor root's; "" where it is."""
+    """Return an error if a folder or file belongs neither to this user nor to root; "" if it does."""
     if state.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {state.st_uid}, not to {os.geteuid()} who runs this server"
     return ""
 
 
 def read_secret(path: str | Path) -> bytes:
-    """What a file with keys or secrets holds.
+    """Read a file with keys or secrets.
 
-    Raises ``PermissionError`` where somebody else owns it, who could change what it says at any time, and ``OSError``.
+    Raises ``PermissionError`` if another user owns it and so could change it at any time, and ``OSError``.
     """
     with Path(path).expanduser().open("rb") as file:
         state = os.fstat(file.fileno())
-        # A pipe or a file without a name comes from whoever started this server.
+        # A pipe or a file without a name comes from the program that started this server.
         if stat.S_ISREG(state.st_mode) and (reason := foreign(state)):
             raise PermissionError(errno.EPERM, reason, str(path))
         return file.read()
 
 
 def exposure(path: str | Path) -> str:
-    """What is to be said of a file with keys or secrets that others may read or write; "" where they may not."""
+    """Return a warning if other users may read or write a file with keys or secrets; "" if they may not."""
     state = Path(path).expanduser().stat()
     if not (stat.S_ISREG(state.st_mode) and state.st_mode & OTHERS):
         return ""
@@ -52,10 +52,11 @@ def exposure(path: str | Path) -> str:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the folder, mode 0700, where it is missing. Raises ``PermissionError`` where somebody else owns it or may
-    write into it, ``OSError`` where it can't be made.
+    """Make the folder with mode 0700, if it is missing.
+
+    Raises ``PermissionError`` if another user owns it or may write into it, and ``OSError`` if it cannot be made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A link at its place is followed: who can make one there can do so with the folder above it, too.
+    # A link in its place is followed. A user that can make one there can replace the parent folder, too.
     if reason := distrust(folder.stat()):
         raise PermissionError(errno.EPERM, reason, str(folder))

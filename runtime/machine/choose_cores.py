@@ -1,7 +1,7 @@
-"""Which cores are worth a compute thread: one of each physical core, no efficiency cores, never beyond the quota.
+"""The choice of cores for compute threads: one of each physical core, no efficiency cores, never beyond the quota.
 
 Two threads on one physical core share its vector units and gain nothing. An efficiency core keeps all others waiting at
-every barrier. Threads beyond a CPU quota are stopped for the rest of each period, all of them and together.
+every barrier. With more threads than the CPU quota allows, all of them stop together for the rest of each period.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ComputeCores(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all nodes."""
+        """Number of cores of all nodes."""
         return sum(map(len, self.nodes.values()))
 
     @property
@@ -29,7 +29,7 @@ class ComputeCores(NamedTuple):
 
 
 def compute_cores(machine: Machine) -> ComputeCores:
-    """What is worth a thread of all that ``machine`` allows; at least one core."""
+    """Choose the cores for threads among those that ``machine`` allows; at least one."""
     notes = [f"{len(machine.allowed)} allowed"]
     first = frozenset(cpu for cpu in machine.allowed if cpu == min(machine.siblings[cpu] & machine.allowed))
     if siblings := len(machine.allowed) - len(first):
@@ -43,10 +43,10 @@ def compute_cores(machine: Machine) -> ComputeCores:
 
 
 def within_quota(threads: int, quota: float | None) -> int:
-    """``threads``, or as many as ``quota`` feeds: rounded down, as half a thread's stop is every other's, but one."""
+    """Limit ``threads`` to a CPU quota, rounded down, but at least one: a stopped thread stops all others."""
     return threads if quota is None else min(threads, max(1, int(quota)))
 
 
 def quota_note(quota: float) -> str:
-    """How a start-up line speaks of a quota."""
+    """Describe a quota for a line of the start-up log."""
     return f"a CPU quota of {quota:g} core{'s' * (quota != 1)}"

@@ -38,13 +38,13 @@ class MemoryLimit(NamedTuple):
 
 
 def cpu_quota(tree: SystemTree) -> float | None:
-    """Cores' worth of time that the groups allow (0.5: half of one core's time); None without a limit."""
+    """Return the CPU time that the groups allow, in cores (0.5: half of one core's time); None without a limit."""
     quotas = [quota for group in _groups(tree, "cpu") if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def cpuset(tree: SystemTree) -> frozenset[int] | None:
-    """The cores that the groups allow; None where none says anything."""
+    """Return the cores that the groups allow; None if no group limits them."""
     allowed: frozenset[int] | None = None
     for group in _groups(tree, "cpuset"):
         names = ("cpuset.cpus.effective",) if group.is_v2 else ("cpuset.effective_cpus", "cpuset.cpus")
@@ -56,7 +56,7 @@ def cpuset(tree: SystemTree) -> frozenset[int] | None:
 
 
 def memory_limits(tree: SystemTree) -> list[MemoryLimit]:
-    """The limit of each group that has one."""
+    """Return the memory limit of each group that has one."""
     limits = []
     for group in _groups(tree, "memory"):
         names = ("memory.max", "memory.current") if group.is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -67,7 +67,7 @@ def memory_limits(tree: SystemTree) -> list[MemoryLimit]:
 
 
 def _groups(tree: SystemTree, controller: str) -> Iterator[Group]:
-    """The groups around this process that could limit what ``controller`` controls, the innermost first."""
+    """Yield the groups around this process that may have limits of ``controller``, the innermost first."""
     membership, root = tree.proc / "self/cgroup", tree.sys / "fs/cgroup"
     if not membership.is_file():
         return
@@ -81,8 +81,8 @@ def _groups(tree: SystemTree, controller: str) -> Iterator[Group]:
             base = _v1_mount(root, controller)
         else:
             continue
-        # A container sees its own group as the root, while the path still names it from the host's; in a namespace of
-        # its own it may even point above that root.
+        # A container sees its own group as the root, while the path still starts at the host's root. In a namespace of
+        # its own, the path may even point above that root.
         group = base if ".." in Path(path).parts else base / path.lstrip("/")
         yield from (Group(folder, is_v2) for folder in (group, *group.parents) if folder.is_relative_to(base))
 

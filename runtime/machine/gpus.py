@@ -8,12 +8,12 @@ from .control_groups import SystemTree
 
 
 def may_use_gpu(device: str, dev: Path = Path("/dev")) -> bool:
-    """Whether ``--device`` asks for a GPU, or is auto on a host that has one (torch may still lack CUDA)."""
+    """Return whether ``--device`` asks for a GPU, or is auto on a host that has one (torch may still lack CUDA)."""
     return device == "cuda" or (device == "auto" and any(dev.glob("nvidia[0-9]*")))
 
 
 def numa_node_of(pci_address: str, tree: SystemTree = SystemTree()) -> int | None:  # noqa: B008
-    """The NUMA node of a PCI device ("0000:3b:00.0"); None if the kernel does not tell."""
+    """Return the NUMA node of a PCI device ("0000:3b:00.0"); None if the kernel does not tell."""
     try:
         node = int((tree.sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ class Memory(NamedTuple):
 
 
 def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immutable
-    """Memory of the host, or of the tightest of the control groups around this process."""
+    """Return the memory of the host, or of the tightest of the control groups around this process."""
     lines = (line.split() for line in (tree.proc / "meminfo").read_text().splitlines())
     kib = {fields[0].rstrip(":"): int(fields[1]) for fields in lines}
     total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
@@ -27,5 +27,5 @@ def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immu
 
 
 def resident_bytes(tree: SystemTree = SystemTree()) -> int:  # noqa: B008 - immutable
-    """What this process has in memory, of files and of shared memory too."""
+    """Return the resident memory of this process in bytes, with mapped files and shared memory."""
     return int((tree.proc / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -8,17 +8,17 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
-    """The processor's feature flags (x86 "flags", Arm "Features"); empty where the system does not tell."""
+    """Return the processor's feature flags (x86 "flags", Arm "Features"); empty if the system does not tell."""
     return set(_field(cpuinfo, ("flags", "Features")).split())
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's name; "" where the system does not tell, as on most Arm machines."""
+    """Return the processor's name; "" if the system does not tell, as on most Arm machines."""
     return _field(cpuinfo, ("model name",))
 
 
 def _field(cpuinfo: Path, names: tuple[str, ...]) -> str:
-    """The value of the first line that has one of ``names``: all cores are taken to be of a kind."""
+    """Return the value of the first line with one of ``names``, as if all cores were equal."""
     if not cpuinfo.is_file():
         return ""
     for line in cpuinfo.read_text().splitlines():

@@ -31,10 +31,10 @@ class Machine(NamedTuple):
 
 
 def read_machine(affinity: Iterable[int] | None = None, tree: SystemTree = SystemTree()) -> Machine:  # noqa: B008
-    """What ``tree`` shows to a process that is bound to ``affinity`` (default: this one's)."""
+    """Read the machine from ``tree``, as a process with ``affinity`` (default: this one's) sees it."""
     allowed = frozenset(os.sched_getaffinity(0) if affinity is None else affinity)
-    # The kernel keeps the affinity within the cpuset, but it may show the host's files to a container: those that name
-    # none of our cores are another's.
+    # The kernel keeps the affinity within the cpuset. But it may show the host's files to a container. A cpuset without
+    # any of our cores is not ours.
     allowed = (cpuset(tree) or allowed) & allowed or allowed
     folder = tree.sys / "devices/system/cpu"
     siblings = {cpu: _list(folder / f"cpu{cpu}/topology/thread_siblings_list") | {cpu} for cpu in allowed}

@@ -1,9 +1,9 @@
-"""Every HTTP request that a front answers: its id, its line in the access log, and how it is counted.
+"""The id of each HTTP request, its line in the access log, and its counters.
 
-The id is the client's ``x-request-id`` where that is fit to be one, else drawn. It is in the answer's headers, whatever
-the answer is, in the request's own headers for whoever passes them on, and on every log line of the task.
+The id is the client's ``x-request-id`` if it is valid, or else drawn. It is in the headers of every answer, and on
+every log line of the task. It is also in the request's own headers, for servers that pass them on.
 
-It costs a streamed event half a microsecond on its way out; the rest is a request's.
+A streamed event costs half a microsecond here. All other costs occur once per request.
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ FIT_ID = re.compile(rb"[!-~]{1,128}")
 """Printable, no spaces, and short: it goes into headers, log lines and names of requests."""
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 OTHER = "other"
-"""In the place of paths and methods that strangers make up: each would be a time series of its own."""
+"""Label in place of paths and methods that clients make up: each would be a time series of its own."""
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before it was answered."""
 SCOPE_KEY = "pdserve.visit"
 
 
 class AccessRecord:
-    """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
-
-    ``rid``: the engine's name of the request, where there is one. ``details``: what whoever serves it has to say in the
-    access log, in order. ``has_own_id``: whether the client gave ``request_id``. ``client``: its address, as a log says
-    it. ``facts``: of the path, None for one that does not exist. ``is_known``: whether the client may send requests;
-    false until a key was found, where keys are asked for. ``headers``: more of the answer's.
-    """
+    """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for events that have not happened."""
 
     def __init__(self, scope: Scope, client: str = UNKNOWN) -> None:
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         self.has_own_id = FIT_ID.fullmatch(given) is not None
+        """Whether the client gave ``request_id``."""
         self.request_id = given.decode("ascii") if self.has_own_id else secrets.token_hex(16)
         self.rid = ""
+        """The engine's name of the request; "" if it has none."""
         self.method = str(scope["method"])
         self.path = str(scope["path"])
         self.client = client
+        """Address of the client, as in the log."""
         self.facts: PathFacts | None = None
+        """Facts about the path; None if the path does not exist."""
         self.is_known = False
+        """Whether the client may send requests. If keys are asked for, it is False until a key was found."""
         self.started = time.monotonic()
         self.first_byte_at = 0.0
         self.status = 0
         self.streams = False
         self.sent_bytes = 0
         self.details: dict[str, Any] = {}
+        """Additions to the access log by the code that serves the request, in order."""
         self.headers: list[tuple[bytes, bytes]] = []
+        """Additional headers of the answer."""
 
     @staticmethod
     def of(scope: Scope) -> AccessRecord:
-        """The visit that is answered through ``scope``."""
+        """Return the request that is answered through ``scope``."""
         return cast(AccessRecord, scope[SCOPE_KEY])
 
     @property
@@ -75,14 +76,14 @@ class AccessRecord:
         return self.facts.label if self.facts is not None else OTHER
 
     def name(self, rid: str) -> None:
-        """The engine calls it ``rid``, and so does the log. It is the request's id too, where the client gave none."""
+        """Set the engine's name of the request, for the log. It becomes the request's id if the client gave none."""
         self.rid = rid
         REQUEST_ID.set(rid)
         if not self.has_own_id and FIT_ID.fullmatch(rid.encode()):
             self.request_id = rid
 
     def on_send(self, message: Message) -> None:
-        """A message of the answer leaves."""
+        """Note that a message of the answer is sent."""
         if message["type"] == "http.response.body":
             # A comment that keeps a stream alive is not yet its answer.
             if not self.first_byte_at and not message.get("body", b"").startswith(b":"):
@@ -104,10 +105,9 @@ class AccessCounts:
 
 
 class AccessLog:
-    """ASGI middleware, the outermost: errors of any kind pass through it too.
+    """The outermost ASGI middleware: errors of any kind pass through it, too.
 
-    ``proxies``: those that are believed who their client is. ``on_end`` is told of each request, and how many seconds
-    it took.
+    ``proxies`` are trusted to name their clients. ``on_end`` is called for each request with the seconds that it took.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class AccessLog:
         self._counts = counts
         self._access_log = access_log
         self._on_end = on_end
-        # Whoever may not be here must not be able to fill the log.
+        # Refused clients must not be able to fill the log.
         self._refused = RefusalLog(log, "turned away", logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,7 +181,7 @@ class AccessLog:
 
 
 def access_line(visit: AccessRecord, seconds: float) -> str:
-    """The text of a request in the access log, without what a line can't hold."""
+    """Make the line of a request in the access log. Characters that would break the line are replaced."""
     asked = f'{shown(visit.client)} "{shown(visit.method)} {shown(visit.path)}"'
     line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
     if visit.rid not in ("", visit.request_id):
@@ -190,7 +190,7 @@ def access_line(visit: AccessRecord, seconds: float) -> str:
 
 
 def _may_be_a_stranger(visit: AccessRecord) -> bool:
-    """Whether the request failed without showing who sent it: such lines are limited, so that nobody fills the log."""
+    """Return whether the request failed and its sender is unknown. Such lines are limited, to protect the log."""
     if visit.status in (401, 403):
         return True
     is_open = visit.facts is not None and visit.facts.access is Access.OPEN
@@ -202,5 +202,5 @@ def _words(details: Mapping[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    """Seconds as those of the line itself, never as 8.6e-05."""
+    """Format a value. Seconds look like those of the line itself, never like 8.6e-05."""
     return f"{value:.3f}" if isinstance(value, float) else shown(str(value))

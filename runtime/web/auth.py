@@ -24,13 +24,14 @@ NO_ADMIN_KEY = (
 
 
 class ApiKeyAuth:
-    """ASGI middleware that refuses requests whose key may not use their path.
+    """ASGI middleware that refuses requests without a key for their path.
 
     A request that passes has its ``Caller`` in the scope. A path that is not in ``table`` passes with any key: the
-    application behind must not serve it (``PathGuard``). ``metrics_are_open``: ``--metrics-without-key``.
-    ``is_router``: instances are told whose request is passed on to them, and see the admin key, where there is one, in
-    the place of a client's own; with ``signs`` they see no key, since requests to them are signed. ``cluster``: of an
-    instance of a cluster with a secret, which takes such requests and proves itself to those who ask.
+    application behind must not serve it (``PathGuard``). ``metrics_are_open`` is ``--metrics-without-key``.
+
+    A router (``is_router``) adds the caller's name to the requests that it passes on. It replaces the client's key by
+    the admin key, if there is one. With ``signs`` it sends no key, because it signs its requests. ``cluster`` is for an
+    instance of a cluster with a secret. It takes signed requests, and answers challenges with a proof.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ApiKeyAuth:
         await self._app(scope, receive, send)
 
     def _needs_admin(self, access: Access) -> bool:
-        """Whether a path is the admin's alone. A router that was given no keys leaves that to the instances."""
+        """Return whether a path needs the admin key. A router without keys leaves that to the instances."""
         if self._is_router and not self._keys:
             return False
         return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))
@@ -106,11 +107,11 @@ class ApiKeyAuth:
         return send if proof is None else _with_header(send, (PROOF_HEADER, proof))
 
     def _named(self, name: str) -> Caller:
-        """Whom a router speaks for that has seen their key."""
+        """Return the caller that a router names after it has checked the key."""
         return Caller(ADMIN, is_admin=True) if name == ADMIN else Caller(name, is_admin=False)
 
     def _headers(self, headers: list[tuple[bytes, bytes]], caller: Caller) -> list[tuple[bytes, bytes]]:
-        """Headers without a key name of the client's own; a router names every caller but the admin."""
+        """Return the headers without a key name of the client's own. A router names every caller but the admin."""
         headers = [header for header in headers if header[0] != KEY_NAME_HEADER]
         if not self._is_router:
             return headers
@@ -133,7 +134,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _target(scope: Scope) -> bytes:
-    """The request's target as it came."""
+    """Return the request's target as it came."""
     path: bytes = scope["raw_path"]
     return path + b"?" + scope["query_string"] if scope["query_string"] else path
 

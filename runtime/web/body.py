@@ -14,14 +14,20 @@ from ..malloc import trim
 MAX_PROMPTS = 4096
 """Prompts in one body, and entries of the lists that go with them."""
 MAX_UPLOADS = 8
-"""Bodies of the full length that may be arriving at once."""
+"""Maximum number of bodies of the full length that may be arriving at once."""
 MAX_VALUES = 2**22
-"""Of JSON in one body, by its commas. As many numbers take a parser 0.1 s and 64 MiB; 32 MiB can hold four times that.
+"""Maximum number of JSON values in one body, counted by its commas.
+
+Parsing this many numbers takes 0.1 s and 64 MiB. A body of 32 MiB could have four times as many.
 """
 MAX_CONTAINERS = 2**16
-"""Of lists and objects, which take a parser ten times as much. Prompts, messages and their parts need fewer."""
+"""Maximum number of lists and objects in one body. They take a parser ten times as long as numbers. Prompts, messages
+and their parts need fewer.
+"""
 MAX_STRINGS = 2**18
-"""Of strings, by their quotes, names of fields among them. An object of a million fields takes a parser half a second.
+"""Maximum number of strings in one body, counted by their quotes, field names included.
+
+Parsing an object of a million fields takes half a second.
 """
 
 
@@ -60,10 +66,10 @@ class UploadDropped(Exception):
 
 
 class Uploads:
-    """The bodies that a server is reading, which hold at most ``limit`` bytes before they are complete.
+    """The bodies that a server is reading. Incomplete ones have at most ``limit`` bytes together.
 
-    What would be more ends the one that has most: idle uploads don't lock out anybody whose body is small. ``values``:
-    how many commas one may have.
+    If they exceed the limit, the largest one is ended. So idle uploads do not lock out clients with small bodies.
+    ``values`` is the maximum number of commas in one body.
     """
 
     def __init__(self, limit: int, values: int = MAX_VALUES) -> None:
@@ -78,8 +84,11 @@ class Uploads:
         """Bytes of complete bodies that wait for a parser."""
 
     async def read(self, request: Request, limit: int) -> bytes:
-        """The body's bytes, which are JSON. Raises ``BodyEncoded``, ``BodyTooLarge`` or ``UploadDropped`` before all
-        are read, ``TooManyValues``, ``ClientDisconnect``."""
+        """Read a body of JSON.
+
+        Raises ``BodyEncoded``, ``BodyTooLarge`` or ``UploadDropped`` before all of it is read, and ``TooManyValues``
+        and ``ClientDisconnect``.
+        """
         try:
             async with asyncio.timeout(None) as upload:
                 body = await read_body(request, limit, lambda size: self._grow(upload, size))
@@ -87,7 +96,7 @@ class Uploads:
             raise UploadDropped("too many large bodies are arriving at once; send this one again later") from None
         finally:
             self._gone(self._sizes.pop(upload, 0))
-        # No parser can be interrupted: whoever streams would wait for it. Counting takes a tenth of the time, or less.
+        # No parser can be interrupted, so all streams would wait for it. Counting takes a tenth of the time, or less.
         if len(body) > MAX_CONTAINERS and await _has_too_many(body, self._values):
             raise TooManyValues(self._values)
         return body
@@ -111,14 +120,14 @@ class Uploads:
         self._untrimmed += size
         if self._untrimmed >= TRIM_BYTES:
             self._untrimmed = 0
-            asyncio.get_running_loop().call_soon(trim)  # once whoever read the body has let go of it
+            asyncio.get_running_loop().call_soon(trim)  # once the reader of the body has released it
 
     def _grow(self, upload: asyncio.Timeout, size: int) -> None:
         self.held += size
         self._sizes[upload] = self._sizes.get(upload, 0) + size
         if self.held <= self._limit:
             return
-        # Those that were told to end hold their bytes until their turn comes, and are not asked twice.
+        # Uploads that are being ended hold their bytes a little longer, and are not ended twice.
         ended = sum(held for other, held in self._sizes.items() if other.when() is not None)
         if self.held - ended > self._limit:
             largest = max((u for u in self._sizes if u.when() is None), key=self._sizes.__getitem__)
@@ -140,7 +149,7 @@ async def _has_too_many(body: bytes, values: int) -> bool:
 
 
 async def _has_too_many_containers(body: bytes) -> bool:
-    """Whether there are too many outside of strings: code has many brackets."""
+    """Return whether there are too many containers outside of strings: text of code has many brackets."""
     containers = start = within = 0
     while start < len(body):
         end = start + STEP
@@ -160,9 +169,9 @@ async def _has_too_many_containers(body: bytes) -> bool:
 
 
 async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:
-    """The body's bytes; raises ``BodyEncoded``, ``BodyTooLarge`` before reading them all, ``ClientDisconnect``.
+    """Read a body. ``on_part`` is called with the length of each part as it arrives.
 
-    ``on_part`` is told of each part's length as it comes.
+    Raises ``BodyEncoded`` and ``BodyTooLarge`` before reading all of it, and ``ClientDisconnect``.
     """
     encoding = request.headers.get("content-encoding", "").strip()
     if encoding.lower() not in ("", "identity"):

@@ -1,7 +1,7 @@
-"""HTTP connections that strangers can't hold: for a port that anybody reaches and nobody stays at.
+"""HTTP connections that unknown clients cannot hold, for a public port with short requests.
 
-uvicorn itself limits neither how long a request may take to arrive nor how many connections wait for one; its limit on
-concurrency refuses the newest, so that idle strangers would lock out everybody else.
+uvicorn itself limits neither the time that a request may take to arrive, nor the number of connections that wait for
+one. Its limit on concurrency refuses the newest connection, so idle clients would lock out all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HEAD_BYTES = 16 << 10
 
 
 def bounded_protocol() -> type[H11Protocol]:
-    """The protocol of one server, whose connections are counted together."""
+    """Make the protocol of one server. Its connections are counted together."""
     waiting: dict[_Bounded, None] = {}
 
     class Protocol(_Bounded):
@@ -31,13 +31,12 @@ def bounded_protocol() -> type[H11Protocol]:
 
 
 class _Bounded(H11Protocol):
-    """h11 rather than httptools, which bounds no header.
-
-    ``_waiting``: all connections of the server, the one that has waited longest first. One that is dropped leaves it at
-    once: its transport takes a while, and meanwhile nobody else may be spared for it.
-    """
+    """Protocol by h11, because httptools does not bound headers."""
 
     _waiting: dict[_Bounded, None]
+    """All waiting connections of the server, the oldest first. A dropped one leaves it at once, before its transport
+    has closed, so that it does not count any more.
+    """
     _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -1,20 +1,21 @@
-"""How the HTTP servers of one cluster know each other, by the cluster secret.
+"""Authentication between the HTTP servers of one cluster, by the cluster secret.
 
-Whoever takes the port of an instance that has crashed must get no key, no prompt, and answer nobody. So who connects to
-an instance (a router, or an instance that reads a moved answer) has it proven first whom it is connected to, once for
-each connection, and signs each request for that one::
+A program that takes the port of a crashed instance must get no key and no prompt, and must not answer clients. So a
+client of an instance (a router, or an instance that reads a moved answer) asks for a proof first, once per connection.
+Then it signs each request for the instance that gave the proof::
 
     connected ── GET /livez, x-pdserve-challenge: C ──▶ x-pdserve-proof: EPOCH.PORT.MAC(C, EPOCH, PORT)
               ── x-pdserve-signature: TIME.NONCE.DIGEST.MAC(TIME, NONCE, DIGEST, EPOCH, METHOD, TARGET, CALLER) ──▶
 
-An instance whose secret is being changed gives a MAC by each of the two. ``DIGEST`` is the body's, and ``CALLER`` the
-value of the header that says whose request a router passes on. A signature counts once, at the instance with this
-epoch, within two minutes. No key of the API is sent with it.
+While a secret is being replaced, an instance gives a MAC by each of the two. ``DIGEST`` is the body's. ``CALLER`` is
+the value of the header with the name of the API key that a router has checked. A signature is valid once, at the
+instance with this epoch, within two minutes. No API key is sent with it.
 
-A stranger could pass a challenge on to another instance, and its proof back. So an instance that listens on a loopback
-address says at which ``PORT`` (0 elsewhere, where ports may be mapped), and who asks takes an epoch from one address
-alone. Routers have keys of their own, with which they can't stand in for an instance that another reads from. Nothing
-is kept secret: against those who read or change the network's traffic, instances need ``https://``.
+An attacker could pass a challenge on to another instance, and its proof back. So an instance that listens on a loopback
+address proves its ``PORT`` (0 elsewhere, where ports may be mapped). A client also accepts an epoch from one address
+only. Routers have keys of their own, with which they cannot act as an instance.
+
+Nothing is encrypted: against attackers that read or change the network's traffic, instances need ``https://``.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Signed(NamedTuple):
-    """What a good signature says: whose request it is, as the router knows, and the SHA-256 of its body."""
+    """Contents of a valid signature."""
 
     caller: bytes
+    """Name of the API key that the router has checked."""
     digest: bytes
+    """SHA-256 of the body."""
 
 
 async def digest_of(body: Sequence[bytes | memoryview]) -> bytes:
@@ -76,12 +79,13 @@ class ClusterClient:
 
     @staticmethod
     def challenge() -> bytes:
-        """A new one."""
+        """Draw a new challenge."""
         return secrets.token_hex(CHALLENGE_CHARS // 2).encode()
 
     def proven(self, challenge: bytes, proof: bytes | None, url: str) -> bytes | None:
-        """The epoch of the instance at ``url`` that gave ``proof``; None where it does not know the secret, or is at
-        another address.
+        """Return the epoch of the instance at ``url`` that gave ``proof``.
+
+        None if it does not know the secret, or belongs to another address.
         """
         epoch, port, *macs = [*(proof or b"")[:MAX_PROOF_BYTES].split(b"."), b"", b""]
         expected = [_mac(key, challenge, epoch, port) for key in self._proof_keys]
@@ -102,9 +106,9 @@ class ClusterClient:
         digest: bytes,
         now: float,
     ) -> tuple[bytes, bytes]:
-        """The header that vouches for a request to the instance ``epoch``, at Unix time ``now``.
+        """Make the header that signs a request to the instance ``epoch``, at Unix time ``now``.
 
-        ``digest``: of its body, by ``digest_of``.
+        ``digest`` is that of its body, by ``digest_of``.
         """
         signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest))
         mac = _mac(self._key, signed, epoch, method.encode(), target.encode(), _caller(headers))
@@ -123,7 +127,7 @@ class ClusterServer:
         self._used = OnceOnly()
 
     def proof(self, headers: Headers) -> bytes | None:
-        """The answer to the challenge in a request's ``headers``, None where there is none."""
+        """Return the answer to the challenge in a request's ``headers``, None if there is none."""
         for name, value in headers:
             if name == CHALLENGE_HEADER and len(value) == CHALLENGE_CHARS and value.isalnum():
                 macs = (_mac(key, value, self._epoch, self._port) for key in self._proof_keys)
@@ -131,7 +135,7 @@ class ClusterServer:
         return None
 
     def check(self, signature: bytes, method: str, target: bytes, headers: Headers, now: float) -> Signed | str:
-        """Whose request it is, or why its ``signature`` is no good. A second time it never is."""
+        """Return the contents of a ``signature``, or why it is invalid. It is valid only once."""
         signed, _, given = signature.rpartition(b".")
         fields, caller = signed.split(b"."), _caller(headers)
         macs = (_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys)

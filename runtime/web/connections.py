@@ -1,11 +1,11 @@
-"""The connections of one HTTP server: how many there may be, and which ones end when there are too many.
+"""The connections of one HTTP server: their maximum number, and which ones end if there are too many.
 
     opened ──▶ waiting ──head complete──▶ serving ──answered──▶ waiting …
                   └── too many: ended
 
-A connection waits until a request's head is complete. One too many ends one that waits: the one that has waited
-longest, of the network that has most of them. So a host that opens thousands takes its own places, and one proxy in
-front of everybody can have them all. A connection that serves a request is never ended for another.
+A connection waits until a request's head is complete. If there is one too many, a waiting one ends: the oldest of the
+network that has most of them. So a host that opens thousands only ends its own, and a proxy in front of all clients can
+have all of them. A connection that serves a request is never ended in favour of another.
 """
 
 from __future__ import annotations
@@ -52,42 +52,45 @@ def network_of(address: str) -> str:
 
 
 class Connections:
-    """Event-loop thread only."""
+    """All connections of a server. For the event loop's thread only."""
 
     def __init__(self, most: int, max_waiting: int = MAX_WAITING, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
-        """``most``: maximum number of connections, those that serve included."""
+        """Set the limits; ``most`` is the maximum number of connections, including those that serve requests."""
         self._most = most
         self._max_waiting = min(max_waiting, max(1, most // 2))
         self._max_head_bytes = max_head_bytes
         self._open: set[Connection] = set()
         self._waiting: dict[str, dict[Connection, int]] = {}
-        """By network: each connection that waits, and how much of a head it has sent. Longest first."""
+        """Waiting connections of each network, the oldest first, with the bytes of a head that each has sent."""
         self._refusals = RefusalLog(log, "connections")
         self.waiting = 0
-        """Connections that wait."""
+        """Number of waiting connections."""
         self.head_bytes = 0
         """Bytes of heads that have not come to their end."""
 
     @classmethod
     def of_process(cls, files_each: int) -> Connections:
-        """As many as the process may open files for. ``files_each``: of a connection and what is opened to serve it."""
+        """Allow as many connections as the limit on open files permits.
+
+        ``files_each`` is the number of files of a connection, including those opened to serve it.
+        """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(max(FEWEST, (files - RESERVED_FILES) // files_each))
 
     def opened(self, connection: Connection) -> None:
-        """A new connection. It waits, or is ended where all others serve requests."""
+        """Note a new connection. It waits, or is ended if all others serve requests."""
         self._open.add(connection)
         self.wait(connection)
         while len(self._open) > self._most:
             self._end_longest(f"{self._most} are open, as the limit on open files (ulimit -n) allows")
 
     def closed(self, connection: Connection) -> None:
-        """It is gone."""
+        """Forget a closed connection."""
         self._open.discard(connection)
         self.serve(connection)
 
     def wait(self, connection: Connection) -> None:
-        """It waits for a request, from now on."""
+        """Note that a connection waits for a request from now on."""
         self.serve(connection)
         self._waiting.setdefault(connection.network, {})[connection] = 0
         self.waiting += 1
@@ -95,7 +98,7 @@ class Connections:
             self._end_longest(f"{self._max_waiting} wait for a request")
 
     def serve(self, connection: Connection) -> None:
-        """It waits no longer."""
+        """Note that a connection no longer waits."""
         network = self._waiting.get(connection.network)
         if network is None or (held := network.pop(connection, None)) is None:
             return
@@ -105,7 +108,7 @@ class Connections:
             del self._waiting[connection.network]
 
     def hold(self, connection: Connection, size: int) -> None:
-        """``size`` bytes more have come of a head that is not complete. Too many of all end the longest head."""
+        """Count ``size`` more bytes of an incomplete head. If all heads have too many, the longest one is ended."""
         network = self._waiting.get(connection.network, {})
         if connection not in network:
             return

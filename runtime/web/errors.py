@@ -21,10 +21,11 @@ ERROR_TYPES = {
 
 
 def without_frames(error: E) -> E:
-    """``error``, cut from the frames that it and what caused it went through.
+    """Return ``error`` without the frames of itself and of its causes.
 
-    Where such a frame leads back to the error (by a task, or by a variable), they keep each other, a body of 32 MiB
-    with them, until Python looks for cycles: that depends on how many objects there are, not on their size.
+    A frame may refer back to the error by a task or a variable. Then they keep each other in memory, and with them a
+    body of up to 32 MiB, until the garbage collector runs. When it runs depends on the number of objects, not on their
+    size.
     """
     causes: list[BaseException | None] = [error]
     while causes:
@@ -36,16 +37,16 @@ def without_frames(error: E) -> E:
 
 
 def error_type(status: int) -> str:
-    """The ``type`` of an error with this status. OpenAI's is the same for 400, 401, 404 and 405."""
+    """Return the ``type`` of an error with this status. OpenAI's is the same for 400, 401, 404 and 405."""
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def error_body(
     status: int, message: str, kind: str | None = None, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """``{"error": {"message", "type", "code", "param", "status"}}``; ``param`` names the offending field.
+    """Make ``{"error": {"message", "type", "code", "param", "status"}}``; ``param`` names the offending field.
 
-    ``status`` is there for an error in the middle of a stream, which has no other.
+    ``status`` is needed for an error in the middle of a stream, which has no other status.
     """
     error = {
         "message": message,
@@ -58,7 +59,7 @@ def error_body(
 
 
 def error_status(error: dict[str, Any]) -> int:
-    """The status of an ``error`` object of ours, or of a server that has it in ``code``; 500 where neither says."""
+    """Return the status of an ``error`` object; other servers have it in ``code``. 500 if there is none."""
     for name in ("status", "code"):
         status = error.get(name)
         if isinstance(status, int) and 400 <= status <= 599:
@@ -67,12 +68,10 @@ def error_status(error: dict[str, Any]) -> int:
 
 
 def error_headers(status: int, retry_after: int = 0) -> dict[str, str]:
-    """What goes with the body: when to try again (``retry_after`` seconds, where somebody knows) or not to, or how to
-    say who one is.
-    """
+    """Return the headers of an error: whether and when to retry (``retry_after`` seconds), or how to authenticate."""
     headers = {}
     if status == 408:
-        # OpenAI's clients send again by themselves what was answered with 408: here it was the client's own time.
+        # OpenAI's clients retry after a 408 by themselves. Here it was the client's own time limit.
         headers["x-should-retry"] = "false"
     if status in (429, 503):
         headers["Retry-After"] = str(retry_after or RETRY_AFTER_SECONDS)

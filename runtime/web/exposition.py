@@ -30,15 +30,15 @@ class Families:
         self.made: list[Metric] = []
 
     def gauge(self, name: str, meaning: str, values: Values, *by: str) -> None:
-        """What goes up and down. ``by``: names of the labels in ``values``."""
+        """Add a gauge; ``by`` are the names of the labels in ``values``."""
         self._add(GaugeMetricFamily(name, meaning, labels=(*self._names, *by)), values)
 
     def counter(self, name: str, meaning: str, values: Values, *by: str) -> None:
-        """What only grows; ``name`` ends in ``_total``."""
+        """Add a counter; ``name`` ends in ``_total``."""
         self._add(CounterMetricFamily(name, meaning, labels=(*self._names, *by)), values)
 
     def histogram(self, name: str, meaning: str, counts: Histogram) -> None:
-        """Values by size; ``name`` ends in their unit."""
+        """Add a histogram; ``name`` ends in the unit."""
         family = HistogramMetricFamily(name, meaning, labels=self._names)
         family.add_metric(self._values, list(_cumulative(counts)), counts.total)
         self.made.append(family)
@@ -57,15 +57,15 @@ class MetricsPage:
         self._process = ProcessCollector(registry=None)
 
     async def answer(self) -> Response:
-        """In Prometheus' text format, which all scrapers take.
+        """Return the page in Prometheus' text format, which all scrapers take.
 
-        Not in OpenMetrics, whoever asks for it: the library would write the colons of other servers' names as
-        underscores there.
+        OpenMetrics is never used, even on request: the library would replace the colons in other servers' names by
+        underscores.
         """
         text = b""
         for family in [*self._families(), *self._process.collect()]:
             text += generate_latest(_Family(family))
-            # All of it takes milliseconds, for which no stream need wait.
+            # The whole page takes milliseconds, and no stream has to wait for it.
             await asyncio.sleep(0)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 

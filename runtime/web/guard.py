@@ -20,7 +20,7 @@ from .request_limit import RequestLimit
 
 
 class GuardOptions(KeyOptions, OriginOptions, Protocol):
-    """The options of a server that say who may ask what, and what is logged of it."""
+    """The options of a server about access to it, and about its access log."""
 
     @property
     def max_concurrent_requests(self) -> int: ...

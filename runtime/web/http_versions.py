@@ -13,9 +13,9 @@ UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
 
 def for_version(app: ASGIApp, cycle: RequestResponseCycle, *, asks_to_keep: bool) -> ASGIApp:
-    """``app``, or what stands before it for a request that is not plain HTTP/1.1.
+    """Return ``app``, wrapped in middleware if the request is not plain HTTP/1.1.
 
-    ``asks_to_keep``: whether the request wants its connection kept open.
+    ``asks_to_keep`` says whether the request wants its connection kept open.
     """
     if cycle.scope["http_version"] != CURRENT:
         cycle.waiting_for_100_continue = False
@@ -26,8 +26,8 @@ def for_version(app: ASGIApp, cycle: RequestResponseCycle, *, asks_to_keep: bool
 class Http10:
     """ASGI middleware for one HTTP/1.0 request: no chunks, as RFC 9112 demands.
 
-    The end of the connection ends an answer of unknown length. One whose length is known leaves the connection open if
-    the client asked for that.
+    An answer of unknown length ends with the connection. One of known length leaves the connection open if the client
+    asked for that.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle, *, asks_to_keep: bool) -> None:
@@ -60,10 +60,9 @@ class Http10:
 
 
 class BeforeContinue:
-    """ASGI middleware for one request whose body waits for ``100 Continue``.
+    """ASGI middleware for one request with a body that waits for ``100 Continue``.
 
-    An answer that comes before leaves the body unsent, so it ends the connection: what comes next on it would be taken
-    for the body.
+    An answer before that ends the connection, because the body was not sent. Later bytes would be taken for it.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
@@ -80,7 +79,7 @@ class BeforeContinue:
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request as it would be if it asked for no other protocol."""
+    """Return the head of a request without its request for another protocol."""
     headers = list(headers)
     tokens = [token.strip() for name, value in headers if name == b"connection" for token in value.split(b",")]
     kept = [header for header in headers if header[0] not in HOP_BY_HOP]

@@ -1,7 +1,7 @@
-"""API keys: who a request is from, and whether that one may change what others see.
+"""API keys: the sender of a request, and whether it may change what other users see.
 
-A key has a name, which goes where the key itself must not: into logs, into the namespaces of cached prefixes, and to
-the instances behind a router. The admin key is no user's: it may do everything, and speak for a user.
+A key has a name, which stands for it in logs, in the namespaces of cached prefixes, and in requests from a router to
+its instances. The admin key belongs to no user. It permits everything, also to act for a user.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # every command reads options, and few of them serve
     from ..options import ServerOptions
 
 KEY_NAME_HEADER = b"x-pdserve-key-name"
-"""Whose request it is that a router passes on with the admin key in the place of its client's own."""
+"""Header with the name of the client's key, in a request that a router passes on with the admin key."""
 SCOPE_KEY = "pdserve.caller"
 ADMIN = "(admin)"
-"""What no user can be called."""
+"""Name of the admin, which no user can have."""
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 API_KEY_VARIABLE = "PDSERVE_API_KEY"
 """Where ``--api-key`` may stand. Only the process that reads options needs it."""
@@ -40,14 +40,16 @@ class KeyFileError(ValueError):
 
 
 class Caller(NamedTuple):
-    """Who sent a request: a key's name, "" where nobody is asked for one. ``is_admin``: may change what others see."""
+    """The sender of a request."""
 
     name: str
+    """Name of its key; "" if the server asks for none."""
     is_admin: bool
+    """Whether it may change what other users see."""
 
     @staticmethod
     def of(scope: Scope) -> Caller:
-        """The caller whose request ``scope`` is."""
+        """Return the sender of the request ``scope``."""
         return cast(Caller, scope.get(SCOPE_KEY, ANYBODY))
 
 
@@ -57,18 +59,21 @@ ANYBODY = Caller("", is_admin=False)
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a server takes; ``users``: by name. Without any, everybody is a user.
+    """The keys that a server takes. Without any key, every client is a user.
 
-    Without an admin key, the holder of the only key is the admin: of several users none may flush what all have cached.
-    ``own_admin``: the admin key that the server drew itself, where the options name no admin. It counts for nothing
-    else: where no other key is given, the server asks for none.
+    Without an admin key, the only key is the admin's. If there are several users, none of them may flush the cache of
+    all.
     """
 
     users: dict[str, str]
+    """Keys by name."""
     admin: str | None = None
     own_admin: str | None = None
+    """Admin key that the server drew itself, because the options name no admin. If it is the only key, the server asks
+    users for none.
+    """
     _by_digest: dict[bytes, Caller] = field(init=False, repr=False, compare=False)
-    """Callers by the SHA-256 of their key: finding one takes the same time however many there are."""
+    """Callers by the SHA-256 of their key. The time of a lookup does not depend on their number."""
 
     def __post_init__(self) -> None:
         only_key = self.admin is None and len(self.users) == 1
@@ -87,19 +92,19 @@ class Keys:
         return self.admin is not None or len(self.users) == 1
 
     def with_own_admin(self, key: str) -> Keys:
-        """These keys, and the admin key that the server drew where it was given none."""
+        """Return these keys with the server's own admin key, unless there is an admin among them."""
         return self if self.has_admin else replace(self, own_admin=key)
 
     @property
     def are_several(self) -> bool:
-        """Whether requests may be of several users: the admin key is also how a router speaks for each of its own."""
+        """Whether there may be several users. A router acts for each of its own with the admin key."""
         return len(self.users) > 1 or self.admin is not None
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]], *, routers_sign: bool = False) -> Caller | None:
-        """Whose key ``headers`` show; None: nobody's, where there has to be one.
+        """Return the sender by the key in ``headers``; None if a key is required and there is no valid one.
 
-        A name counts from whoever may do everything: it only takes from what its request may do. ``routers_sign``:
-        routers show who they are by other means, so whoever shows no key is none.
+        The admin may name a user, because that only restricts the request. With ``routers_sign``, routers authenticate
+        by other means, so a request without a key is not a router's.
         """
         given, speaks_for = b"", None
         for name, value in headers:
@@ -110,10 +115,10 @@ class Keys:
             elif name == KEY_NAME_HEADER:
                 speaks_for = value.decode("latin-1")
         found = None if self.users else ANYBODY
-        # What the time of this lookup tells is about digests, from which no key follows.
+        # The time of this lookup only reveals something about digests, from which no key follows.
         if given:
             found = self._by_digest.get(_digest(given), found)
-        # Where no key is asked for, whoever comes may be a router that asks for keys, and knows whose request it is.
+        # If no key is asked for, the sender may be a router that has checked the client's key and names it.
         speaker = ANYBODY if self.admin is None else Caller(ADMIN, is_admin=True)
         if speaks_for is not None and found == speaker and not (routers_sign and found is ANYBODY):
             return Caller(speaks_for if NAME.fullmatch(speaks_for) else "", is_admin=False)
@@ -136,10 +141,10 @@ class KeyOptions(Protocol):
 
 
 def read_keys(options: KeyOptions) -> Keys:
-    """The keys that ``options`` say. Raises ``KeyFileError``.
+    """Read the keys of ``options``. Raises ``KeyFileError``.
 
-    A line of a file is a key, or a name and a key; the admin's file has one. What begins with # is a remark. For a key
-    without a name see ``_digest_name``.
+    A line of a file is a key, or a name and a key. The admin's file has one. A line that begins with # is a comment.
+    ``_digest_name`` names a key without a name.
     """
     users: dict[str, str] = {}
     if options.api_key is not None:
@@ -175,7 +180,7 @@ def check_keys(options: KeyOptions) -> None:
 
 
 def caches_by_key(options: ServerOptions) -> bool:
-    """Whether the cached prefixes of each key are kept apart: as ``--cache-by-key`` says, else for several users."""
+    """Return whether cached prefixes are separate for each key: as ``--cache-by-key`` says, else for several users."""
     return read_keys(options).are_several if options.cache_by_key is None else options.cache_by_key
 
 
@@ -185,11 +190,11 @@ def _digest(key: bytes) -> bytes:
 
 @cache
 def _digest_name(key: str) -> str:
-    """The name of a key that has none, in logs, in cached prefixes and as an owner of sessions.
+    """Make a name for a key without one, for logs, cached prefixes and the owners of sessions.
 
-    It depends on the key alone, so that it is the same at router and instances and after a restart, and so that nobody
-    inherits sessions by moving up a line. Whoever sees it can try keys until one has this name: slowly (some 50 ms and
-    16 MiB each), which also is what each such key costs at the start.
+    It depends only on the key. So it is the same at router and instances and after a restart. No key inherits sessions
+    when a line of the file is removed. An attacker that sees the name can try keys, but each takes some 50 ms and
+    16 MiB. Each such key costs the same at the start.
     """
     return "key-" + scrypt(key.encode(), salt=b"pdserve key name", n=2**14, r=8, p=1, dklen=4).hex()
 
@@ -202,14 +207,14 @@ class KeyLine(NamedTuple):
     key: str
 
     def error(self, message: str) -> KeyFileError:
-        """What to raise where the line is no good."""
+        """Make the error for a wrong line."""
         return KeyFileError(f"{self.where}: {message}")
 
 
 def read_key_lines(flag: str, file: str | Path, *, is_server: bool = True) -> list[KeyLine]:
-    """The lines of ``file`` that say anything, at least one; ``flag`` named it. Raises ``KeyFileError``.
+    """Read the lines of ``file`` that have keys, at least one; ``flag`` is its option. Raises ``KeyFileError``.
 
-    ``is_server``: the keys are those that are accepted, so that nobody else may own the file.
+    With ``is_server``, the server accepts these keys, so the file must not belong to another user.
     """
     try:
         text = (read_secret(file) if is_server else Path(file).expanduser().read_bytes()).decode()

@@ -1,19 +1,19 @@
-"""HTTP connections with limits: for ports that clients use, where an answer takes as long as it takes.
+"""HTTP connections with limits, for the ports of clients. The time of an answer has no limit.
 
-uvicorn's httptools protocol bounds neither a head nor the time that a request takes to arrive. Of each connection:
+uvicorn's httptools protocol bounds neither a head nor the time that a request takes to arrive. States of a connection:
 
     HEAD ──head complete──▶ BODY ──request complete──▶ IDLE ──first byte of the next──▶ HEAD
       │ HEAD_SECONDS          │ less than MIN_BODY_BYTES in BODY_SECONDS
       └──────── dropped ◀─────┘      unless an answer is under way: an answer is never cut by these limits
 
 IDLE covers the wait for an answer, the answer itself, and then uvicorn's own limit on idle connections. A head or
-trailers that are too long end the connection, as do too many requests queued behind a running one; where no answer is
-under way, with a 431.
+trailers that are too long end the connection, and so do too many requests queued after a running one. If no answer is
+under way, the client gets a 431.
 
 A client that accepts nothing of its answer for ``send_seconds`` is disconnected (``SendLimit``), whatever kind of
 answer it is. Its request ends as if the client had closed the connection.
 
-How many connections may wait for a complete head, and how much of heads they may have sent: ``connections.py``.
+``connections.py`` limits the number of connections that wait for a complete head, and the bytes of their heads.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from .http_versions import for_version, head_without_upgrade
 from .sending import SendLimit, limit_socket
 
 HEAD_SECONDS = 10.0
-"""From a connection's start, or from a request's first byte, to the end of its head."""
+"""Maximum seconds from a connection's start, or from a request's first byte, to the end of its head."""
 BODY_SECONDS = 30.0
 MIN_BODY_BYTES = 1024
-"""Of a body that is not complete, in each ``BODY_SECONDS``."""
+"""Minimum bytes of an incomplete body in each ``BODY_SECONDS``."""
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's line, headers and trailers. Chunked framing between two pieces of a body counts as a head does."""
+"""Maximum bytes of a request's line, headers and trailers. Chunked framing between two pieces of a body counts as well.
+"""
 MAX_HEADERS = 128
 MAX_QUEUED = 16
-"""Requests that one connection may send behind the one that is being answered."""
+"""Maximum requests that one connection may send after the one that is being answered."""
 MAX_QUEUED_BYTES = 1 << 20
-"""Of the body of a queued request, which nobody reads yet."""
+"""Maximum bytes of the body of a queued request, which is not read yet."""
 SEND_SECONDS = 60.0
 
 
 def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:
-    """The protocol of one server, whose ``connections`` are counted together."""
+    """Make the protocol of one server. Its ``connections`` are counted together."""
 
     class Protocol(LimitedProtocol):
         _send_seconds = send_seconds
@@ -59,7 +60,7 @@ def limited_protocol(send_seconds: float, connections: Connections) -> type[Limi
 
 
 def _last_words(status: int, reason: str, message: str) -> bytes:
-    """A whole answer that ends its connection."""
+    """Make a whole answer that ends its connection."""
     body = orjson.dumps(error_body(status, message))
     head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

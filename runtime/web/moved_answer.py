@@ -1,8 +1,8 @@
-"""How an HTTP front says that the rest of an answer is had elsewhere, and how that is asked for.
+"""Protocol for the rest of an answer that goes on at another instance.
 
-A request whose client can follow (``FOLLOW``) is answered up to here, and then with a ``Ticket``: as the event
-``moved``, or, where nothing was sent yet, as the whole answer, of type ``MOVED_TYPE``. Who follows sends the same
-request, with the ticket (``TICKET``), to the instance that it names, and gets the rest.
+A client announces by the header ``FOLLOW`` that it can follow. Then its answer ends with a ``Ticket``: as the event
+``moved``, or, if nothing was sent yet, as the whole answer, of type ``MOVED_TYPE``. The client sends the same request
+with the ticket (``TICKET``) to the instance that it names, and gets the rest.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ MOVED_TYPE = b"application/x-pdserve-moved+json"
 MOVED_EVENT = b"event: moved\ndata: "
 MAX_TICKET_BYTES = 8192
 MAX_RID_CHARS = 512
-"""A client's own name, and what batches and moves add to it."""
+"""Maximum characters of a client's own name, with the parts that batches and migrations add to it."""
 WORD = re.compile(r"[!-~]{0,128}")
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 """A name or an address, IPv6 with its scope."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """``epoch``, ``host`` and ``port``: of the instance that goes on with an answer; ``key``: what it knows the answer
-    by.
-
-    ``chars`` and ``tokens``: what its client has been sent; ``opened``: whether that is anything, if it is not text.
-    ``rid`` and ``created``: what the answer says of itself (Unix time, 0 where it doesn't).
-    """
+    """Reference to the rest of an answer at another instance."""
 
     epoch: str
+    """Epoch of the instance."""
     host: str
     port: int
     key: str
+    """Secret that identifies the answer at the instance."""
     chars: int
+    """Characters that the client has been sent."""
     tokens: int
+    """Tokens that the client has been sent."""
     opened: bool
+    """Whether the client has been sent anything at all, even if it is no text."""
     rid: str
+    """Id that the answer carries."""
     created: int
+    """Unix time that the answer carries; 0 if it has none."""
 
     @property
     def url(self) -> str:
-        """Of the instance."""
+        """URL of the instance."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     def dump(self) -> bytes:
-        """One line of ASCII: fit for a header, and for an event."""
+        """Return the ticket as one line of ASCII, fit for a header and for an event."""
         return json.dumps(msgspec.structs.asdict(self)).encode()
 
 
@@ -71,5 +73,5 @@ def read_ticket(data: bytes) -> Ticket:
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first of this name."""
+    """Return the first header of this name, None if there is none."""
     return next((value for known, value in headers if known == name), None)

@@ -1,9 +1,10 @@
-"""Which web pages may use a server: a browser sends requests wherever a page tells it to, also to its own host.
+"""Checks of the web pages that may use a server. A browser sends requests wherever a page wants, even to its own host.
 
-Two ways lead from a page to a server that asks for no key. A request of the page's making carries its origin, or the
-browser's word that it is another site's, and is refused. A name that the page's owner lets point at 127.0.0.1 makes the
-server part of the page's origin, but stands in the Host header, where a server on a loopback address knows the names
-that it can have.
+There are two ways from a page to a server that asks for no key:
+
+- The page sends a request. The browser adds the page's origin, or a note that it is another site's. It is refused.
+- The page's owner lets a domain name point at 127.0.0.1, so that the server seems to be of the page's origin. This name
+  is in the Host header, and a server on a loopback address knows the names that it can have.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class OriginOptions(Protocol):
 
 
 def check_origins(app: ASGIApp, options: OriginOptions, table: PathTable, *, has_keys: bool) -> ASGIApp:
-    """``app`` behind the checks that ``options`` ask for. With keys, a page that has none gets nowhere by itself."""
+    """Wrap ``app`` in the checks that ``options`` ask for. With keys, a page without one cannot do anything anyway."""
     origins, hosts = _words(options.allowed_origins), {name.lower() for name in _words(options.allowed_hosts)}
     checks_host = is_loopback(options.host) and not has_keys and ANY not in hosts
     guard: ASGIApp = OriginGuard(app, origins, hosts if checks_host else None)
@@ -50,7 +51,7 @@ def check_origins(app: ASGIApp, options: OriginOptions, table: PathTable, *, has
 
 
 class Cors(CORSMiddleware):
-    """Starlette's CORS, whose preflights allow the methods that a path has, and fail in the API's error shape."""
+    """Starlette's CORS, with preflights that allow the methods of a path, and fail in the API's error shape."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str], table: PathTable) -> None:
         methods = {method for facts in table.paths for method in facts.answered_methods}
@@ -64,7 +65,7 @@ class Cors(CORSMiddleware):
         self._table = table
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers preflights without a key: browsers send none with them."""
+        """Answer preflights without a key, because browsers send none with them."""
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
             headers = Headers(scope=scope)
             if "origin" in headers and "access-control-request-method" in headers:
@@ -87,8 +88,10 @@ class Cors(CORSMiddleware):
 
 
 class OriginGuard:
-    """ASGI middleware; answers 403 to requests from pages that are not of ``origins``, and, where ``hosts`` are given,
-    to those that call the server by a name that is neither theirs nor the loopback's."""
+    """ASGI middleware that answers 403 to requests from pages of other origins than ``origins``.
+
+    If ``hosts`` are given, it also refuses a Host header with a name that is neither among them nor a loopback name.
+    """
 
     def __init__(self, app: ASGIApp, origins: Collection[str], hosts: Collection[str] | None) -> None:
         self._app = app
@@ -96,7 +99,7 @@ class OriginGuard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers before anything of the body is read."""
+        """Answer before any part of the body is read."""
         problem = self._problem(scope["headers"]) if scope["type"] == "http" else None
         if problem is None:
             await self._app(scope, receive, send)
@@ -116,7 +119,7 @@ class OriginGuard:
                 )
         if origin is not None and not self._is_allowed(origin, host):
             return f"a page of {shown(origin)!r} may not use this server: start it with --allowed-origins to let it"
-        # An image's source, say, is asked for without an origin. Someone who follows a link comes himself.
+        # Requests for an image, for example, have no origin. A user that follows a link is no other site.
         by_page = found.get(b"sec-fetch-site") in OTHER_SITES and found.get(b"sec-fetch-mode") != "navigate"
         if by_page and origin is None and ANY not in self._origins:
             return "a page of another site may not use this server"
@@ -130,7 +133,7 @@ class OriginGuard:
 
 
 def host_name(host: str) -> str:
-    """The name or address in a Host header, without port and brackets; "" where it is none."""
+    """Return the name or address in a Host header, without port and brackets; "" if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

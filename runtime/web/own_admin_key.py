@@ -1,7 +1,7 @@
 """The admin key of a server that was given none.
 
-Whoever merely reaches a server may not end or change it. So a server without ``--admin-key-file``, and without a single
-key, whose holder is the admin, draws an admin key at its start. Only the user who runs it can read the file.
+Reaching a server must not be enough to end or change it. So a server without ``--admin-key-file`` draws an admin key at
+its start, unless it has a single key, which is the admin's. Only the user of the server can read the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def draw_own_admin_key(options: KeyOptions, run_dir: Path) -> Path | None:
 
 
 def own_admin_key(run_dir: Path) -> str | None:
-    """The key that was drawn there, None where none was."""
+    """Return the key that was drawn there, None if there is none."""
     try:
         return (run_dir / FILE_NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:

@@ -51,7 +51,7 @@ class PathGuard:
 def error_answer(
     status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error of the front itself, in the API's shape."""
+    """Make an error of the HTTP front itself, in the API's shape."""
     body = orjson.dumps(error_body(status, message, code=code))
     return Response(body, status, {**(headers or {}), **error_headers(status)}, media_type="application/json")
 

@@ -13,22 +13,23 @@ DOT_SEGMENTS = frozenset({".", ".."})
 
 
 class Access(Enum):
-    """Who may use a path."""
+    """The clients that may use a path."""
 
     OPEN = auto()
-    """Everybody, with or without a key."""
+    """All clients, with or without a key."""
     METRICS = auto()
-    """Everybody with ``--metrics-without-key``, else every key."""
+    """All clients with ``--metrics-without-key``, else all with a key."""
     USER = auto()
-    """Every key; everybody where no key is asked for."""
+    """All clients with a key; all clients if the server asks for none."""
     CACHE = auto()
-    """The admin key, the only key, or everybody where no key was given: what they compute empties a cache as well."""
+    """The admin key, the only key, or all clients if there are no keys, because their requests empty a cache as well.
+    """
     ADMIN = auto()
     """The admin key or the only key. A server that was given neither draws an admin key at its start."""
 
 
 class Server(Flag):
-    """Which servers have a path."""
+    """The servers that have a path."""
 
     INSTANCE = auto()
     ROUTER = auto()
@@ -36,24 +37,22 @@ class Server(Flag):
 
 
 class PathFacts(NamedTuple):
-    """What is known about a path without running an application.
-
-    ``path``: as a Starlette route spells it; a parameter is the last segment and takes the rest (``{name:path}``).
-    ``methods``: those that an endpoint implements. HEAD is answered wherever GET is, OPTIONS everywhere.
-    ``is_poll``: machines ask every few seconds, so it is neither logged above debug level nor refused under load.
-    ``ends_work``: it is not refused under load either.
-    """
+    """Facts about a path, known without an application."""
 
     path: str
+    """Path as a Starlette route spells it. A parameter is the last segment and takes the rest (``{name:path}``)."""
     methods: tuple[str, ...]
+    """Methods that an endpoint implements. HEAD is answered wherever GET is, OPTIONS everywhere."""
     access: Access
     servers: Server = Server.BOTH
     is_poll: bool = False
+    """Whether programs ask every few seconds. Then it is neither logged above debug level nor refused under load."""
     ends_work: bool = False
+    """Whether it ends work. Then it is not refused under load."""
 
     @property
     def label(self) -> str:
-        """The path in metrics: a parameter without its converter."""
+        """Path in metrics: a parameter without its converter."""
         return self.path.replace(":path}", "}")
 
     @property
@@ -117,14 +116,14 @@ class PathTable:
 
     @staticmethod
     def of(server: Server, paths: Iterable[PathFacts] = PATHS) -> PathTable:
-        """The paths that ``server`` has."""
+        """Return the table of the paths that ``server`` has."""
         return PathTable(facts for facts in paths if server in facts.servers)
 
     def find(self, path: str) -> PathFacts | None:
-        """The facts of a decoded request path; None for one that does not exist.
+        """Return the facts of a decoded request path; None for one that does not exist.
 
-        Slashes at the end don't count, except in a parameter. A path with dot segments or characters that can't be
-        printed does not exist: it would mean different things to a check, a route and an instance.
+        Slashes at the end don't count, except in a parameter. A path with dot segments or unprintable characters does
+        not exist, because a check, a route and an instance might understand it differently.
         """
         facts = self._exact.get(path) or self._exact.get(path.rstrip("/"))
         if facts is not None or not is_plain(path):
@@ -132,10 +131,10 @@ class PathTable:
         return next((facts for prefix, facts in self._prefixes if path.startswith(prefix) and path != prefix), None)
 
     def canonical(self, facts: PathFacts, path: str) -> str:
-        """The path as an application's routes know it, for a ``path`` that ``find`` found."""
+        """Return a ``path`` that ``find`` found as an application's routes know it."""
         return path if "{" in facts.path else facts.path
 
 
 def is_plain(path: str) -> bool:
-    """Whether a decoded path holds neither dot segments nor characters that can't be printed."""
+    """Return whether a decoded path has neither dot segments nor unprintable characters."""
     return path.isprintable() and DOT_SEGMENTS.isdisjoint(path.split("/"))

@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """The listening socket of an HTTP front; raises ``OSError``, as for a port that is taken or a name that is none."""
+    """Open the listening socket of an HTTP front; raises ``OSError`` if the port is taken or the name is unknown."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # asyncio sends at once (TCP_NODELAY) on connections of a socket that is TCP's by name; uvloop on all.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -26,14 +26,14 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raise ``OSError`` where nobody could listen on this address now."""
+    """Raise ``OSError`` if no process could listen on this address now."""
     listen(host, port, 1).close()
 
 
 def hold_free_port(host: str) -> socket.socket:
-    """A socket that keeps a free port of ``host`` from being given to anybody until a process of ours listens there.
+    """Open a socket that keeps a free port of ``host`` reserved until a process of ours listens there.
 
-    It doesn't listen itself, so another socket with SO_REUSEADDR, as ``listen`` makes, may. Raises ``OSError``.
+    It does not listen itself, so another socket with SO_REUSEADDR, as ``listen`` makes, may. Raises ``OSError``.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -47,14 +47,14 @@ def hold_free_port(host: str) -> socket.socket:
 
 
 def http_url(host: str, port: int) -> str:
-    """The URL of what listens there."""
+    """Return the URL of a server at this address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on, held open together so that they differ.
+    """Return free ports of the loopback address. They are held open together, so that they differ.
 
-    Another process may take one before it is used: whoever then can't listen on it says so and ends.
+    Another process may take one before it is used. Then the process that cannot listen on it reports this and ends.
     """
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
@@ -64,7 +64,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def means_this_host(host: str) -> bool:
-    """Whether connecting to ``host`` stays on this host, told without looking up a name."""
+    """Return whether a connection to ``host`` stays on this host, without looking up a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -73,7 +73,7 @@ def means_this_host(host: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether this name or address can only mean the host itself."""
+    """Return whether this name or address can only mean the host itself."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

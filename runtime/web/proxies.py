@@ -19,9 +19,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedProxies:
-    """The reverse proxies whose X-Forwarded-For counts.
+    """The reverse proxies with a trusted X-Forwarded-For.
 
-    ``option`` lists their addresses and networks, with commas in between. Raises ``ValueError``, with what to write
+    ``option`` lists their addresses and networks, separated by commas. Raises ``ValueError``, with what to write
     instead.
     """
 
@@ -33,10 +33,10 @@ class TrustedProxies:
             raise ValueError(f"{e}; write addresses and networks like 10.0.0.7,192.168.0.0/16,::1") from None
 
     def client(self, scope: Scope) -> str:
-        """The client of an ASGI request, for logs: ADDRESS:PORT of the connection, or the address that proxies tell.
+        """Return the client of an ASGI request for logs: ADDRESS:PORT of the connection, or the address from proxies.
 
-        That is the rightmost address in X-Forwarded-For that is not a trusted proxy's. Anything further left is the
-        client's own word. An entry that is no address ends the search at the proxy that reported it.
+        That is the rightmost address in X-Forwarded-For that is not a trusted proxy's. The client may have invented
+        everything further left. An entry that is no address ends the search at the proxy that reported it.
         """
         host, port = (*(scope.get("client") or (UNKNOWN, 0)), 0)[:2]
         peer = parse_address(str(host))
@@ -56,17 +56,17 @@ class TrustedProxies:
 
     @staticmethod
     def _entries(scope: Scope) -> list[str]:
-        """The header's entries, the last first; several headers count as one."""
+        """Return the header's entries, the last first; several headers count as one."""
         values = [value for name, value in scope["headers"] if name == FORWARDED_FOR]
         last = b",".join(values).rsplit(b",", MAX_HOPS)[-MAX_HOPS:]
         return [entry.decode("latin-1").strip() for entry in reversed(last)]
 
 
 def parse_address(text: str) -> Address | None:
-    """The IP address that ``text`` holds, with or without a port; None for anything else.
+    """Parse an IP address with or without a port; return None for anything else.
 
-    An IPv4 address within IPv6 is the IPv4 address. Scopes (``fe80::1%eth0``) are refused: Python takes any characters
-    in them.
+    An IPv4 address within IPv6 gives the IPv4 address. Scopes (``fe80::1%eth0``) are refused, because Python accepts
+    any characters in them.
     """
     if (with_port := WITH_PORT.fullmatch(text)) is not None:
         text = with_port[1] or with_port[2]

@@ -1,10 +1,10 @@
-"""Limits on how slowly a client takes what it is sent.
+"""Limits on how slowly a client may read its answer.
 
-Two limits close a connection whose client accepts nothing: a timer here, which sees what waits in this process, and
-TCP_USER_TIMEOUT, which sees what waits in the kernel, also of a host that has vanished.
+Two limits close the connection of a client that reads nothing. A timer here sees the bytes that wait in this process.
+TCP_USER_TIMEOUT sees the bytes that wait in the kernel, even after the client's host has vanished.
 
-The timer resets the connection. The kernel's limit, which comes first where a client reads nothing at all, sends it
-nothing: the client learns that its connection is gone when it reads again.
+The timer resets the connection. The kernel's limit comes first if a client reads nothing at all, and sends it nothing.
+Such a client learns that its connection is gone when it reads again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import socket
 import struct
 
 CHECKS = 4
-"""How often in its time limit a connection is looked at."""
+"""Number of checks of a connection within its time limit."""
 KERNEL_SEND_BYTES = 256 << 10
-"""Of a connection's answer that the kernel holds: without it, 4 MiB for each client that does not read."""
+"""Maximum bytes of an answer in the kernel. Without it, each client that does not read takes 4 MiB."""
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 KEEP_ALIVE_IDLE_SECONDS, KEEP_ALIVE_INTERVAL_SECONDS, KEEP_ALIVE_PROBES = 30, 10, 3
 """TCP's own probes: a vanished host is noticed within a minute while nothing is sent to it."""

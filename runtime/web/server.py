@@ -24,9 +24,9 @@ class ConnectionOptions(Protocol):
 
 
 def server_config(app: ASGIApp, options: ConnectionOptions, *, files_each: int = 1, **settings: Any) -> uvicorn.Config:
-    """The settings that router and instance share, and ``settings`` of uvicorn's.
+    """Make the settings that router and instance share, with further ``settings`` of uvicorn's.
 
-    ``files_each``: see ``Connections``.
+    ``Connections`` explains ``files_each``.
     """
     return uvicorn.Config(
         app,

@@ -32,7 +32,7 @@ NO_VERBS = _words(
 
     first second third last next new old two three four five zero whole empty endless distinct other
 
-    addresses answers array arrays attention batches blocks bodies boolean byte bytes cached capability channels
+    addresses array arrays attention batches blocks bodies boolean byte bytes cached capability channels
     client clients column columns connection connections conversations core cores cpu cpus decisions default
     descriptors device directly distinct durations elements entries entry error errors events evicted experts false
     fields figures float following forward frames gauge greedy headers hosts hundreds instance instances int integer

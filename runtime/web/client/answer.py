@@ -42,7 +42,7 @@ class Answer:
         self._timer: asyncio.TimerHandle | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """The first value of a header, None where there is none. ``name``: in lower case."""
+        """Return the first value of a header, None if it is missing. ``name`` is in lower case."""
         return next((value for key, value in self.headers if key == name), None)
 
     # the connection's side, see Receiver
@@ -77,10 +77,10 @@ class Answer:
             raise self._error
 
     async def read(self) -> bytes:
-        """What has come of the body since the last call, waited for if need be; b"" at its end.
+        """Return the part of the body that has arrived since the last call, or wait for more; b"" at its end.
 
-        Raises ``ClientError`` when the body breaks off, after all that came of it was read; ``TimeoutError`` when the
-        server is silent for too long.
+        If the body breaks off, ``ClientError`` is raised after all that arrived was read. ``TimeoutError`` is raised
+        if the server is silent for too long.
         """
         while not self._pieces:
             if self._ended:
@@ -97,7 +97,7 @@ class Answer:
         return data
 
     async def read_all(self, limit: int | None = None) -> bytes:
-        """The whole body. Raises as ``read``, and ``AnswerTooLong`` for more than ``limit`` bytes."""
+        """Read the whole body. Raises as ``read``, and ``AnswerTooLong`` for more than ``limit`` bytes."""
         parts, size = list[bytes](), 0
         while data := await self.read():
             parts.append(data)
@@ -125,8 +125,11 @@ class Answer:
             waiter.set_result(None)
 
     def _news(self) -> asyncio.Future[None]:
-        """What to wait for: done when something has come. One timer for the whole body, moved only when it fires: a
-        timer for each wait would cost more than the rest of it."""
+        """Make a future that is done when something arrives.
+
+        One timer serves the whole body, and is moved only when it fires. A timer for each wait would cost more than
+        everything else.
+        """
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
         if self._silence is not None and self.status:

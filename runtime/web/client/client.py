@@ -16,8 +16,8 @@ from .errors import CannotConnect, ClientError, ConnectionGone
 from .pool import Origin, Pool, SocketOptions
 
 MAX_WHOLE_BYTES = 64 << 20
-"""Of what a question is answered with. Far more than any of them needs: it only keeps a server gone mad from taking all
-memory."""
+"""Maximum bytes of an answer to a question, far more than any needs. It keeps a faulty server from taking all memory.
+"""
 MAX_PROOF_ANSWER_BYTES = 64 << 10
 FORBIDDEN_IN_VALUE = re.compile(rb"[\0-\x08\n-\x1f\x7f]")
 FORBIDDEN_IN_TARGET = re.compile(r"[^!-~]")
@@ -53,20 +53,20 @@ class _Request(NamedTuple):
     headers: tuple[tuple[bytes, bytes], ...]
     body: Sequence[bytes | memoryview]
     digest: bytes = b""
-    """Of the body, for servers of a cluster."""
+    """Digest of the body, for servers of a cluster."""
 
     def head(self, server: _Server, more: SentHeaders = ()) -> bytes:
-        """As it is sent; raises ``ValueError`` where it can't be."""
+        """Return the head as it is sent; raises ``ValueError`` if it cannot be sent."""
         own = header_lines((*self.headers, *more))
         return request_head(self.method, self.path, server.head, own, sum(map(len, self.body)))
 
 
 class HttpClient:
-    """Requests to any number of servers. ``headers`` go with each, beside the host. ``cluster``: a server is sent
-    nothing before it has proven that it belongs to the cluster, and requests are signed for it.
+    """Client for any number of servers. ``headers`` go with each request, beside the host.
 
-    Nothing is limited in time but connecting (``connect_seconds``): how long an answer may take, only who asks knows.
-    Redirects are answers like any other; proxies and other settings of the environment are left alone.
+    With ``cluster``, a server gets nothing before it has proven that it belongs to the cluster, and requests to it are
+    signed. Only connecting has a time limit (``connect_seconds``); the caller limits the time of an answer. Redirects
+    are answers like any other. Proxies and other settings of the environment are ignored.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class HttpClient:
         The caller must close the answer. ``silence``: see ``Answer``. Raises ``ClientError``, and ``ValueError`` for a
         path or header that can't be sent.
 
-        A server may close a kept connection (keep-alive timeout) while a request is on its way to it. If the
-        connection was idle for more than ``RESEND_IDLE_SECONDS`` and ends without a byte of an answer, the request is
-        sent once more, on a new connection. So the server may, rarely, have begun it twice.
+        A server may close a kept connection (keep-alive timeout) while a request is on its way to it. Such a request
+        is sent once more, on a new connection. The connection must have been idle for more than ``RESEND_IDLE_SECONDS``
+        and have ended without a byte of an answer. So the server may, rarely, have begun it twice.
 
         ``at_most_once``: never send the request twice, because it may be what crashed the server. Connections that
         were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
@@ -108,7 +108,7 @@ class HttpClient:
         server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
         digest = b"" if self._cluster is None else await digest_of(pieces)
         request, pool = _Request(method, path, tuple(headers), pieces, digest), server.pool
-        request.head(server)  # what can't be sent is said before anything is
+        request.head(server)  # raises before anything is sent, if the request is invalid
         gone: ConnectionGone | None = None
         kept = pool.take_kept()
         if kept is not None and at_most_once and kept.idle_seconds > RESEND_IDLE_SECONDS:
@@ -152,7 +152,7 @@ class HttpClient:
         return [request.head(server, (signature,)), *request.body]
 
     async def _prove(self, cluster: ClusterClient, connection: Connection, server: _Server, url: str) -> None:
-        """Learn whom the new ``connection`` leads to; raises ``CannotConnect``."""
+        """Find out which instance the new ``connection`` leads to; raises ``CannotConnect``."""
         challenge = cluster.challenge()
         question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
         answer = Answer(connection, lambda: None, self._connect_seconds)
@@ -187,7 +187,7 @@ class HttpClient:
         connection.ask(message, answer)
         try:
             await answer.head()
-        except BaseException:  # also when cancelled: nobody would ever read the answer
+        except BaseException:  # also when cancelled: the answer would never be read
             answer.close()
             raise
         return answer
@@ -202,7 +202,7 @@ class HttpClient:
 
 
 def request_head(method: str, path: str, fixed: bytes, own: bytes, body_bytes: int) -> bytes:
-    """A request's head. Raises ``ValueError`` for a path that isn't one on the wire."""
+    """Make the head of a request. Raises ``ValueError`` for a path that is not valid on the wire."""
     if FORBIDDEN_IN_TARGET.search(path):
         raise ValueError(f"not a path that can be asked for, quote it: {path!r}")
     size = b"content-length: %d\r\n" % body_bytes if body_bytes or method == "POST" else b""
@@ -210,7 +210,7 @@ def request_head(method: str, path: str, fixed: bytes, own: bytes, body_bytes: i
 
 
 def header_lines(headers: SentHeaders) -> bytes:
-    """Headers as they are sent. Raises ``ValueError`` for a value that would end its line."""
+    """Format headers as they are sent. Raises ``ValueError`` for a value that would end its line."""
     lines = []
     for name, value in headers:
         if FORBIDDEN_IN_VALUE.search(value):

@@ -2,11 +2,10 @@
 
     connecting → idle → (asked → head → body → idle)* → closed
 
-A general client runs a stack of coroutines for each chunk, which for a stream of tokens costs more than everything else
-that is done with them. Here a chunk costs one parser call and one call of whoever asked; what that does with it, and
-whether a task is woken for it, is its own affair.
+A general client runs a stack of coroutines for each chunk. For a stream of tokens, that costs more than all other work.
+Here a chunk costs one parser call and one call of the receiver. The receiver decides whether to wake a task.
 
-Not for HEAD, whose answers announce a body that doesn't come.
+HEAD is not supported, because its answers announce a body that never comes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import httptools
 from .errors import BadAnswer, ClientError, ConnectionGone
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of an answer's headers. Chunked framing and trailers between two pieces of a body count as a head does."""
+"""Maximum bytes of an answer's headers. Chunked framing and trailers between two pieces of a body count as well."""
 MAX_HEADERS = 128
 
 Headers = list[tuple[bytes, bytes]]
@@ -30,13 +29,13 @@ class Receiver(Protocol):
     """Takes an answer as it arrives. Called in the socket's callback: must neither wait nor raise."""
 
     def take_head(self, status: int, headers: Headers) -> None:
-        """The answer begins. ``headers``: names in lower case, values as they came, in any encoding."""
+        """Take the head of the answer. Names are in lower case; values are unchanged, in any encoding."""
 
     def take_body(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body."""
 
     def take_end(self, error: ClientError | None) -> None:
-        """The answer is complete, or nothing more of it will come. Called once, last; not after ``close``."""
+        """Take the end: the answer is complete, or has failed. It is the last call, and does not follow ``close``."""
 
 
 class Connection(asyncio.Protocol):
@@ -48,7 +47,7 @@ class Connection(asyncio.Protocol):
         self._keeps = True
         self._paused = False
         self.epoch = b""
-        """Of the instance that has proven to be at the other end; "" where that was not asked."""
+        """Epoch of the instance that has proven to be at the other end; "" if no proof was asked for."""
 
     @property
     def usable(self) -> bool:
@@ -96,7 +95,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None:
-            # An answer that nobody asked for must not become that of the next request.
+            # An answer without a request must not become that of the next request.
             self.close()
             return
         self._untouched = False
@@ -148,7 +147,7 @@ class Connection(asyncio.Protocol):
         if not 100 <= self._status <= 599:
             raise BadAnswer(f"status {self._status}, which HTTP does not have")
         if self._status < 200:
-            # Only news on the way to the answer (100 Continue, 103 Early Hints).
+            # Only an interim response (100 Continue, 103 Early Hints).
             self._headers.clear()
             self._head_bytes = 0
         elif self._receiver is not None:

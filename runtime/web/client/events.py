@@ -11,7 +11,7 @@ MAX_EVENT_BYTES = 64 << 20
 
 
 class EventBuffer:
-    """Cuts a stream into runs of whole events. Holds the bytes of an event whose end has not come yet.
+    """Buffer that cuts a stream into runs of whole events. It holds the bytes of an incomplete event.
 
     Raises ``BadAnswer`` when that event exceeds ``limit`` bytes (default ``MAX_EVENT_BYTES``).
     """

@@ -13,8 +13,11 @@ from .connection import Connection
 from .errors import CannotConnect
 
 KEEP_SECONDS = 4.0
-"""How long a connection is kept that nobody uses. Well below an instance's ``--keep-alive-timeout`` (75 s), so that a
-request rarely meets one that is just being closed; where it does, it is sent again."""
+"""Seconds that an unused connection is kept.
+
+They are far fewer than an instance's ``--keep-alive-timeout`` (75 s), so a request rarely meets a connection that is
+just being closed. If it does, it is sent again.
+"""
 
 C = TypeVar("C", bound=Connection)
 SocketOptions = Sequence[tuple[int, int, int]]
@@ -29,7 +32,7 @@ class Origin(NamedTuple):
 
     @staticmethod
     def of(url: str) -> Origin:
-        """The server of an ``http://`` or ``https://`` URL with a host."""
+        """Return the server of an ``http://`` or ``https://`` URL with a host."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         return Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
@@ -76,7 +79,7 @@ class Pool(Generic[C]):
         self._idle.append((asyncio.get_running_loop().time() - kept.idle_seconds, kept.connection))
 
     async def connect(self) -> C:
-        """A new connection; raises ``CannotConnect``."""
+        """Open a new connection; raises ``CannotConnect``."""
         loop = asyncio.get_running_loop()
         host, port, _ = self._origin
         try:
@@ -91,7 +94,7 @@ class Pool(Generic[C]):
         return connection
 
     def give_back(self, connection: C) -> None:
-        """Keep a connection whose answer is complete, unless it can't be used again."""
+        """Keep a connection after a complete answer, unless it cannot be used again."""
         if not connection.usable:
             return
         loop = asyncio.get_running_loop()
@@ -108,7 +111,7 @@ class Pool(Generic[C]):
             self._idle.pop()[1].close()
 
     def _expire(self) -> None:
-        """Close what nobody has used for long; one timer for all."""
+        """Close connections that were unused for too long, with one timer for all."""
         loop = asyncio.get_running_loop()
         self._expiry = None
         while self._idle:
