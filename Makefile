@@ -76,7 +76,7 @@ $(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/
 chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check every answer, and write docs/reliability.md
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m chaos
 
-campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns; CAMPAIGNS="--seed 1 --minutes 60 --mix NAME --count 20"
+campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns; CAMPAIGNS="--seed 1 --minutes 60 --mix NAME --count 20 --workers 2"
 	@PYTHONPATH=tests $(BIN)/python -P -m campaigns $(CAMPAIGNS)
 
 hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or a peer; HOSTILE="--who client --minutes 30 --seed 1"

@@ -1,4 +1,4 @@
-"""What ``make campaigns`` runs: simulated campaigns of every mix by turns, until the time is over.
+"""Entry point of ``make campaigns``: plays simulated campaigns of every mix in turn, until the time is over.
 
 Each campaign is named by its mix and seed, and a failed one prints the command that plays it again.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 
 from .mixes import MIXES
-from .runner import Tally, play, silence, table
+from .pool import results
+from .runner import Tally, table
 
 
 def options() -> argparse.Namespace:
@@ -21,6 +23,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first campaign of each mix")
     parser.add_argument("--count", type=int, help="campaigns of each mix; without it as many as the time allows")
     parser.add_argument("--minutes", type=float, default=60.0, help="no campaign is begun later")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="campaigns at a time")
     args = parser.parse_args()
     if unknown := set(args.mix or ()) - set(MIXES):
         parser.error(f"there is no mix {', '.join(sorted(unknown))}; choose from {', '.join(MIXES)}")
@@ -28,21 +31,20 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """0 when no campaign failed."""
+    """Run the command line; return 0 if no campaign failed."""
     args = options()
-    silence()
     tallies = {name: Tally() for name in args.mix or MIXES}
-    ends_at = time.monotonic() + 60 * args.minutes
     seeds = itertools.count(args.seed) if args.count is None else range(args.seed, args.seed + args.count)
+    drawn = ((name, seed) for seed in seeds for name in tallies)
     try:
-        for seed, name in ((seed, name) for seed in seeds for name in tallies):
-            if time.monotonic() > ends_at:
-                break
-            if (failure := play(name, MIXES[name], seed, tallies[name])) is not None:
+        for name, tally in results(drawn, args.workers, time.monotonic() + 60 * args.minutes):
+            tallies[name].add(tally)
+            for failure in tally.failures:
                 print(failure, flush=True)
     except KeyboardInterrupt:
         print("interrupted")
     print(table(tallies.items()))
+    print(f"{sum(tally.handovers for tally in tallies.values())} hand-overs in all")
     return int(any(tally.failures for tally in tallies.values()))
 
 

@@ -45,6 +45,16 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
+    def add(self, other: Tally) -> None:
+        """Add the counts of ``other``."""
+        self.campaigns += other.campaigns
+        self.handovers += other.handovers
+        self.longest_wait = max(self.longest_wait, other.longest_wait)
+        self.seconds += other.seconds
+        self.outcomes += other.outcomes
+        self.events += other.events
+        self.failures += other.failures
+
 
 def play(name: str, mix: Mix, seed: int, tally: Tally) -> Failure | None:
     """Play one campaign, and count it; returns its failure."""

@@ -1,4 +1,4 @@
-"""A server that drew its own admin key says where it is when it is ready. The server has one process, which does nothing."""
+"""A server that drew its own admin key says where it is when it is ready. The server here does nothing."""
 
 from __future__ import annotations
 
