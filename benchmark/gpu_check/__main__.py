@@ -47,7 +47,8 @@ def main() -> int:
         record_file = results / f"{part}.json"
         record_file.unlink(missing_ok=True)
         print(f"== {part}", flush=True)
-        _run_part(part, record_file, options, tokenizer)
+        if not _run_part(part, record_file, options, tokenizer):
+            return 1
         record = read_record(record_file)
         failed += record is None or not record.is_well
     print(f"wrote {options.page}")
@@ -93,8 +94,8 @@ def _tokenizer(options: argparse.Namespace) -> Path | None:
     return None if found in ("", "None") else Path(found)
 
 
-def _run_part(part: str, record_file: Path, options: argparse.Namespace, tokenizer: Path | None) -> None:
-    """Run the groups of a part, one after another, and write the page after each."""
+def _run_part(part: str, record_file: Path, options: argparse.Namespace, tokenizer: Path | None) -> bool:
+    """Run the groups of a part, one after another, and write the page after each. Return False if there is no GPU."""
     deadline = time.monotonic() + options.limit
     for group in PARTS[part]:
         command = python_command("-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file), group)
@@ -105,12 +106,13 @@ def _run_part(part: str, record_file: Path, options: argparse.Namespace, tokeniz
         record = read_record(record_file)
         if record is None:
             if reason == f"exit status {NO_GPU}":
-                return
+                return False
             record = PartRecord(part, options.dry_run, "unknown device")
         close_group(record, group, reason)
         record.is_over = group == PARTS[part][-1]
         write_record(record_file, record)
         _write_page(record_file.parent, options)
+    return True
 
 
 def _run_group(command: list[str], seconds: float, env: dict[str, str]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import fake_cuda_driver
+from support import fake_cuda_driver, machine
 from support.import_path import with_inherited
 
 from pdserve.benchmark.gpu_check import __main__ as driver
@@ -306,8 +306,10 @@ def test_the_compiled_peer_computes_what_transformers_computes() -> None:
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = run(tmp_path, "--only", "kernels", "--page", str(tmp_path / "page.md"))
+    done = run(tmp_path, "--page", str(tmp_path / "page.md"))
     assert done.returncode == 1
+    assert done.stdout == "== kernels\n"
+    assert not (tmp_path / "page.md").exists()
     assert "--dry-run needs none" in done.stderr
 
 
@@ -328,10 +330,10 @@ def test_what_is_asked_of_the_driver_is_found_with_memory_of_the_host_in_the_gpu
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "device"])
 def test_a_dry_run_goes_through_all_of_it(tmp_path: Path, part: str) -> None:
     keep_cpu_kernels(tmp_path / "cache" / "xdg" / "pdserve")
-    done = run(tmp_path, "--dry-run", "--only", part, "--limit", "650")
+    done = run(tmp_path, "--dry-run", "--only", part, "--limit", str(machine.limit(650)))
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "cache" / "dry-run.md").read_text()
     assert "**no**" not in page
@@ -344,6 +346,17 @@ def test_a_dry_run_goes_through_all_of_it(tmp_path: Path, part: str) -> None:
     assert (
         not (ROOT / "docs" / "gpu-results.md").exists() or "dry run" not in (ROOT / "docs/gpu-results.md").read_text()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_file_of_the_device_tests_is_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    part = Part(CPU, True, tmp_path)
+    files = [name for name, _ in device_part.checks(part)]
+    assert "tests/device/test_device_pages.py" in files
+    found = device_part.run_file(part, ROOT / "tests" / "device" / "test_device_pages.py")
+    assert (found.ok, " 0 failed" in found.figure) == (True, True)
 
 
 def keep_cpu_kernels(folder: Path) -> None:
