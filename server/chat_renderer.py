@@ -61,7 +61,7 @@ class Sorted(NamedTuple):
 
 @dataclass(eq=False)
 class _Chat:
-    """A request whose conversation is to be rendered."""
+    """A request with a conversation to be rendered."""
 
     req: TokenizeReq
     is_started: bool = False

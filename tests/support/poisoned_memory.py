@@ -1,9 +1,11 @@
-"""Memory of a simulated device: what is freed is overwritten, and nothing begins at a multiple of 16 bytes.
+"""Memory of a simulated device: freed blocks are overwritten, and no block begins at a multiple of 16 bytes.
 
 A caching allocator gives a freed block to the next tensor of its size, so work that still reads it computes from other
-numbers. Here such work computes from ``POISON``, which is NaN in every float type and beyond every index as an integer,
-and so is memory that nobody has written yet. Blocks begin 8 bytes behind a multiple of 64: slices of one copy lie at
-any multiple of an element, and nothing may rely on more. What is in use is counted.
+numbers. Here such work computes from ``POISON``. It is NaN in every float type, and as an integer beyond every index.
+Memory that was never written contains it as well.
+
+Blocks begin 8 bytes after a multiple of 64. Slices of one copy may begin at any multiple of an element, so no kernel
+may rely on more. The bytes in use are counted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 POISON = 0x7FFF
-"""Of 16 bits."""
+"""Pattern of 16 bits that fills freed memory."""
 LINE, BEHIND = 64, 8
 KEPT_BACK = 64
 """Freed blocks of a size that wait before one of them is used again: until then a read gives ``POISON``."""
@@ -40,9 +42,9 @@ class PoisonedMemory(TorchDispatchMode):
         self.used = 0
         """Bytes of tensors."""
         self.peak = 0
-        """The most that ``used`` was since it was last set."""
+        """Maximum of ``used`` since this was last set."""
         self.shared = 0
-        """Of ``used``, what a device would not take a second time: memory that graphs share."""
+        """Part of ``used`` that a device would not take a second time, because graphs share it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -55,7 +57,7 @@ class PoisonedMemory(TorchDispatchMode):
         return tree_map_only(Tensor, moved, out)
 
     def moved(self, tensor: Tensor, written: bool = True) -> Tensor:
-        """The tensor, in a block of this memory; its values only if it is ``written``."""
+        """Return the tensor in a block of this memory, with its values only if it is ``written``."""
         storage = tensor.untyped_storage()
         if not storage.nbytes() or tensor.device.type != "cpu":
             return tensor
@@ -96,7 +98,7 @@ class Address:
         self._dtype = tensor.dtype
 
     def tensor(self) -> Tensor:
-        """What lies there; raises ``FreedMemory``."""
+        """Return the tensor at this address; raises ``FreedMemory``."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             raise FreedMemory(f"{self._dtype} {list(self._layout[1])} was freed")
@@ -104,7 +106,7 @@ class Address:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Those among its leaves."""
+    """Return the tensors among the leaves of ``tree``."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -28,9 +28,9 @@ from pdserve.runtime.machine.memory import Memory
 from .poisoned_memory import Address, FreedMemory, PoisonedMemory, overwrite, tensors_in
 
 READS = {"cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__"}
-"""Of values: the host waits for them."""
+"""Operations that read values, so that the host waits for them."""
 SHAPES = {"nonzero", "unique", "masked_select", "bincount", "argwhere"}
-"""Of results that depend on values, which the host must then know."""
+"""Operations with shapes that depend on values, so that the host waits for them."""
 COPIES = {"tensor", "as_tensor", "cuda"}
 """From memory of the host that is not pinned."""
 
@@ -122,7 +122,7 @@ class _Fetched:
         self._asked = 0
 
     def is_done(self) -> bool:
-        """Not when it is first asked."""
+        """Return whether the copy is done: not at the first call."""
         self._asked += 1
         return self._asked > 1
 
@@ -214,14 +214,14 @@ class RecordingDevice(Device):
             to.copy_(source)
 
     def mark(self) -> Callable[[], bool]:
-        """What was queued is computed by now; ``marks`` are those that have come."""
+        """Queue a mark, and return a function that tells whether it has come, as ``marks`` says."""
         self._note("mark")
         number = len(self.marks)
         self.marks.append(False)
         return lambda: self.marks[number]
 
     def _is_host(self, tensor: Tensor) -> bool:
-        """Whether it lies in ``host_zeros``, or a part of them."""
+        """Return whether a tensor lies in ``host_zeros``, or in a part of them."""
         at = tensor.data_ptr()
         return any(0 <= at - zeros.data_ptr() < zeros.nbytes for zeros in self._host_memory)
 
@@ -250,7 +250,7 @@ class RecordingDevice(Device):
         return graph
 
     def _count_graphs(self) -> None:
-        """What graphs compute in between is memory that they share."""
+        """Count the memory that graphs share: that of their intermediate results."""
         sizes = [graph.own_bytes for graph in self._graphs]
         self._memory.shared = sum(sizes) - max(sizes, default=0)
 

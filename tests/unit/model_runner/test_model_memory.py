@@ -88,7 +88,7 @@ def test_instances_on_one_gpu_have_their_shares_whichever_starts_first(weights: 
 
 
 def of_gpu(step_bytes: int, *, fraction: float = 0.88, free: int = 60 * GIB) -> int:
-    """Bytes of the pool of an instance with 16 GiB of weights on a GPU of 80 GiB."""
+    """Return the bytes of the pool of an instance with 16 GiB of weights on a GPU of 80 GiB."""
     request = PoolRequest(None, fraction, 16, 10**9, step_bytes)
     return (choose_max_total_tokens(request, MIB, 16 * GIB, Memory(80 * GIB, free), "cuda") // 16 + 1) * MIB
 
@@ -164,7 +164,7 @@ def choose_both(
     rows: int = 256,
     free: int = 12 * GIB,
 ) -> PoolTokens:
-    """Of 16 GiB, 10 for pools of a model with windows of 1024 tokens."""
+    """Divide the memory for pools of a model with windows of 1024 tokens: 10 of 16 GiB."""
     request = PoolRequest(max_total_tokens, 0.75, 16, most_tokens)
     windows = WindowRequest(1024, 32768, 512, rows, ratio)
     return choose_pool_tokens(request, windows, (kept_bytes, window_bytes), 2 * GIB, Memory(16 * GIB, free), "cpu")

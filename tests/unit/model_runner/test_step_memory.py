@@ -1,7 +1,7 @@
-"""What is allocated after the KV pool is in the budget before it: on a device whose memory is counted.
+"""Memory that is allocated after the KV pool is in the budget before it, on a device that counts its memory.
 
-Attention, operations and sampler are Triton's, whose launches do nothing (``support/kernel_variants.py``): memory is
-what a GPU would be asked for, and results mean nothing.
+Attention, operations and sampler are Triton's. Their launches do nothing (``support/kernel_variants.py``), so memory is
+taken as on a GPU, and results mean nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Instance:
 
 
 def random_steps(vocab_size: int) -> Iterator[ForwardStep]:
-    """Those of ``draw_step`` with no more prompt tokens than options allow."""
+    """Yield the steps of ``draw_step`` with no more prompt tokens than options allow."""
     rng = random.Random(1)
     for _ in range(40):
         step = draw_step(rng, vocab_size)
@@ -100,7 +100,7 @@ def random_steps(vocab_size: int) -> Iterator[ForwardStep]:
 
 
 def largest_steps(context_length: int) -> Iterator[ForwardStep]:
-    """Prompts of as many tokens as a step may have, scored, beside decodes; and long contexts."""
+    """Yield steps with the maximum of prompt tokens, scored, beside decodes, and steps with long contexts."""
     kinds = {"temperature": 1.0, "top_p": 0.5, "presence_penalty": 0.4, "logprobs": MAX_TOP_LOGPROBS}
     new = [make_row(row, 1, **kinds, history=pack_i32([3])) for row in range(ROWS)]
     scored = InputLogprobSpec(0, 0, pack_i32(np.zeros(CHUNK, dtype=np.int64)), MAX_TOP_LOGPROBS)
@@ -133,7 +133,7 @@ def test_all_that_comes_after_the_pool_was_measured_before_it(device, tmp_path: 
 
 
 def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_path: Path, monkeypatch) -> None:
-    """Those that were not captured to measure them lie in the memory of the largest."""
+    """Graphs that were not captured for the measurement use the memory of the largest one."""
     instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, cuda_graph_bs="1,2,4")
     assert instance.model.graph_sizes == (1, 2, 4)
     assert instance.taken + 2 * GRAPH_BYTES <= instance.model.step_bytes

@@ -35,7 +35,7 @@ def raw(rid: str) -> TokenizeReq:
 
 
 class Tokenizer:
-    """A tokenizer's loop whose template renders a conversation when it is told to, as "<rid>"."""
+    """A tokenizer's loop with a template that renders a conversation on command, as "<rid>"."""
 
     def __init__(self, most_waiting: int = 64) -> None:
         self._channel: queue.Queue[ChatRendered] = queue.Queue()
