@@ -178,7 +178,7 @@ class Cluster:
         """What a user needs to know once the cluster is up, and where the start-up's time went."""
         url, options = self._router.plan.url, self._options
         keys = read_keys(options)
-        own_key = next(iter(keys.users.values()), None)
+        own_key = next(iter((*keys.users.values(), *keys.unnamed)), None)
         key = ' -H "Authorization: Bearer $API_KEY"' if own_key else ""
         body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
         lines = [f"\n{options.model_name} is served on {url}\n"]
@@ -189,8 +189,8 @@ class Cluster:
                 parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())
                 line = f"  {process.plan.name:<11} {process.plan.url:<24} {ready}"
                 lines.append(f"{line} ({parts})" if parts else line)
-        files = [(process.plan.name, process.own_admin_key_file) for process in self._all]
-        if files := [f"  {name:<11} {file}" for name, file in files if file is not None]:
+        drawn = ((process.plan.name, process.own_admin_key_file) for process in self._all)
+        if files := [f"  {name:<11} {file}" for name, file in drawn if file is not None]:
             lines.append("\nNo --admin-key-file: orders that end or change these processes need the keys in\n")
             lines += files
         chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if own_key else "")

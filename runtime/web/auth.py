@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,6 +55,7 @@ class ApiKeyAuth:
         self._is_router = is_router
         self._signs = signs
         self._cluster = cluster
+        self._namer = ThreadPoolExecutor(1, thread_name_prefix="key names")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 or 403 before anything of the body is read.
@@ -66,7 +70,7 @@ class ApiKeyAuth:
             raise NotImplementedError(f"no access rules for {scope['type']!r}")
         send = self._proving(scope, send)
         facts = self._table.find(scope["path"])
-        caller = self._keys.caller(scope["headers"], routers_sign=self._cluster is not None)
+        caller = await self._caller(scope["headers"])
         if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
             signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
             if isinstance(signed, str):
@@ -93,6 +97,14 @@ class ApiKeyAuth:
         scope[SCOPE_KEY] = caller
         scope["headers"] = self._headers(scope["headers"], caller)
         await self._app(scope, receive, send)
+
+    async def _caller(self, headers: list[tuple[bytes, bytes]]) -> Caller | None:
+        routers_sign = self._cluster is not None
+        if self._keys.takes_long(headers):
+            # In a thread, since the event loop has streams to serve. One at a time, since each takes 16 MiB.
+            find = partial(self._keys.caller, headers, routers_sign=routers_sign)
+            return await asyncio.get_running_loop().run_in_executor(self._namer, find)
+        return self._keys.caller(headers, routers_sign=routers_sign)
 
     def _needs_admin(self, access: Access) -> bool:
         """Return whether a path needs the admin key. A router without keys leaves that to the instances."""

@@ -71,7 +71,7 @@ def guard(
         cluster=cluster,
     )
     return AccessLog(
-        check_origins(checked, options, table, has_keys=bool(keys.users)),
+        check_origins(checked, options, table, has_keys=keys.has_users),
         table,
         counts,
         access_log=not options.disable_access_log,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from hashlib import scrypt, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -57,6 +57,21 @@ ANYBODY = Caller("", is_admin=False)
 """A client without a key, where none is asked for: all of them are one user, and none is the admin."""
 
 
+class _Unnamed:
+    """A key without a name. Its caller is made when it is first used."""
+
+    def __init__(self, key: str, *, is_admin: bool) -> None:
+        self._key, self._is_admin = key, is_admin
+        self.is_named = False
+
+    @cached_property
+    def caller(self) -> Caller:
+        """The user of this key. Takes as long as ``_digest_name`` the first time."""
+        caller = Caller(_digest_name(self._key), is_admin=self._is_admin)
+        self.is_named = True
+        return caller
+
+
 @dataclass(frozen=True)
 class Keys:
     """The keys that a server takes. Without any key, every client is a user.
@@ -72,24 +87,35 @@ class Keys:
     """Admin key that the server drew itself, because the options name no admin. If it is the only key, the server asks
     users for none.
     """
-    _by_digest: dict[bytes, Caller] = field(init=False, repr=False, compare=False)
+    unnamed: tuple[str, ...] = ()
+    """Keys of users without a name."""
+    _by_digest: dict[bytes, Caller | _Unnamed] = field(init=False, repr=False, compare=False)
     """Callers by the SHA-256 of their key. The time of a lookup does not depend on their number."""
 
     def __post_init__(self) -> None:
-        only_key = self.admin is None and len(self.users) == 1
-        callers = {_digest(key.encode()): Caller(user, is_admin=only_key) for user, key in self.users.items()}
-        for key in (self.admin, self.own_admin):
-            if key is not None:
-                callers[_digest(key.encode())] = Caller(ADMIN, is_admin=True)
+        callers: dict[bytes, Caller | _Unnamed] = {}
+        is_admin = self.admin is None and self.has_admin
+        for user, key in self.users.items():
+            callers[_digest(key.encode())] = Caller(user, is_admin=is_admin)
+        for key in self.unnamed:
+            callers[_digest(key.encode())] = _Unnamed(key, is_admin=is_admin)
+        for admin_key in (self.admin, self.own_admin):
+            if admin_key is not None:
+                callers[_digest(admin_key.encode())] = Caller(ADMIN, is_admin=True)
         object.__setattr__(self, "_by_digest", callers)
 
     def __bool__(self) -> bool:
-        return bool(self.users or self.admin)
+        return bool(self.has_users or self.admin)
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a key of a user is given, so that every client is asked for one."""
+        return bool(self.users or self.unnamed)
 
     @property
     def has_admin(self) -> bool:
         """Whether one of the keys that were given is an admin's."""
-        return self.admin is not None or len(self.users) == 1
+        return self.admin is not None or len(self.users) + len(self.unnamed) == 1
 
     def with_own_admin(self, key: str) -> Keys:
         """Return these keys with the server's own admin key, unless there is an admin among them."""
@@ -98,7 +124,14 @@ class Keys:
     @property
     def are_several(self) -> bool:
         """Whether there may be several users. A router acts for each of its own with the admin key."""
-        return len(self.users) > 1 or self.admin is not None
+        return len(self.users) + len(self.unnamed) > 1 or self.admin is not None
+
+    def takes_long(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Return whether ``caller`` has to make a name for the key in ``headers`` first, in some 50 ms."""
+        if not self.unnamed:
+            return False
+        found = self._by_digest.get(_digest(_shown(headers)[0]))
+        return isinstance(found, _Unnamed) and not found.is_named
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]], *, routers_sign: bool = False) -> Caller | None:
         """Return the sender by the key in ``headers``; None if a key is required and there is no valid one.
@@ -106,18 +139,11 @@ class Keys:
         The admin may name a user, because that only restricts the request. With ``routers_sign``, routers authenticate
         by other means, so a request without a key is not a router's.
         """
-        given, speaks_for = b"", None
-        for name, value in headers:
-            if name == b"authorization" and value[: len(BEARER)].lower() == BEARER:
-                given = value[len(BEARER) :]
-            elif name == OTHER_HEADER:
-                given = given or value
-            elif name == KEY_NAME_HEADER:
-                speaks_for = value.decode("latin-1")
-        found = None if self.users else ANYBODY
+        given, speaks_for = _shown(headers)
+        found = None if self.has_users else ANYBODY
         # The time of this lookup only reveals something about digests, from which no key follows.
-        if given:
-            found = self._by_digest.get(_digest(given), found)
+        if given and (known := self._by_digest.get(_digest(given))) is not None:
+            found = known.caller if isinstance(known, _Unnamed) else known
         # If no key is asked for, the sender may be a router that has checked the client's key and names it.
         speaker = ANYBODY if self.admin is None else Caller(ADMIN, is_admin=True)
         if speaks_for is not None and found == speaker and not (routers_sign and found is ANYBODY):
@@ -147,32 +173,38 @@ def read_keys(options: KeyOptions) -> Keys:
     ``_digest_name`` names a key without a name.
     """
     users: dict[str, str] = {}
+    unnamed: list[str] = []
+    known: set[str] = set()
     if options.api_key is not None:
         if not (options.api_key.isascii() and options.api_key.isprintable() and options.api_key.strip()):
             raise KeyFileError("--api-key can't travel in an HTTP header: use printable ASCII characters")
-        users[_digest_name(options.api_key)] = options.api_key
+        unnamed.append(options.api_key)
+        known.add(options.api_key)
     if options.api_key_file is not None:
         for line in read_key_lines("--api-key-file", options.api_key_file):
-            name = line.name or _digest_name(line.key)
-            if not NAME.fullmatch(name):
+            if line.name and not NAME.fullmatch(line.name):
                 raise line.error("a name has up to 64 letters, digits, dots, dashes and underscores")
-            if name in users or line.key in users.values():
+            if line.name in users or line.key in known:
                 raise line.error("this name or key was there before")
-            users[name] = line.key
+            known.add(line.key)
+            if line.name:
+                users[line.name] = line.key
+            else:
+                unnamed.append(line.key)
     admin = None
     if options.admin_key_file is not None:
         first, *more = read_key_lines("--admin-key-file", options.admin_key_file)
         if more or first.name:
             raise first.error("write nothing but the key")
-        if first.key in users.values():
+        if first.key in known:
             raise first.error("this key is a user's too; choose another")
         admin = first.key
-    return Keys(users, admin)
+    return Keys(users, admin, unnamed=tuple(unnamed))
 
 
 def check_keys(options: KeyOptions) -> None:
     """Raise ``KeyFileError`` for keys that can't be used, and where other hosts could use the server without any."""
-    if not (read_keys(options).users or options.no_keys or is_loopback(options.host)):
+    if not (read_keys(options).has_users or options.no_keys or is_loopback(options.host)):
         raise KeyFileError(
             f"--host {options.host} lets everybody who reaches it use this server: ask for keys (--api-key-file), "
             "or say --no-keys if nobody else reaches it"
@@ -194,9 +226,33 @@ def _digest_name(key: str) -> str:
 
     It depends only on the key. So it is the same at router and instances and after a restart. No key inherits sessions
     when a line of the file is removed. An attacker that sees the name can try keys, but each takes some 50 ms and
-    16 MiB. Each such key costs the same at the start.
+    16 MiB.
+
+    A server pays that price when a key is first used, once for each process and key. At the start, 1,000 such keys
+    would hold up each process by 50 s. Other ways to save them were not taken:
+
+    - One scrypt for the whole file and a quick HMAC for each key. If the scrypt depends on no key, a guess is as quick
+      as an HMAC. If it depends on all of them, a new line changes all names.
+    - A salt for each file. Router and instances, which may have files of their own, would disagree about names.
+    - Names that are derived once and passed on to child processes. The start is still held up once, and an instance on
+      another host has no such parent.
+
+    The name has 64 bits: not all names are known when the file is read, so equal ones could not be refused then.
     """
-    return "key-" + scrypt(key.encode(), salt=b"pdserve key name", n=2**14, r=8, p=1, dklen=4).hex()
+    return "key-" + scrypt(key.encode(), salt=b"pdserve key name", n=2**14, r=8, p=1, dklen=8).hex()
+
+
+def _shown(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str | None]:
+    """Return the key that ``headers`` show, b"" for none, and the name that they speak for, None for none."""
+    given, speaks_for = b"", None
+    for name, value in headers:
+        if name == b"authorization" and value[: len(BEARER)].lower() == BEARER:
+            given = value[len(BEARER) :]
+        elif name == OTHER_HEADER:
+            given = given or value
+        elif name == KEY_NAME_HEADER:
+            speaks_for = value.decode("latin-1")
+    return given, speaks_for
 
 
 class KeyLine(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
 from dataclasses import dataclass
 from hashlib import blake2b, md5, sha1, sha256, sha512
 from pathlib import Path
@@ -15,6 +17,7 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.router.options import RouterOptions, RouterOptionsError
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web import keys as keys_module
 from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, check_keys, read_keys
 from pdserve.runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
@@ -55,7 +58,8 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 
 def test_files_and_an_option_are_read_together(files: dict[str, Any]) -> None:
     keys = read_keys(Options("third", **files))
-    assert keys == Keys({"key-4ef4b2ce": "third", "alice": "a-key", "bob": "b-key"}, "the-admin")
+    assert keys == Keys({"alice": "a-key", "bob": "b-key"}, "the-admin", unnamed=("third",))
+    assert caller(keys, bearer("third")) == Caller("key-4ef4b2ce2c2031e0", is_admin=False)
     assert not read_keys(Options())
 
 
@@ -127,12 +131,72 @@ def test_keys_are_asked_for_where_they_are_given_whatever_else_is_said(files: di
 
 def test_the_name_of_a_key_without_one_lasts_and_is_slow_to_guess_by(tmp_path: Path) -> None:
     file = written(tmp_path, "users", "first\nsecond\n")
-    names = {key: name for name, key in read_keys(Options(api_key_file=file)).users.items()}
+    keys = read_keys(Options(api_key_file=file))
+    names = {key: named(keys, key) for key in ("first", "second")}
     # Sessions are their owner's after a restart, and also when the line before is gone.
     again = read_keys(Options(api_key_file=written(tmp_path, "users", "second\n")))
-    assert again.users == {names["second"]: "second"}
+    assert named(again, "second") == names["second"] != names["first"]
     for key, name in names.items():
         assert not any(name.removeprefix("key-") in new(key.encode()).hexdigest() for new in QUICK_DIGESTS)
+
+
+def named(keys: Keys, key: str) -> str:
+    found = caller(keys, bearer(key))
+    assert found is not None
+    return found.name
+
+
+@pytest.fixture
+def slow_hashes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return the keys of which a slow hash was computed, in their order. No key is remembered from an earlier test."""
+    computed: list[bytes] = []
+
+    def scrypt(key: bytes, **parameters: Any) -> bytes:
+        computed.append(key)
+        return hashlib.scrypt(key, **parameters)
+
+    monkeypatch.setattr(keys_module, "scrypt", scrypt)
+    keys_module._digest_name.cache_clear()
+    return computed
+
+
+def test_a_key_without_a_name_costs_a_slow_hash_when_it_is_first_used_and_none_at_the_start(
+    tmp_path: Path, slow_hashes: list[bytes]
+) -> None:
+    file = written(tmp_path, "users", "".join(f"key-number-{i}\n" for i in range(1000)))
+    options = ServerOptions(api_key_file=file, host="0.0.0.0")
+    check_options(options)
+    assert caches_by_key(options)
+    keys = read_keys(options)
+    assert caller(keys, bearer("a-stranger's")) is None
+    assert slow_hashes == []
+    headers = [bearer("key-number-7")]
+    assert keys.takes_long(headers)
+    assert named(keys, "key-number-7") == named(keys, "key-number-7")
+    assert not keys.takes_long(headers)
+    assert slow_hashes == [b"key-number-7"]
+
+
+def test_the_event_loop_does_not_wait_for_a_slow_hash(
+    tmp_path: Path, slow_hashes: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    scrypt = keys_module.scrypt
+
+    def seen(key: bytes, **parameters: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return scrypt(key, **parameters)
+
+    monkeypatch.setattr(keys_module, "scrypt", seen)
+
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http(authorization="Bearer second") as client:
+            for _ in range(2):
+                assert (await client.get("/v1/models")).status_code == 200
+
+    with_engine(run, api_key_file=written(tmp_path, "users", "first\nsecond\n"))
+    assert slow_hashes == [b"second"]
+    assert threading.main_thread() not in threads
 
 
 def test_who_is_who(files: dict[str, Any]) -> None:
