@@ -22,7 +22,7 @@ from .base import MAX_TOKENS, Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MAX_METADATA_BYTES = 4096
 MAX_DURATION_MS = 1e9
 """Maximum duration, eleven days. Durations are added up without end, and their sum has to stay meaningful."""

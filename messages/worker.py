@@ -237,10 +237,13 @@ class SendPages(Message):
 
 
 class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Checksum (xxh3_64) of a part of a hand-over that was written at once.
+    """Checksum of a part of a hand-over that was written at once.
 
     It covers ``count`` pages of a group from number ``first`` on, in the order in which they were handed in. Page by
     page, it covers the group's layers from ``begin`` up to ``end``.
+
+    ``algorithm``: xxh3_64, or, from device to device, the sum of words that each computes where the pages lie
+    (``disaggregation/transfer/word_sum.py``).
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
@@ -249,6 +252,7 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     end: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     checksum: Annotated[int, Meta(ge=0)]
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
+    algorithm: Literal["xxh3", "words"] = "xxh3"
 
 
 class ForwardStep(Message):

@@ -11,18 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..runtime.splitmix import GOLDEN, mix
+
 BLOCK = 256
-# splitmix64 (Steele, Lea, Flood 2014): a counter that grows by GOLDEN, and a mixer from counts to 64 random bits.
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's mixer, one to one."""
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

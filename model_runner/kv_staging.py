@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..disaggregation.transfer.direct import WINDOW_BYTES, DeviceMemory, Direct
-from ..disaggregation.transfer.pages import PageGroup
+from ..disaggregation.transfer.pages import LayerRange, PageGroup
 from ..disaggregation.transfer.region import HostMemory
 from ..disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
+from ..disaggregation.transfer.word_sum import WORD_BYTES
+from ..messages.base import I32
 from ..messages.worker import KVLayout
 from ..runtime.options import ServerOptions
+from .attention.registry import triton_refusal
 from .device.base import Device
 from .kv_pool import KVPool
 
@@ -52,6 +57,26 @@ class PoolPages:
         """Copy the host's to the pool; waits."""
         self._device.transfer(self._pairs(pieces))
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether Triton's kernel runs on the pool's device."""
+        return triton_refusal(self._pool.data.device) is None
+
+    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
+        """See ``DevicePages``; waits for the sum alone."""
+        from .triton_kernels.checksum import page_checksum
+
+        with self._device.beside_steps():
+            out = torch.empty(1, dtype=torch.int64, device=self._pool.data.device)
+            page_checksum(self._pool.data, self._device.upload(pages), LayerRange(*layers), num_layers, out)
+            self._device.transfer([(self._sum, out)])
+        return int(self._sum[0]) % 2**64
+
+    @cached_property
+    def _sum(self) -> Tensor:
+        """Where a sum comes to on the host."""
+        return self._device.host_zeros((1,), torch.int64)
+
     def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
         flat = self._pool.data.view(-1).view(torch.uint8)
         return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
@@ -87,6 +112,9 @@ def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Devi
             groups.append(None)
             continue
         pages = PoolPages(pool, device)
+        if pages.has_sums and group.page_bytes % (group.num_layers * WORD_BYTES) == 0:
+            # The kernel is compiled now, and not while hand-overs wait.
+            pages.word_sum(np.zeros(1, dtype=np.int32), LayerRange(0, group.num_layers), group.num_layers)
         direct = Direct(pages, window, device.torch.index or 0)
         groups.append(PageGroup.of(group, DeviceMemory(pages), direct=direct))
     return groups

@@ -141,7 +141,8 @@ def check_pages(part: Part) -> Finding:
 
 def check_checksum(part: Part) -> Finding:
     """The device's against the host's, and whether it tells a bit that changed."""
-    from ...model_runner.triton_kernels.checksum import host_checksum, page_checksum
+    from ...disaggregation.transfer.word_sum import host_checksum
+    from ...model_runner.triton_kernels.checksum import page_checksum
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)
     pages = np.array([4, 1, 8, 2], dtype=np.int32)

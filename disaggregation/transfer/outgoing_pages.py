@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import xxhash
+from typing import Literal, NamedTuple
 
 from ...messages.base import I32, HandoverId
 from ...messages.handover import MAX_SLICES
@@ -185,20 +183,18 @@ class OutgoingPages:
         if chunk.begin == pool.group.num_layers:
             queue.chunks.popleft()
         if backend.can.moves_data:
-            self._note_slice(queue, first, src, layers)
+            by_words = pool.has_sums and backend.lands_on_device(self.handover.epoch)
+            self._note_slice(queue, first, src, layers, "words" if by_words else "xxh3")
         return nbytes
 
-    def _note_slice(self, queue: _Queue, first: int, src: I32, layers: LayerRange) -> None:
+    def _note_slice(
+        self, queue: _Queue, first: int, src: I32, layers: LayerRange, algorithm: Literal["xxh3", "words"]
+    ) -> None:
         if len(self._slices) == MAX_SLICES:
             self.fail(f"the prompt needs more than {MAX_SLICES} writes; use a larger --page-size")
             return
-        checksum = 0
-        if self._summed:
-            hasher = xxhash.xxh3_64()
-            for piece in queue.pool.look(queue.pool.group.spans(src, layers)):
-                hasher.update(piece)
-            checksum = hasher.intdigest()
-        self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number))
+        checksum = queue.pool.checksum(src, layers, algorithm) if self._summed else 0
+        self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number, algorithm))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
         """Take note of slices that have landed or failed; returns their number and bytes."""

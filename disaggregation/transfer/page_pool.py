@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from .pages import PageGroup, Spans
+from ...messages.base import I32
+from .pages import LayerRange, PageGroup, Spans
 from .send_slots import SendSlots
+from .word_sum import WORD_BYTES, WordSum
 
 
 class PagePool(NamedTuple):
@@ -30,6 +33,22 @@ class PagePool(NamedTuple):
         for offset, length in spans.tolist():
             yield self.memory[offset : offset + length]
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether pages lie on a device that can sum them up itself."""
+        group = self.group
+        is_whole = group.page_bytes % (group.num_layers * WORD_BYTES) == 0
+        return group.direct is not None and is_whole and group.direct.device.has_sums
+
+    def checksum(self, pages: I32, layers: LayerRange, algorithm: Literal["xxh3", "words"]) -> int:
+        """Compute the checksum of ``layers`` of pages: on their device if it can, else of what the host sees."""
+        if algorithm == "words" and self.has_sums and self.group.direct is not None:
+            return self.group.direct.device.word_sum(pages, layers, self.group.num_layers)
+        hasher = new_hasher(algorithm)
+        for piece in self.look(self.group.spans(pages, layers)):
+            hasher.update(piece)
+        return hasher.intdigest()
+
     def change(self, page: int, convert: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         """Have ``convert`` change the bytes of a page, in place."""
         begin, length, direct = page * self.group.page_bytes, self.group.page_bytes, self.group.direct
@@ -37,6 +56,11 @@ class PagePool(NamedTuple):
         convert(np.frombuffer(memory, dtype=np.uint8))
         if direct is not None:
             direct.store(begin, memory)
+
+
+def new_hasher(algorithm: Literal["xxh3", "words"]) -> xxhash.xxh3_64 | WordSum:
+    """What computes a checksum of bytes that the host sees."""
+    return WordSum() if algorithm == "words" else xxhash.xxh3_64()
 
 
 def pool_of(group: PageGroup, number: int) -> PagePool:

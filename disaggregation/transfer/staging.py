@@ -19,6 +19,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ...messages.base import I32
+
 SLAB_BYTES = 4 << 20
 """Of a slab, where pages aren't larger."""
 SCRATCH_BYTES = 4096
@@ -33,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class DevicePages(Protocol):
-    """A pool on a device, as bytes. Calls return when the copies are done."""
+    """A pool on a device, as bytes. Calls return when what they ask for is done."""
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +53,15 @@ class DevicePages(Protocol):
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Copy the host's to the pool."""
+        ...
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the device can compute ``word_sum``."""
+        ...
+
+    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
+        """Compute the checksum (``word_sum.py``) of layers ``[begin, end)`` of pages, of ``num_layers`` equal ones."""
         ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -105,6 +105,10 @@ class Device(ABC):
         these copies. What is read must be there, and what is written nobody's, by what the caller knows. May be called
         by another thread than the one that calls the rest.
         """
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """Within it, this thread's work is queued beside that of steps, as ``transfer``'s is."""
+        return nullcontext()
 
     @abstractmethod
     def mark(self) -> Callable[[], bool]:

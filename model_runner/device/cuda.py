@@ -129,6 +129,11 @@ class CudaDevice(Device):
             done.record(self._transfers)
         done.synchronize()
 
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """See the base class; the thread's device is this one, too."""
+        beside: AbstractContextManager[object] = torch.cuda.stream(self._transfers)
+        return beside
+
     def mark(self) -> Callable[[], bool]:
         """See the base class."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

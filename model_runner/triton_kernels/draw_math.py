@@ -32,7 +32,7 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def mix(bits: tl.tensor) -> tl.tensor:
-    """splitmix64's mixer (``inverse_cdf.py``) of uint64."""
+    """splitmix64's mixer (``runtime/splitmix.py``) of uint64."""
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
     return bits ^ (bits >> 31)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -10,12 +11,24 @@ import xxhash
 from pdserve.messages.worker import SliceChecksum
 
 
-def summed_up(pool: np.ndarray, pages, *bounds: int, num_layers: int = 1) -> list[SliceChecksum]:
+def checksum_of(data: bytes, algorithm: str) -> int:
+    """See ``SliceChecksum``."""
+    if algorithm == "xxh3":
+        return xxhash.xxh3_64_intdigest(data)
+    words = np.frombuffer(data, dtype=np.uint64)
+    places = np.arange(1, len(words) + 1, dtype=np.uint64)
+    z = words + places * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+def summed_up(
+    pool: np.ndarray, pages, *bounds: int, num_layers: int = 1, algorithm: Literal["xxh3", "words"] = "xxh3"
+) -> list[SliceChecksum]:
     """One slice of whole pages between each two of ``bounds``; all in one without. ``pool``: [P, bytes]."""
-    return [
-        SliceChecksum(a, b - a, 0, num_layers, xxhash.xxh3_64_intdigest(pool[np.asarray(pages)[a:b]].tobytes()))
-        for a, b in pairwise(bounds or (0, len(pages)))
-    ]
+    parts = [(a, b, pool[np.asarray(pages)[a:b]].tobytes()) for a, b in pairwise(bounds or (0, len(pages)))]
+    return [SliceChecksum(a, b - a, 0, num_layers, checksum_of(part, algorithm), 0, algorithm) for a, b, part in parts]
 
 
 def assert_summed_up(pool: np.ndarray, pages, slices: list[SliceChecksum], num_layers: int = 1) -> None:
@@ -25,5 +38,5 @@ def assert_summed_up(pool: np.ndarray, pages, slices: list[SliceChecksum], num_l
     for piece in slices:
         part = slice(piece.first, piece.first + piece.count), slice(piece.begin, piece.end)
         counts[part] += 1
-        assert xxhash.xxh3_64_intdigest(parts[part].tobytes()) == piece.checksum, piece
+        assert checksum_of(parts[part].tobytes(), piece.algorithm) == piece.checksum, piece
     assert (counts == 1).all(), counts

@@ -13,17 +13,25 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import HostMemory, KVRegion
 from pdserve.disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging
+from pdserve.disaggregation.transfer.word_sum import host_checksum
+from pdserve.messages.base import I32
 from pdserve.messages.worker import KVGroup
 from support.machine import limit
 
 
 class PretendedDevice:
-    """Copies when it is told to, and stops before the ``gate`` where there is one. ``writes``: bytes of each call."""
+    """Copies when it is told to, and stops before the ``gate`` where there is one. ``writes``: bytes of each call.
+
+    ``has_sums``: whether it has a kernel for checksums. ``sums``: pages of each call.
+    """
 
     def __init__(self, pool: np.ndarray) -> None:
+        self._pages = pool
         self.bytes = pool.reshape(-1)
         self.writes: list[int] = []
         self.reads: list[int] = []
+        self.has_sums = True
+        self.sums: list[int] = []
         self.reached = threading.Event()
         self.gate: threading.Event | None = None
 
@@ -39,6 +47,12 @@ class PretendedDevice:
         self.reads.append(sum(len(memory) for _, memory in pieces))
         for at, memory in pieces:
             memory[:] = self.bytes[at : at + len(memory)].data
+
+    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
+        assert self.has_sums
+        self.sums.append(len(pages))
+        parts = self._pages.reshape(len(self._pages), num_layers, -1)[pages, slice(*layers)]
+        return host_checksum(np.ascontiguousarray(parts).reshape(-1))
 
     def write(self, pieces: Sequence[Piece]) -> None:
         self.writes.append(sum(len(memory) for _, memory in pieces))

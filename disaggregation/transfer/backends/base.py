@@ -155,6 +155,10 @@ class TransferBackend(ABC):
         what either pool does not have.
         """
 
+    def lands_on_device(self, peer: str) -> bool:
+        """Whether what is written to a peer that is connected lands in its pool on a device at once."""
+        return False
+
     @abstractmethod
     def poll(self, handle: WriteHandle) -> WriteState:
         """State of a write; changes only in ``progress`` and ``disconnect``."""

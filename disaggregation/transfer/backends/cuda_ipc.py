@@ -91,6 +91,9 @@ class CudaIpcBackend(SocketBackend):
                 link.stream.on_writable()
         return handle
 
+    def lands_on_device(self, peer: str) -> bool:
+        return True
+
     def progress(self, timeout: float | None) -> list[LinkEvent]:
         if any(link.is_copying for link in self._links if isinstance(link, IpcWriter)):
             # Nobody announces the end of a copy.

@@ -165,6 +165,10 @@ class LeasedBackend(SocketBackend):
         for link in [k for k in self._links if isinstance(k, LeaseReader) and k.is_writing(writer)]:
             self._lost(link, "the peer was still writing pages that it may not write any more")
 
+    def lands_on_device(self, peer: str) -> bool:
+        link = self._peers[peer].outgoing
+        return isinstance(link, LeaseWriter) and link.lands_on_device
+
     def close(self) -> None:
         super().close()
         self._landings.close()
@@ -310,6 +314,7 @@ class LeaseWriter(OutgoingLink):
 
     def __init__(self, stream: Stream, offer: Offer, backend: LeasedBackend) -> None:
         super().__init__(stream, offer)
+        self.lands_on_device = False
         self._backend = backend
         self._courier: Courier | None = None
         self._slabs: SlabWriter | None = None
@@ -318,6 +323,7 @@ class LeaseWriter(OutgoingLink):
 
     def welcomed(self, means: bytes) -> None:
         self._courier, told = self._backend.courier_to(self.offer, means)
+        self.lands_on_device = told.device is not None
         if told.slab_bytes:
             self._slabs = SlabWriter(self, self._courier, self._backend.groups, told.addresses[0], told.slab_bytes)
             self._slabs.read()

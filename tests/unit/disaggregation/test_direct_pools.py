@@ -25,6 +25,7 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.disaggregation.transfer.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,
@@ -137,11 +138,48 @@ def test_each_side_is_what_it_is_and_what_lands_is_checked(make_pair, agents, th
     assert os.environ["UCX_TLS"] == ("tcp,cuda_copy" if "direct" in (theirs, ours) else "tcp")
 
 
-def test_a_damaged_page_is_noticed_where_it_lies(make_pair):
-    writer, owner = make_pair("direct", "direct")
+@pytest.mark.parametrize("ours", KINDS)
+@pytest.mark.parametrize("theirs", KINDS)
+def test_from_device_to_device_the_host_sees_no_page_and_else_it_hashes(make_pair, theirs, ours):
+    writer, owner = make_pair(theirs, ours)
+    owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
     ended = writer.ask(SendPages(named(1), packed(SRC), packed(DST), True))
+    assert verified(owner, ended.slices)
+    is_direct = theirs == ours == "direct"
+    assert {piece.algorithm for piece in ended.slices} == {"words" if is_direct else "xxh3"}
+    for node in (writer, owner):
+        for device, pages in zip(node.devices, SRC, strict=bool(node.devices)):
+            assert sum(device.sums) == (len(pages) if is_direct else 0)
+            assert bool(device.reads) != is_direct
+
+
+@pytest.mark.parametrize("has_sums", [(True, True), (True, False), (False, True)], ids=str)
+def test_a_damaged_page_is_noticed_where_it_lies(make_pair, has_sums):
+    """``has_sums``: of the writer's device and the owner's. The host adds up what the device can't."""
+    writer, owner = make_pair("direct", "direct")
+    for node, has in zip((writer, owner), has_sums, strict=True):
+        for device in node.devices:
+            device.has_sums = has
+    ended = writer.ask(SendPages(named(1), packed(SRC), packed(DST), True))
+    assert {piece.algorithm for piece in ended.slices} == {"words" if has_sums[0] else "xxh3"}
+    assert verified(owner, ended.slices)
     owner.pools[1][DST[1][2], -1] ^= 1
     assert not verified(owner, ended.slices)
+    owner.pools[1][DST[1][2], -1] ^= 1
+    assert verified(owner, ended.slices)
+    owner.pools[0][DST[0][[0, 1]]] = owner.pools[0][DST[0][[1, 0]]]
+    assert not verified(owner, ended.slices)
+
+
+def test_a_host_refuses_sums_that_are_meant_for_devices(make_pair):
+    """It would take ten times as long for them as for xxh3."""
+    writer, owner = make_pair("direct", "host")
+    ended = writer.ask(SendPages(named(1), packed(SRC), packed(DST), True))
+    piece = ended.slices[0]
+    pages = owner.pools[piece.group][DST[piece.group][piece.first : piece.first + piece.count]]
+    words = msgspec.structs.replace(piece, algorithm="words", checksum=host_checksum(pages.reshape(-1)))
+    assert verified(owner, ended.slices)
+    assert not verified(owner, [words, *ended.slices[1:]])
 
 
 def test_without_checksums_the_host_looks_at_nothing(make_pair):
@@ -149,7 +187,7 @@ def test_without_checksums_the_host_looks_at_nothing(make_pair):
     owner.engine.submit(GrantPages(named(1), "P", packed(DST), checksum=False))
     ended = writer.ask(SendPages(named(1), packed(SRC), packed(DST), True, checksum=False))
     assert verified(owner, ended.slices, checksum=False)
-    assert not any(device.reads or device.writes for node in (writer, owner) for device in node.devices)
+    assert not any(device.reads or device.writes or device.sums for node in (writer, owner) for device in node.devices)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

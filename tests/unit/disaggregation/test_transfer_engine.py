@@ -72,6 +72,7 @@ class Node:
         self.engine = made.start()
         self.epoch = epoch
         self.layers = 1 if layout is None else layout.groups[0].num_layers
+        self.algorithm = "words" if backend == "cuda_ipc" else "xxh3"
 
     def submit(self, *commands):
         for command in commands:
@@ -89,7 +90,8 @@ def send(room, src, dst, *, last=True, peer="D"):
 
 
 def summed(node, pages, *bounds):
-    return summed_up(node.pool, pages, *bounds, num_layers=node.layers)
+    """What ``node`` tells of pages that it has written: the sums of its GPU, if it has one, as all peers here do."""
+    return summed_up(node.pool, pages, *bounds, num_layers=node.layers, algorithm=node.algorithm)
 
 
 @pytest.fixture(autouse=True)

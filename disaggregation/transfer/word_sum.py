@@ -1,0 +1,61 @@
+"""A checksum of pages that a device computes where they lie, and a host too.
+
+xxh3 of a slice is a chain over its bytes: a device's thousands of programs could not share it. This one is a sum,
+modulo 2^64, of a mixed word for each 8 bytes of the slice: splitmix64's mixer of the word plus its place times the
+golden ratio. A sum has no order, so programs and pages divide it as they like.
+
+What it tells:
+- every change within one aligned word, of however many bits: the mixer is one to one, so one term differs;
+- other changes (words swapped, shifted, pages in another order, several words wrong), unless the sums of differences
+  meet in 64 bits: 1 in 2^64 for differences that do not know the mixer.
+It is against faults of memory and transport, as xxh3 is, and no help against who wants to deceive.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...runtime.splitmix import GOLDEN, mix
+
+WORD_BYTES = 8
+_BATCH = 1 << 16
+
+
+def host_checksum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
+    """Sum up bytes that lie side by side, a multiple of 8 of them; ``first_word``: where they begin in the slice.
+
+    Sums of parts are added up modulo 2^64.
+    """
+    words = data.view(np.uint64)
+    total = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for begin in range(0, len(words), _BATCH):
+            part = words[begin : begin + _BATCH]
+            places = np.arange(first_word + begin + 1, first_word + begin + 1 + len(part), dtype=np.uint64)
+            total += mix(part + places * GOLDEN).sum(dtype=np.uint64)
+    return int(total)
+
+
+class WordSum:
+    """The checksum of a slice whose bytes come in parts, used as a hasher of ``xxhash`` is."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._words = 0
+        self._rest = b""
+        """Bytes of a word whose end is yet to come."""
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add the next bytes."""
+        whole = np.frombuffer(self._rest + bytes(data) if self._rest else data, dtype=np.uint8)
+        end = len(whole) // WORD_BYTES * WORD_BYTES
+        self._rest = whole[end:].tobytes()
+        # Where a part begins at no whole word, the processor reads words all the same.
+        self._total += host_checksum(np.ascontiguousarray(whole[:end]), self._words)
+        self._words += end // WORD_BYTES
+
+    def intdigest(self) -> int:
+        """Return the checksum; zeros fill up the last word."""
+        rest = np.frombuffer(self._rest.ljust(WORD_BYTES, b"\0") if self._rest else b"", dtype=np.uint8)
+        return (self._total + host_checksum(rest, self._words)) % 2**64
