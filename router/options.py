@@ -144,7 +144,8 @@ class RouterOptions(RoutingOptions, RouterTargets):
     keep_alive_timeout
         Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
     max_concurrent_requests
-        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
+        Most requests that are served at once; one more is answered with 503. Health checks, metrics and the admin's
+        orders don't count. /abort_request and /health_generate have a count of their own, with the same limit.
     cluster_secret_file
         File with what instances know this router by: their secret, or better the key that `pdserve router-key` makes of
         it, which does not make the router one of them. Needed where they are not on one host.

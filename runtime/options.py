@@ -83,7 +83,8 @@ class ServerOptions:
     keep_alive_timeout
         Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
     max_concurrent_requests
-        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
+        Most requests that are served at once; one more is answered with 503. Health checks, metrics and the admin's
+        orders don't count. /abort_request and /health_generate have a count of their own, with the same limit.
     disaggregation_mode
         unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and
         generate.

@@ -107,8 +107,8 @@ class ApiKeyAuth:
         return self._keys.caller(headers, routers_sign=routers_sign)
 
     def _needs_admin(self, access: Access) -> bool:
-        """Return whether a path needs the admin key. A router without keys leaves that to the instances."""
-        if self._is_router and not self._keys:
+        """Return whether a path needs the admin key. A router without any key leaves that to the instances."""
+        if self._is_router and not (self._keys or self._keys.own_admin):
             return False
         return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))
 

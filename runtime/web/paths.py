@@ -48,7 +48,7 @@ class PathFacts(NamedTuple):
     is_poll: bool = False
     """Whether programs ask every few seconds. Then it is neither logged above debug level nor refused under load."""
     ends_work: bool = False
-    """Whether it ends work. Then it is not refused under load."""
+    """Whether it ends work. Then it is not refused under load. ``RequestLimit`` says how far that goes."""
 
     @property
     def label(self) -> str:

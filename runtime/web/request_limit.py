@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from enum import Enum, auto
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...messages.error_codes import OVERLOADED
+from .keys import Caller
 from .path_guard import error_answer
 from .paths import Access, PathTable
+
+
+class Load(Enum):
+    """How a request counts against the limit."""
+
+    FREE = auto()
+    """Not at all: this process answers polls of its own state, and the admin always gets through."""
+    APART = auto()
+    """In a count of its own with the same limit. So a busy server still ends work and proves that it can generate. A
+    router passes such requests on to its instances, so floods of them need a limit as well.
+    """
+    WORK = auto()
+    """In the count of all other requests."""
 
 
 class RequestLimit:
     """ASGI middleware: at most ``limit`` requests at a time, and a 503 with ``Retry-After`` for one more.
 
-    Polls, an admin's orders and paths that end work are always served.
+    Comes behind ``ApiKeyAuth``: only orders of the admin are exempt. A router without keys passes on orders of all clients.
     """
 
     def __init__(self, app: ASGIApp, table: PathTable, limit: int) -> None:
         self._app = app
         self._table = table
         self._limit = limit
-        self.running = 0
+        self._running: Counter[Load] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, or refuse it before its body is read."""
-        if scope["type"] != "http" or not self._counts(scope["path"]):
+        load = self._load(scope) if scope["type"] == "http" else Load.FREE
+        if load is Load.FREE:
             await self._app(scope, receive, send)
             return
-        if self.running >= self._limit:
+        if self._running[load] >= self._limit:
             message = f"this server is working on {self._limit} requests (--max-concurrent-requests); try again later"
             await error_answer(503, message, OVERLOADED)(scope, receive, send)
             return
-        self.running += 1
+        self._running[load] += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self.running -= 1
+            self._running[load] -= 1
 
-    def _counts(self, path: str) -> bool:
-        facts = self._table.find(path)
-        return facts is None or not (facts.is_poll or facts.ends_work or facts.access is Access.ADMIN)
+    def _load(self, scope: Scope) -> Load:
+        facts = self._table.find(scope["path"])
+        if facts is None:
+            return Load.WORK
+        if facts.access is Access.ADMIN and Caller.of(scope).is_admin:
+            return Load.FREE
+        if facts.is_poll and facts.access is not Access.USER:
+            return Load.FREE
+        return Load.APART if facts.is_poll or facts.ends_work else Load.WORK
