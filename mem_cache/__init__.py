@@ -1,1 +1,1 @@
-"""Who holds which KV slot: the page allocator, the request table and the prefix caches. Host data only, no tensors."""
+"""Owners of KV slots: the page allocator, the request table and the prefix caches. Host data only, no tensors."""

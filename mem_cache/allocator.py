@@ -1,11 +1,11 @@
-"""Hands out and takes back the slots of the KV pool.
+"""The allocator of the KV pool's slots.
 
 Life of a page: free → (``alloc_extend`` | ``alloc_decode``) in use → ``free`` → free. Page 0 is neither: padded tokens
-write there. A page has one owner (a request or the prefix cache); which one, the allocator does not know.
+write there. A page has one owner (a request or the prefix cache); the allocator does not know which one.
 
-A pool may become smaller while pages beyond its new end are in use: these count as pages of the smaller pool until they
-are free, when they are nobody's. So ``available_size`` is right from the first moment, and what is handed out lies
-within the new end. It is negative where more is in use than the pool now has.
+A pool may become smaller while pages beyond its new end are in use. They count as pages of the smaller pool until they
+are freed, and then no longer exist. So ``available_size`` is right at once, and new pages lie within the new end. It is
+negative if more is in use than the pool now has.
 """
 
 from __future__ import annotations
@@ -40,25 +40,27 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def available_size(self) -> int:
-        """Slots in free pages, less what is in use beyond the pool's end. Free slots at the end of a request's last
-        page are not counted: only it can use them.
+        """Return the number of slots in free pages, minus the slots in use beyond the pool's end.
+
+        Free slots at the end of a request's last page do not count, because only that request can use them.
         """
 
     @abstractmethod
     def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int) -> I32 | None:
-        """Slots for positions ``[prefix_len, seq_len)`` of one request: [seq_len - prefix_len] int32.
+        """Allocate slots for positions ``[prefix_len, seq_len)`` of one request: [seq_len - prefix_len] int32.
 
-        First the rest of the page of ``last_slot`` (the slot of position ``prefix_len - 1``; ignored when
-        ``prefix_len`` is page-aligned), then new pages, the last of them perhaps only partly used.
-        None when too few pages are free; nothing is changed then. Raises ``MisplacedSlot``.
+        The first ones are the rest of the page of ``last_slot``, the slot of position ``prefix_len - 1``. It is ignored
+        if ``prefix_len`` is page-aligned. Then come new pages; the last one may be used in part.
+        None if too few pages are free; nothing is changed then. Raises ``MisplacedSlot``.
         """
 
     @abstractmethod
     def alloc_decode(self, seq_lens: I32, last_slots: I32) -> I32 | None:
-        """One slot for each of B requests: [B] int32, aligned with the arguments.
+        """Allocate one slot for each of B requests: [B] int32, aligned with the arguments.
 
-        ``seq_lens`` [B] counts the new token, ``last_slots`` [B] is the slot of the token before it (ignored where the
-        new token begins a page). None when too few pages are free; nothing is changed then. Raises ``MisplacedSlot``.
+        ``seq_lens`` [B] counts the new token. ``last_slots`` [B] is the slot of the token before it, which is ignored
+        if the new token begins a page. None if too few pages are free; nothing is changed then. Raises
+        ``MisplacedSlot``.
         """
 
     @abstractmethod
@@ -76,7 +78,7 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free_pages(self) -> I32:
-        """The free pages, in no particular order (a copy)."""
+        """Return a copy of the free pages, in no particular order."""
 
     @abstractmethod
     def check_invariants(self) -> None:
@@ -84,10 +86,10 @@ class TokenToKVPoolAllocator(ABC):
 
 
 class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
-    """Free pages on a stack: the page freed last is handed out first.
+    """Allocator with the free pages on a stack: the page freed last is handed out first.
 
-    Why a stack and not a queue: the pool's memory is committed when it is first touched, so reuse keeps the footprint
-    at the peak of what was really needed, and a page just freed is still warm in the processor's cache.
+    A stack is better than a queue. The pool's memory is committed when it is first touched, so reuse keeps the
+    footprint at the peak of the real need. A page that was just freed is also still in the processor's cache.
     """
 
     def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:

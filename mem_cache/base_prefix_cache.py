@@ -1,14 +1,15 @@
-"""Which computed prefixes are kept, and for whom.
+"""The interface of prefix caches: which computed prefixes are kept, and which requests use them.
 
 A request's KV, from admission to its end::
 
     match_prefix ─▶ hold ─▶ (alloc_extend / alloc_decode, row written, hold.kv_len moved on
                                ─▶ cache_unfinished_req)* ─▶ cache_finished_req | release_req
 
-Everything happens when a step is *planned*: a prefix may be in the cache, and be matched by the next request, before
-the model worker has computed it. That is sound because the worker runs steps in the order of their plans, and so is
-handing out a freed page at once: whoever still writes to it runs before its next owner. Only a user of a page outside
-that order (a transfer that reads or writes it) must be waited for before the page is freed.
+Everything happens when a step is *planned*. A prefix may be in the cache, and be matched by the next request, before
+the model worker has computed it. That is sound because the worker runs steps in the order of their plans.
+
+For the same reason, a freed page is available at once: a step that still writes to it runs before its next owner. Only
+uses outside that order, like a transfer that reads or writes the page, must end before the page is freed.
 """
 
 from __future__ import annotations
@@ -47,20 +48,11 @@ class Rewrite(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KVHold:
-    """What one request holds, and whoever else still uses it.
+    """The KV of one request, which hand-overs and others may use as well.
 
-    Positions ``[0, cached_len)`` of its row are the cache's slots, pinned by the lock on ``node``, which ends at
-    ``cached_len`` (page-aligned). ``[cached_len, kv_len)`` belong to the request alone: the scheduler writes them to
-    the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
-
-    ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
-    known to be bad: none of it is shared then. ``proven``: of how many tokens the KV has given a token, sampled here
-    from finite logits. ``window``: which of its pages it uses in the window pool, where there is one
-    (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the tokens of a request that
-    is over, whose prefix may stay when the last one lets go. ``created``: when it began, by the tree's clock.
-    ``priority``: of the request, higher is dearer; what it shares or found is worth that much to the eviction policy of
-    that name. ``hashed``: of so many tokens the pages were looked at (``scheduler/kv_debug.py``). ``page_hashes``: of
-    its first pages, as far as somebody has asked (``page_hash.py``). The request has the same list.
+    Positions ``[0, cached_len)`` of its row are the cache's slots. The lock on ``node``, which ends at ``cached_len``
+    (page-aligned), pins them. Positions ``[cached_len, kv_len)`` belong to the request alone. The scheduler writes them
+    to the row, and moves ``kv_len`` on as it allocates.
     """
 
     row: int
@@ -69,15 +61,27 @@ class KVHold:
     cached_len: int
     kv_len: int
     live: bool = True
+    """False once the hold was given back."""
     verified: bool = True
+    """Whether its KV is known to be right. False while a peer may still write it, and forever if it is known to be bad.
+    Nothing of it is shared then.
+    """
     window: WindowSpan = field(default_factory=WindowSpan)
+    """Pages that it uses in the window pool, if there is one (``window_pages.py``)."""
     pins: int = 1
+    """Number of users, counted by ``KVMemory``."""
     left: I32 | None = None
+    """Tokens of a request that has ended. ``KVMemory`` may keep their prefix when the last user is gone."""
     proven: int = 0
+    """Number of first tokens with KV that has given a token here, sampled from finite logits."""
     created: int = 0
+    """Time of its beginning, by the tree's clock."""
     priority: int = 0
+    """Priority of the request. The eviction policy ``priority`` keeps its prefixes longer if it is higher."""
     hashed: int = 0
+    """Number of first tokens with pages that were hashed (``scheduler/kv_debug.py``)."""
     page_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its first pages, as far as they were needed (``page_hash.py``). The request has the same list."""
 
 
 class BasePrefixCache(ABC):
@@ -90,16 +94,16 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
-        """The longest cached, page-aligned prefix of ``tokens`` [N] in the namespace ``extra_key``, of those whose last
-        window is cached, too, where layers have windows.
+        """Find the longest cached, page-aligned prefix of ``tokens`` [N] in the namespace ``extra_key``.
 
-        Counts as a use of the nodes on its path and may split one; changes no size, lock or page. A caller that must
-        compute at least one token asks for ``tokens[:-1]``. Pins nothing: ``hold`` the match before making room.
+        If layers have windows, the prefix's last window must be cached as well. The call counts as a use of the nodes
+        on its path, and may split one. It changes no size, lock or page. A caller that must compute at least one token
+        asks for ``tokens[:-1]``. Nothing is pinned: ``hold`` the match before making room.
         """
 
     @abstractmethod
     def peek(self, tokens: I32, extra_key: str = "") -> int:
-        """The length of what ``match_prefix`` would find. Changes nothing, and does not count as a use."""
+        """Return the length of the prefix that ``match_prefix`` would find, without a change and without a use."""
 
     @abstractmethod
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
@@ -126,14 +130,14 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evictable_size(self) -> int:
-        """Cached tokens that no request pins."""
+        """Return the number of cached tokens that no request pins."""
 
     @abstractmethod
     def protected_size(self) -> int:
-        """Cached tokens that some request pins."""
+        """Return the number of cached tokens that some request pins."""
 
     def total_size(self) -> int:
-        """Cached tokens."""
+        """Return the number of cached tokens."""
         return self.evictable_size() + self.protected_size()
 
     @abstractmethod
@@ -145,37 +149,40 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
-        """Share what a running request has: ``tokens`` are the ids whose KV the steps planned so far compute.
+        """Share the KV of a running request. ``tokens`` are the ids that the steps planned so far compute.
 
         Their page-aligned part enters the cache and is pinned for the request (``hold.node`` and ``cached_len`` move
-        on). Pages of it that the cache got from elsewhere meanwhile are freed and replaced in the row: that is
-        the ``Rewrite`` returned, None when nothing was replaced. ``tokens[:cached_len]`` must be what was matched or
-        cached before. Raises ``StaleHold``, also when ``tokens`` are more than ``kv_len``; nothing is changed then.
-        Nothing is shared of a hold that isn't ``verified``, nor behind a prefix that was condemned or withdrawn, nor
-        from a page on that lies beyond the pool's end.
+        on). If the cache has got some of these pages from elsewhere meanwhile, ours are freed and replaced in the row.
+        The ``Rewrite`` returned says so; it is None if nothing was replaced.
+
+        ``tokens[:cached_len]`` must be the tokens that were matched or cached before. Raises ``StaleHold``, also if
+        ``tokens`` are more than ``kv_len``; nothing is changed then. A hold that is not ``verified`` shares nothing, and
+        no hold shares after a condemned or withdrawn prefix, or from the first page on beyond the pool's end.
         """
 
     @abstractmethod
     def prove(self, holds: Iterable[KVHold]) -> None:
-        """Note that all that these share is good, of those whose ``proven`` tells so."""
+        """Note that the shared KV of these holds is good, as far as their ``proven`` says."""
 
     @abstractmethod
     def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
-        """Hide the KV of ``tokens`` [N] from position ``start`` on, which is bad, and all that follows it: no request
-        finds it any more, and the pages go back as soon as no request pins them. ``hold`` is that of the request which
-        was found to have it; without one, what is cached of ``tokens`` is meant.
+        """Hide bad KV: that of ``tokens`` [N] from position ``start`` on, and all that follows it.
 
-        ``start`` None: nobody knows where it begins. Then what is proven is kept, since it was good for others, but
-        counts as proven no more: if the next request that begins with it fails as well, it is hidden, too. A failure
-        behind what is hidden already says nothing new.
+        No request finds it any more, and its pages are freed as soon as no request pins them. ``hold`` is that of the
+        request with the bad KV. Without one, the cached part of ``tokens`` is meant.
 
-        Returns how many of the first tokens are kept.
+        If ``start`` is None, it is unknown where the bad KV begins. Then the proven part is kept, because it was good
+        for other requests, but it is no longer proven. If the next request that begins with it fails as well, it is
+        hidden, too. A failure after a hidden part says nothing new.
+
+        Returns the number of first tokens that are kept.
         """
 
     @abstractmethod
     def withdraw(self) -> None:
-        """The pool has become smaller: no request finds pages beyond its end any more, nor what follows them. What
-        nobody pins goes back, the rest as soon as no request pins it.
+        """Hide pages beyond the end of a pool that has become smaller, and all that follows them.
+
+        Pages that no request pins are freed now, the others as soon as no request pins them.
         """
 
     def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:
@@ -201,11 +208,12 @@ class BasePrefixCache(ABC):
         self.dec_lock_ref(hold.node)
 
     def move_window(self, hold: KVHold, start: int, end: int) -> None:
-        """What is written next of the request is positions ``[start, end)``, which have slots, by a step or, from a
-        later page on, by a peer: let go of the window pages that none of these sees, and take some for those that have
-        none. Only where layers have windows.
+        """Move the window of a request on to positions ``[start, end)``, which are written next and have slots.
 
-        Raises ``WindowPagesShort`` where these are more than ``WindowPages.longest``.
+        A step writes them or, from a later page on, a peer. Window pages that none of them sees are released, and
+        pages without a window page get one. Only for layers with windows.
+
+        Raises ``WindowPagesShort`` if they need more than ``WindowPages.longest``.
         """
         windows, span = self.allocator.windows, hold.window
         assert windows is not None
@@ -220,16 +228,17 @@ class BasePrefixCache(ABC):
             windows.extend(span, self._pages(hold, span.end, last))
 
     def keep_window(self, hold: KVHold, first: int) -> bool:
-        """A hand-over reads the window pages of the hold's row from page ``first`` on, until ``let_window_go``: they
-        stay its own however far the request moves on. False, with nothing changed, where some are gone or are others'
-        to count on. Only where layers have windows.
+        """Keep the window pages of the hold's row from page ``first`` on for a hand-over, until ``let_window_go``.
+
+        They stay the hold's own, however far the request moves on. Returns False, with nothing changed, if some are
+        gone or are reserved for other requests. Only for layers with windows.
         """
         windows = self.allocator.windows
         assert windows is not None
         return windows.keep(hold.window, first, self._pages(hold, first, hold.window.begin))
 
     def _pages(self, hold: KVHold, begin: int, end: int) -> I32:
-        """Pages ``[begin, end)`` of the hold's row."""
+        """Return pages ``[begin, end)`` of the hold's row."""
         row: I32 = self.req_to_token.table[hold.row]
         return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 

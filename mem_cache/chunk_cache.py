@@ -57,13 +57,13 @@ class ChunkCache(BasePrefixCache):
         return None
 
     def prove(self, holds: Iterable[KVHold]) -> None:
-        """Nothing is kept, so nothing need be known of it."""
+        """Do nothing, because nothing is kept."""
 
     def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
         return 0
 
     def withdraw(self) -> None:
-        """Nothing is kept, so nothing can be found."""
+        """Do nothing, because nothing is kept."""
 
     def reset(self) -> int:
         return 0

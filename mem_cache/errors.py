@@ -1,7 +1,7 @@
 """The errors of the KV bookkeeping.
 
-Running out of slots or rows is no error: the allocators answer ``None``. Everything here means that the bookkeeping
-and its caller disagree about who owns a page, so a retry never helps and the process must not go on.
+Running out of slots or rows is no error: the allocators return ``None``. These errors mean that the bookkeeping and its
+caller disagree about the owner of a page. A retry never helps, and the process must not go on.
 """
 
 from __future__ import annotations

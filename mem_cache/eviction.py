@@ -1,8 +1,12 @@
-"""Which unlocked leaf of the radix tree goes first.
+"""The order in which unlocked leaves of the radix tree are evicted.
 
-Life of a heap entry: pushed when a node becomes an unlocked leaf, or when an unlocked leaf is used → superseded by a
-later push of the same node, or outdated because the node was locked, grew a child or left the tree → dropped when it
-surfaces or at the next sweep. Nothing is ever searched for in the heap, so each step costs O(log leaves).
+Life of a heap entry:
+
+- pushed when a node becomes an unlocked leaf, or when an unlocked leaf is used;
+- superseded by a later push of the same node, or outdated because the node was locked, grew a child or left the tree;
+- dropped when it comes to the top, or at the next sweep.
+
+The heap is never searched, so each step costs O(log leaves).
 """
 
 from __future__ import annotations
@@ -18,33 +22,34 @@ SWEEP_SLACK = 1024
 
 
 def lru(node: TreeNode) -> tuple[int, int]:
-    """Least recently used first."""
+    """Order by last use: least recently used first."""
     return node.last_access, 0
 
 
 def lfu(node: TreeNode) -> tuple[int, int]:
-    """Least often matched first, among equals the least recently used."""
+    """Order by matches: least often matched first, among equals the least recently used."""
     return node.hit_count, node.last_access
 
 
 def fifo(node: TreeNode) -> tuple[int, int]:
-    """Oldest first."""
+    """Order by age: oldest first."""
     return node.created, 0
 
 
 def mru(node: TreeNode) -> tuple[int, int]:
-    """Most recently used first: keeps the start of a loop over more prompts than fit."""
+    """Order by last use: most recently used first. It keeps the start of a loop over more prompts than fit."""
     return -node.last_access, 0
 
 
 def priority(node: TreeNode) -> tuple[int, int]:
-    """What only requests of low priority used first, among equals the least recently used."""
+    """Order by the highest priority of the requests that used a node; among equals, least recently used first."""
     return node.priority, node.last_access
 
 
 def slru(node: TreeNode) -> tuple[int, int]:
-    """Segmented: what nobody came back for before what somebody did, each the least recently used first. So prompts
-    that come once can't drive out those that come again, however many they are.
+    """Order by segment: nodes that were never matched again first, then the others; least recently used first in each.
+
+    So prompts that come once cannot evict prompts that come again, however many they are.
     """
     return int(node.hit_count > 0), node.last_access
 
@@ -72,7 +77,7 @@ class EvictionHeap:
             self.sweep()
 
     def peek(self) -> TreeNode | None:
-        """The leaf to evict next, or None. It stays entered for as long as it is an unlocked leaf."""
+        """Return the leaf to evict next, or None. It stays in the heap for as long as it is an unlocked leaf."""
         while self._entries:
             _, seq, node = self._entries[0]
             if node.heap_seq == seq and node.is_evictable:
@@ -81,7 +86,7 @@ class EvictionHeap:
         return None
 
     def nodes(self) -> list[TreeNode]:
-        """The leaves entered, in no particular order."""
+        """Return the leaves in the heap, in no particular order."""
         return [node for _, seq, node in self._entries if node.heap_seq == seq and node.is_evictable]
 
     def sweep(self) -> None:

@@ -18,7 +18,7 @@ def make_prefix_cache(
     listener: TreeListener | None = None,
     events: TreeEvents | None = None,
 ) -> BasePrefixCache:
-    """``ChunkCache`` with ``disable_radix_cache``, otherwise ``RadixCache`` with ``radix_eviction_policy``."""
+    """Make a ``ChunkCache`` with ``disable_radix_cache``, otherwise a ``RadixCache`` with ``radix_eviction_policy``."""
     if options.disable_radix_cache:
         return ChunkCache(allocator, req_to_token)
     return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], listener, events)

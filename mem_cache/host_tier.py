@@ -1,12 +1,15 @@
 """The second tier's bookkeeping: which page of host memory holds which KV page, by its hash.
 
-Life of a host page: free → (``keep``) indexed, its bytes on their way → evicted, longest unused first, or dropped →
-free. Or: free → (``reserve``) reserved, for bytes that a store may bring → (``settle``) indexed, or free. A page that
-a thread beside the worker's loop reads or writes is *pinned*: it is nobody else's before that has ended, whatever the
-index says meanwhile.
+Life of a host page:
 
-The worker copies between the tiers in the order in which it was told to, between its steps. So a page may be named in
-the index as soon as the copy is planned, and may be given to another as soon as nobody plans with it any more.
+- free → (``keep``) indexed, its bytes on their way → evicted, longest unused first, or dropped → free;
+- free → (``reserve``) reserved, for bytes that a store may bring → (``settle``) indexed, or free.
+
+A page that a thread beside the worker's loop reads or writes is *pinned*. Until that has ended, it has no other use,
+whatever the index says.
+
+The worker copies between the tiers in the order of its commands, between its steps. So a page may be in the index as
+soon as the copy is planned. It may be reused as soon as no plan refers to it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class HostTier:
         return len(self._reserved)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The host pages of the first ``hashes``, up to the first that is not here. Looking is not using."""
+        """Return the host pages of the first ``hashes``, up to the first that is not here. This is no use of them."""
         pages = []
         for page_hash in hashes:
             page = self._index.get(page_hash)
@@ -58,19 +61,19 @@ class HostTier:
         return pages
 
     def page(self, page_hash: bytes) -> int | None:
-        """Where it lies."""
+        """Return the host page with this hash, None if it is not here."""
         return self._index.get(page_hash)
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """A prefix of these pages was used just now. Its end is forgotten before its beginning."""
+        """Note a use of a prefix with these pages. Its end is evicted before its beginning."""
         for page_hash in reversed(hashes):
             if page_hash in self._index:
                 self._index.move_to_end(page_hash)
 
     def keep(self, page_hash: bytes) -> int | None:
-        """A page to copy ``page_hash`` to, which is indexed from now on; None where all others are pinned or reserved.
+        """Take a page to copy ``page_hash`` to, and index it; None if all others are pinned or reserved.
 
-        Must not be here already.
+        The hash must not be here already.
         """
         page = self._take()
         if page is not None:
@@ -78,7 +81,7 @@ class HostTier:
         return page
 
     def reserve(self, count: int) -> list[int]:
-        """Up to ``count`` pages for bytes that may come, pinned."""
+        """Reserve and pin up to ``count`` pages for bytes that may come."""
         pages: list[int] = []
         while len(pages) < count and (page := self._take()) is not None:
             self._reserved.add(page)
@@ -87,7 +90,7 @@ class HostTier:
         return pages
 
     def settle(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Of reserved ``pages`` the first hold ``hashes`` now, the others nothing; nobody touches them any more."""
+        """End the reservation of ``pages``: the first ones have ``hashes`` now, and the others are free."""
         for i, page in enumerate(pages):
             self._reserved.remove(page)
             del self._pins[page]
@@ -97,12 +100,12 @@ class HostTier:
                 self._free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Somebody reads them beside the worker's loop."""
+        """Pin pages, because a thread reads them beside the worker's loop."""
         for page in pages:
             self._pins[page] = self._pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> None:
-        """That has ended."""
+        """Release one pin of each page taken by ``pin()``. Raises ``DoubleFree`` if a page is not pinned."""
         for page in pages:
             left = self._pins.get(page, 0) - 1
             if left < 0:

@@ -30,7 +30,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
-    """The claim of the owner of ``slots`` [N], which begin at a page border; refuses slots in another order."""
+    """Make the claim of the owner of ``slots`` [N], which begin at a page border; refuse slots in another order."""
     first_slots = slots[::page_size]
     whole = first_slots[:, None] + np.arange(page_size, dtype=np.int32)
     aligned = not (first_slots % page_size).any()
@@ -39,7 +39,7 @@ def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
 
 
 def hold_claims(holds: Iterable[KVHold], req_to_token: ReqToTokenPool, page_size: int) -> list[Claim]:
-    """What each request says it owns beside the cache."""
+    """Make the claims of all requests on pages outside the cache."""
     return [
         claim_pages(f"request in row {h.row}", req_to_token.table[h.row, h.cached_len : h.kv_len], page_size)
         for h in holds
@@ -68,8 +68,10 @@ def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> N
 
 
 def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], req_to_token: ReqToTokenPool) -> None:
-    """Every window page is free or attached to exactly one full page, which is in use; those in spans are attached, and
-    idle are those that are attached and in no span. See ``window_pages.py``.
+    """Check the states of window pages (``window_pages.py``).
+
+    Each is free, or attached to exactly one full page, which is in use. Those in spans are attached. Idle ones are
+    attached and in no span.
     """
     windows, size = allocator.windows, allocator.page_size
     if windows is None:
@@ -100,7 +102,7 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
 
 
 def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs: Mapping[TreeNode, int]) -> None:
-    """Rows in use are the holds', each starts with its path's slots, and the ``lock_refs`` of all nodes are theirs."""
+    """Check that rows in use belong to holds and start with the slots of their paths, and that ``lock_refs`` match."""
     rows = Counter(hold.row for hold in holds)
     shared = [row for row, count in rows.items() if count > 1]
     require(not shared, f"rows {shared} are held by several requests")

@@ -1,4 +1,4 @@
-"""Notes what the tree stores and loses, for whoever tells others."""
+"""Log of the pages that the tree stores and loses, for subscribers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class KVEventLog:
         return self._seed
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
-        """Pages of the tokens ``key`` (int32 as bytes), behind the page ``parent``."""
+        """Note that pages of the tokens ``key`` (int32 as bytes) were stored after the page ``parent``."""
         tokens = unpack_i32(key).tolist()
         self._events.append(BlockStored(list(hashes), parent, tokens, self._page_size))
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Nobody finds these any more."""
+        """Note that these pages cannot be found any more."""
         if hashes:
             self._events.append(BlockRemoved(list(hashes)))
 
     def cleared(self) -> None:
-        """Nobody finds anything any more."""
+        """Note that no page can be found any more."""
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[Event]:
-        """All since it was asked last."""
+        """Return and forget the events since the last call."""
         events, self._events = self._events, []
         return events
 
 
 def make_event_log(options: ServerOptions, worker: WorkerReady) -> KVEventLog | None:
-    """None where nobody is to be told."""
+    """Make the log; None without ``--kv-events-endpoint``."""
     if options.kv_events_endpoint is None:
         return None
     return KVEventLog(model_seed(worker.fingerprint, worker.layout), options.page_size)

@@ -1,10 +1,12 @@
-"""Names of KV pages that hold wherever they lie: a page's hash chains over its whole prefix.
+"""Hashes that identify KV pages in every process and on every host.
 
-``hash(i) = blake2b(hash(i - 1) + tokens of page i)``, and before the first page stands the hash of whatever else the KV
-depends on: the model's fingerprint, the layout, and the namespace. So equal hash means equal prefix, in every process
-and on every host. A hash that withstands attacks, since prompts are anybody's: who could make two prompts collide would
-be answered from another's. Clients choose namespaces as well, so models, namespaces and pages are hashed in domains of
-their own (BLAKE2's ``person``): no namespace has the hash of a page, whatever its bytes.
+``hash(i) = blake2b(hash(i - 1) + tokens of page i)``, so a page's hash covers its whole prefix. The hash before the
+first page covers everything else that the KV depends on: the model's fingerprint, the layout, and the namespace. Equal
+hashes mean equal prefixes.
+
+The hash has to withstand attacks, because clients choose the prompts. A client that made two prompts collide would get
+an answer to another client's prompt. Clients choose namespaces as well. So models, namespaces and pages are hashed in
+separate domains (BLAKE2's ``person``), and no namespace has the hash of a page.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from ..messages.worker import KVLayout
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 MODEL, NAMESPACE, PAGE = b"pdserve-model", b"pdserve-names", b"pdserve-page"
-"""Domains of hashes, at most 16 bytes each. Whoever changes what a hash is made of changes these, too: a page that a
-store has by an old name must not be found by a new one."""
+"""Domains of hashes, at most 16 bytes each. They must change whenever the input of a hash changes: a page stored under
+an old hash must not be found by a new one.
+"""
 
 
 def _digest(content: bytes, domain: bytes) -> bytes:

@@ -1,11 +1,11 @@
-"""Which pages of a row a hand-over moves, of each group of the layout.
+"""The pages of a row that a hand-over sends, for each group of the layout.
 
     pages of the row      0 ······ begin ······ window ······ end
-    kept                           ├──────────────────────────┤      what the receiver has not cached already
-    behind a window                             ├─────────────┤      and of these what who goes on there still sees
+    kept                           ├──────────────────────────┤      pages that the receiver has not cached
+    with a window                               ├─────────────┤      part of them that later tokens still see
 
-``window`` is where the window begins of whoever goes on from the tokens that are handed over; both sides work it out by
-themselves, from the lengths that they have agreed on.
+``window`` is the beginning of the window of the token after those that are handed over. Both sides compute it from the
+lengths that they have agreed on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class PageRun(NamedTuple):
         return [end - begin for begin, end in self.within(self.begin, self.end)]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """What of pages ``[begin, end)`` of the row is moved, of each group: pages of the row."""
+        """Return the part of pages ``[begin, end)`` of the row that is sent, for each group."""
         kept = max(begin, self.begin), max(end, self.begin)
         if self.window is None:
             return [kept]
         return [kept, (max(begin, self.window), max(end, self.window))]
 
     def places(self, begin: int, end: int) -> list[slice]:
-        """Where these are among all that is moved of their group."""
+        """Return the positions of these pages among all that are sent of their group."""
         firsts = (self.begin, self.window or 0)
         return [slice(a - first, b - first) for (a, b), first in zip(self.within(begin, end), firsts, strict=False)]

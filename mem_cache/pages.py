@@ -8,19 +8,19 @@ from ..messages.base import I32
 
 
 def floor_to_page(num_tokens: int, page_size: int) -> int:
-    """``num_tokens`` rounded down to whole pages."""
+    """Round ``num_tokens`` down to whole pages."""
     return num_tokens - num_tokens % page_size
 
 
 def ceil_to_page(num_tokens: int, page_size: int) -> int:
-    """``num_tokens`` rounded up to whole pages."""
+    """Round ``num_tokens`` up to whole pages."""
     return num_tokens + -num_tokens % page_size
 
 
 def slots_to_pages(slots: I32, page_size: int) -> I32:
-    """The pages that ``slots`` [N] lie in, in order, neighbours merged: [P] int32.
+    """Return the pages of ``slots`` [N] in their order, with neighbours merged: [P] int32.
 
-    A page whose slots do not stand together is named once for each place where it begins.
+    A page with slots that are not neighbours occurs several times.
     """
     pages = slots // page_size
     if page_size == 1 or pages.size < 2:

@@ -19,9 +19,9 @@ class PoolEnd:
         self._windows = cache.allocator.windows
         self._holds = holds
         self.announced: Callable[[], int | None] = lambda: None
-        """What the pool is to hold once those are over that need more; None: nobody waits for that."""
+        """Size that the pool gets once the requests that need more have ended; None if no change is planned."""
         self.undone: Callable[[], int] = lambda: self._allocator.size
-        """What the pool holds again where that can't be done after all; its present size where it is not under way."""
+        """Size that the pool keeps if the change fails; its present size if none is under way."""
 
     @property
     def most(self) -> int:
@@ -40,18 +40,18 @@ class PoolEnd:
 
     @property
     def window_pages_leaving(self) -> int:
-        """Of those that there are, how many nobody is to be promised any more."""
+        """Number of window pages that must no longer be promised to requests, because the pool will lose them."""
         announced = self.announced()
         if self._windows is None or announced is None:
             return 0
         return max(0, self._windows.num_pages - self._windows.pages_for(announced // self._allocator.page_size))
 
     def can_move(self, tokens: int) -> bool:
-        """Whether what windows were promised fits."""
+        """Return whether the promised window pages fit into the new size."""
         return self._windows is None or self._windows.can_resize(tokens // self._allocator.page_size)
 
     def is_held_behind(self, tokens: int) -> bool:
-        """Whether somebody has pages behind the first ``tokens``, or window pages behind those that go with them."""
+        """Return whether a request has pages beyond the first ``tokens``, or window pages beyond their share."""
         size, windows, table = self._allocator.page_size, self._windows, self._cache.req_to_token.table
         pages = tokens // size
         rows = [table[hold.row, : hold.kv_len : size] // size for hold in self._holds]
@@ -63,9 +63,11 @@ class PoolEnd:
         return any(windows.page_of[span].max(initial=0) > windows.pages_for(pages) for span in spans)
 
     def move(self, tokens: int) -> None:
-        """Hand out no slots but the first ``tokens`` from now on, up to ``most``. What is cached behind them is
-        evicted, and so is what is too much; what requests have there stays theirs, and is ``beyond`` until they let go
-        of it. Where they have more than the pool, they give way as they grow. Not below what ``can_move`` allows.
+        """Move the end of the pool: only the first ``tokens`` slots are handed out from now on, at most ``most``.
+
+        Cached KV beyond the end is evicted, and so is any excess. Requests keep their pages there, which count as
+        ``beyond`` until they are freed. If requests have more than the pool, they are retracted as they grow. The size
+        must be one that ``can_move`` allows.
         """
         pages = tokens // self._allocator.page_size
         self._allocator.resize(pages)

@@ -1,14 +1,18 @@
 """The prefix cache as a radix tree over page-aligned token runs.
 
-Life of a node: inserted as a leaf (by ``insert``, or by a request that shares its KV) → matched, split at page borders
-when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
-request pins it or a descendant → unlocked leaf → trimmed from its end or evicted; then its parent may be a leaf.
+Life of a node:
+
+- inserted as a leaf, by ``insert`` or by a request that shares its KV;
+- matched, and split at page borders when a prefix diverges inside it. The old node stays the lower part, so requests
+  that end in it still do;
+- locked while a request pins it or a descendant;
+- an unlocked leaf, which is trimmed from its end or evicted. Then its parent may be a leaf.
 
 A request shares its prompt piece by piece, and a prompt may have thousands of pieces. As a request moves on, they are
 joined into fewer nodes (``_join_pieces``), so that a walk takes O(log pieces) steps.
 
-What was condemned or withdrawn stays, as far as it is locked, where it is, under a name that no walk follows, until
-nobody pins it: it is *hidden*.
+Condemned or withdrawn nodes that are locked become *hidden*. They stay in their place under a name that no walk
+follows, until no request pins them.
 """
 
 from __future__ import annotations
@@ -53,36 +57,36 @@ class Origin(NamedTuple):
 
 
 class TreeListener(Protocol):
-    """Who keeps what the tree has elsewhere, too. ``pages`` [N] are the pool's, aligned with ``hashes``."""
+    """Tiers that store the tree's pages as well. ``pages`` [N] are the pool's, aligned with ``hashes``."""
 
     def seed(self) -> bytes:
-        """What the hashes of pages begin with (``page_hash.model_seed``)."""
+        """Return the seed of the page hashes (``page_hash.model_seed``)."""
 
     def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """The tree has got pages, which steps that are planned compute."""
+        """Note that the tree has got pages, which planned steps compute."""
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """It gives these back to the pool, for want of memory."""
+        """Note that the tree gives these pages back to the pool, because memory is short."""
 
 
 class TreeEvents(Protocol):
-    """Who tells others which pages can be found in the tree, by their hashes."""
+    """Log of the pages that can be found in the tree, by their hashes."""
 
     def seed(self) -> bytes:
-        """As a listener's; where there are both, they are the same."""
+        """Return the seed of the page hashes; it equals the listener's, if there are both."""
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
-        """The tokens ``key`` (int32 as bytes) can be found behind the page ``parent``, None: at the start."""
+        """Note that tokens ``key`` (int32 as bytes) can be found after the page ``parent`` (None: at the start)."""
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """These pages can't."""
+        """Note that these pages cannot be found any more."""
 
     def cleared(self) -> None:
-        """None can."""
+        """Note that no page can be found any more."""
 
 
 class RadixCache(BasePrefixCache):
-    """Keeps every computed prefix until its pages are needed. Namespaces share nothing but the root."""
+    """Prefix cache that keeps every computed prefix until its pages are needed. Namespaces share only the root."""
 
     def __init__(
         self,
@@ -295,7 +299,7 @@ class RadixCache(BasePrefixCache):
         self._heap.sweep()
 
     def _within(self, slots: I32) -> int:
-        """How many of ``slots`` (whole pages) come before the first that lies beyond the pool's end."""
+        """Return the number of ``slots`` (whole pages) before the first one beyond the pool's end."""
         if not self.allocator.beyond:
             return slots.size
         beyond = slots >= (self.allocator.num_pages + 1) * self.page_size
@@ -325,7 +329,7 @@ class RadixCache(BasePrefixCache):
             yield node
 
     def _hidden_top(self, path: Iterable[TreeNode]) -> TreeNode | None:
-        """The topmost hidden node of a path that leads up."""
+        """Return the topmost hidden node of a path that leads up."""
         found = [node for node in path if node in self._hidden] if self._hidden else []
         return found[-1] if found else None
 
@@ -347,7 +351,7 @@ class RadixCache(BasePrefixCache):
         return dropped
 
     def _is_loose(self, node: TreeNode, top: TreeNode) -> bool:
-        """Whether no request pins it, and its parent stays, or it is ``top``."""
+        """Return whether no request pins the node, and it is ``top`` or its parent stays."""
         return node.lock_ref == 0 and (node is top or (node.parent is not None and node.parent.lock_ref > 0))
 
     def _drop(self, tops: list[TreeNode]) -> int:
@@ -367,7 +371,7 @@ class RadixCache(BasePrefixCache):
         return self._give_back(freed)
 
     def _usable(self, slots: I32) -> int:
-        """How many of the first tokens of a cached prefix in ``slots`` one can go on from."""
+        """Return the length of the part of a cached prefix in ``slots`` that a request can go on from."""
         windows = self.allocator.windows
         if windows is None or not slots.size:
             return slots.size
@@ -415,7 +419,7 @@ class RadixCache(BasePrefixCache):
             )
 
     def _key(self, tokens: I32) -> bytes:
-        """The whole pages of ``tokens`` as bytes."""
+        """Return the whole pages of ``tokens`` as bytes."""
         return np.ascontiguousarray(tokens[: floor_to_page(len(tokens), self.page_size)], dtype=np.int32).tobytes()
 
     def _edge(self, node: TreeNode, key: bytes, pos: int, extra_key: str) -> bytes:
@@ -445,7 +449,7 @@ class RadixCache(BasePrefixCache):
         return Path(nodes, np.concatenate([n.slots for n in nodes]) if nodes else NO_SLOTS)
 
     def _common_bytes(self, ours: bytes, theirs: bytes, pos: int) -> int:
-        """Length of the whole pages that ``ours`` and ``theirs[pos:]`` start with alike."""
+        """Return the length of the whole pages that ``ours`` and ``theirs[pos:]`` have in common at their start."""
         num = min(len(ours), len(theirs) - pos) // TOKEN_BYTES
         a = np.frombuffer(ours, dtype=np.int32, count=num)
         b = np.frombuffer(theirs, dtype=np.int32, count=num, offset=pos)
@@ -515,8 +519,9 @@ class RadixCache(BasePrefixCache):
             self._heap.push(nodes[-1])
 
     def _raise_priority(self, nodes: list[TreeNode], priority: int) -> None:
-        """What a request uses is worth as much as the request. Before the nodes are touched or while they are locked,
-        so that the heap learns of it.
+        """Raise the priority of nodes to that of a request that uses them.
+
+        It is called before the nodes are touched or while they are locked, so that the heap learns of it.
         """
         for node in nodes:
             node.priority = max(node.priority, priority)
@@ -529,8 +534,9 @@ class RadixCache(BasePrefixCache):
             node.lock_ref += 1
 
     def _named(self, hold: KVHold, start: int, key: bytes) -> Sequence[bytes]:
-        """Return the hashes of the hold's pages of ``key``, which begins at position ``start``: empty unless somebody
-        listens and those of the pages before are known. Remembers them for who asks next.
+        """Return the hashes of the hold's pages of ``key``, which begins at position ``start``, and remember them.
+
+        The result is empty unless there is a listener or an event log, and the hashes of the pages before are known.
         """
         names, first = hold.page_hashes, start // self.page_size
         if not names or len(names) < first or not (self._listener or self._events):
@@ -541,7 +547,10 @@ class RadixCache(BasePrefixCache):
         return names[first:end]
 
     def hashes_of(self, node: TreeNode) -> list[bytes]:
-        """Of the node's pages, in order; those of its ancestors are found out, too. Only where somebody listens."""
+        """Return the hashes of the node's pages in order, after computing those of its ancestors.
+
+        Only with a listener or an event log.
+        """
         seeded = self._listener or self._events
         assert seeded is not None
         unknown = []

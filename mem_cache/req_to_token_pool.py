@@ -29,7 +29,7 @@ class ReqToTokenPool:
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """A row (the one freed last), or None when all are taken."""
+        """Take a row (the one freed last); return None if all are taken."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -46,5 +46,5 @@ class ReqToTokenPool:
         self._free.append(row)
 
     def rows_in_use(self) -> set[int]:
-        """The rows handed out."""
+        """Return the rows that are taken."""
         return {row for row, in_use in enumerate(self._in_use) if in_use}

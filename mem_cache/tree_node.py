@@ -15,15 +15,9 @@ NO_SLOTS.setflags(write=False)
 
 
 class TreeNode:
-    """One run. ``edge`` is its name in ``parent.children``: its first page's bytes, below the root after a namespace
-    (or, where it is hidden, a number before it, which is no namespace).
+    """One run of tokens. A node without parent is the root, or has left the tree.
 
-    ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
-    [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
-    to child. ``hashes`` are those of its pages (``page_hash.py``), None until asked for. Times are ticks of the tree's
-    own clock; ``created`` is when the request began that stored it. ``priority`` is the highest of the requests that
-    stored or held it. ``proven``: a token was sampled from its KV with finite logits, and since then none was not. A
-    node without parent is the root, or has left the tree.
+    Times are ticks of the tree's own clock.
     """
 
     __slots__ = (
@@ -45,17 +39,27 @@ class TreeNode:
     def __init__(self, parent: TreeNode | None, edge: bytes, key: bytes, slots: I32, now: int) -> None:
         self.parent = parent
         self.edge = edge
+        """Name in ``parent.children``: the first page's bytes, preceded by the namespace below the root. A hidden node
+        has a number in front, which is no namespace.
+        """
         self.key = key
+        """Tokens (int32) as bytes, because comparing them in place is then one ``memcmp``."""
         self.slots = slots
+        """Slots of the tokens, [len(key) / 4], read-only."""
         self.children: dict[bytes, TreeNode] = {}
         self.lock_ref = 0
+        """Number of requests that pin the node. It never grows from parent to child."""
         self.created = now
+        """Time at which the request began that stored the node."""
         self.last_access = now
         self.hit_count = 0
         self.priority = 0
+        """Highest priority of the requests that stored or held the node."""
         self.proven = False
+        """Whether a token was sampled from its KV with finite logits, and none with others since."""
         self.heap_seq = 0
         self.hashes: list[bytes] | None = None
+        """Hashes of its pages (``page_hash.py``); None until they are needed."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,8 +72,10 @@ class TreeNode:
         return self.lock_ref == 0 and not self.children and self.parent is not None
 
     def is_piece_before(self, child: TreeNode) -> bool:
-        """Whether this and ``child`` could be one node: nothing ends or branches off between the two, the same requests
-        pin them, as much is known of their KV, and no eviction policy can tell them apart. Never true of the root.
+        """Return whether this node and ``child`` could be one node. It is never true of the root.
+
+        No path may end or branch off between the two, and the same requests must pin them. Their KV must be equally
+        proven, and no eviction policy may distinguish them.
         """
         return (
             self.parent is not None
@@ -98,14 +104,14 @@ class TreeNode:
             node.parent, node.children = None, {}
 
     def path_up(self) -> Iterator[TreeNode]:
-        """This node and its ancestors, the root (or what is left of the path) last."""
+        """Yield this node and its ancestors. The root, or the top of what is left of the path, comes last."""
         node: TreeNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def subtree(self) -> Iterator[TreeNode]:
-        """This node and all below it, parents first. A node may be taken out of the tree once it was yielded."""
+        """Yield this node and all below it, parents first. A node may be removed from the tree once it was yielded."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -114,5 +120,5 @@ class TreeNode:
 
 
 def make_root() -> TreeNode:
-    """The empty run that every path ends in."""
+    """Make the empty run that every path ends in."""
     return TreeNode(None, b"", b"", NO_SLOTS, 0)

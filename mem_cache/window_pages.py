@@ -1,31 +1,32 @@
-"""Pages of the layers with a sliding window: which full page has one, and when it goes back.
+"""Pages of the layers with a sliding window: which full page has one, and when it is freed.
 
-Rows, slots and the prefix tree name *full* pages, of the layers that see every token. What windowed layers keep of the
-same tokens lies in *window pages*, of a pool of their own; ``page_of`` leads from one to the other. A full page gets
-its window page when a step is planned that writes it, not when it is handed out: a long prompt has all of its full
-pages from the beginning, and needs no more window pages at a time than a piece of it and the window before that.
+Rows, slots and the prefix tree name *full* pages, of the layers that see every token. Windowed layers store the same
+tokens in *window pages*, of a pool of their own. ``page_of`` maps full pages to window pages.
+
+A full page gets its window page when a step is planned that writes it, not when it is handed out. A long prompt has all
+of its full pages from the beginning. At a time it only needs window pages for one piece, and for the window before it.
 
 Each window page is in one state:
 
 ========  =======================  ==============================  ==================================================
-state     attached to              used by                         goes back
+state     attached to              used by                         freed
 ========  =======================  ==============================  ==================================================
-free      nothing                  nobody                          is back
-used      one full page in use     each hold whose span covers it  never, as long as there is one
-idle      one full page in use     nobody; a match may need it     with its full page; or when pages are short, the one
-                                                                   first that has been idle longest
+free      nothing                  no hold                         is free
+used      one full page in use     holds with spans that cover it  never, as long as there is one
+idle      one full page in use     no hold; a match may need it    with its full page; or when pages are short, longest
+                                                                   idle first
 ========  =======================  ==============================  ==================================================
 
-A hold's *span* is the run of its row's pages that reaches from the window of the next token it computes to the last
-token it has planned. It moves on when the next step of it is planned: what leaves it may be overwritten in that step,
-which no token of it sees any more. A full page whose prefix is cached may be in the spans of several holds.
+A hold's *span* is a run of its row's pages. It reaches from the window of the next token it computes to the last token
+it has planned. It moves on when its next step is planned. Pages that leave it may be overwritten in that step, because
+no token of the step sees them. A full page with a cached prefix may be in the spans of several holds.
 
-Nobody runs short in the middle: each hold is *promised* what the next token needs, wherever it stands, and longer spans
-are given out of what is not promised, which for the sake of them is never all. The sum of max(promised, span) never
-exceeds the pool.
+No hold runs short in the middle. Each hold is *promised* the pages that its next token needs, wherever it is. Longer
+spans get pages that are not promised, and some pages are never promised for this purpose. The sum of
+max(promised, span) never exceeds the pool.
 
-The pool may become smaller (``resize``): what lies beyond its end then goes as soon as no span has it. As no more is
-promised than is left, there is a page within the end for whoever takes one meanwhile.
+The pool may become smaller (``resize``). Pages beyond its end are dropped as soon as no span has them. Promises never
+exceed the smaller pool, so a hold always finds a page within the end.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from .errors import InvalidFree, UnalignedLength, WindowPagesShort
 
 @dataclass(slots=True)
 class WindowSpan:
-    """Of a hold: pages ``[begin, end)`` of its row are used in the window pool, ``promised`` pages are kept for it.
+    """Span of a hold: it uses the window pages of ``[begin, end)`` of its row, and is promised ``promised`` pages.
 
-    ``kept_from``: none from there on leaves it, as a hand-over reads them; None: there is no such hand-over.
+    With a hand-over that reads them, no page from ``kept_from`` on leaves the span; None: there is no such hand-over.
     """
 
     begin: int = 0
@@ -54,33 +55,33 @@ class WindowSpan:
 
     @property
     def committed(self) -> int:
-        """Pages that nobody else can count on."""
+        """Number of pages that other holds cannot get."""
         return max(self.promised, self.end - self.begin)
 
 
 class WindowPages:
     """Owner of ``num_slots // page_size`` window pages, numbered from 1, for full pages ``1 … num_full_pages``.
 
-    ``window``: a token sees itself and the ``window - 1`` before it, in the layer that sees most. Arrays named
-    ``pages`` ([N] int32) are full pages, none twice.
+    In the layer that sees most, a token sees itself and the ``window - 1`` tokens before it. Arrays named ``pages``
+    ([N] int32) are full pages, none twice.
     """
 
     def __init__(self, window: int, num_slots: int, num_full_pages: int, page_size: int, slack: int = 0) -> None:
-        """``slack``: so many pages (a piece of a prompt) are promised to nobody, unless nobody else is there."""
+        """Set up the pool. ``slack`` pages (a piece of a prompt) are never promised, unless there is only one hold."""
         if window < 1 or num_slots % page_size:
             raise UnalignedLength(f"a window of {window} over {num_slots} slots in pages of {page_size}")
         self.window = window
         self.page_size = page_size
         self.num_pages = num_slots // page_size
         self.most_pages = self.num_pages
-        """What ``resize`` can make it again."""
+        """Maximum that ``resize`` can restore."""
         self.beyond = 0
-        """Pages behind the pool's end that a span has, since it became smaller."""
+        """Number of pages in spans that are beyond the pool's end, because it became smaller."""
         self.reach = -(-(window - 1) // page_size)
-        """Pages that a token at the beginning of one sees before it."""
+        """Number of earlier pages that a token at the beginning of a page sees."""
         self._most_full_pages = num_full_pages
         self.most = min(self.reach + 1, num_full_pages)
-        """Pages that any request is promised."""
+        """Maximum number of pages that a request is promised."""
         if self.num_pages < self.most:
             raise UnalignedLength(f"{self.num_pages} pages can't hold a window of {window} tokens and the next one")
         self._slack = slack
@@ -89,28 +90,31 @@ class WindowPages:
         self._uses: I32 = np.zeros(num_full_pages + 1, dtype=np.int32)
         self._free = list(range(self.num_pages, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Full pages, those first whose window pages have been idle longest."""
+        """Full pages with idle window pages, longest idle first."""
         self._changed: dict[int, None] = {}
         self._committed = 0
         self._promised = 0
         self.kept = 0
-        """Spans that a hand-over reads."""
+        """Number of spans that a hand-over reads."""
 
     def pages_for(self, num_full_pages: int) -> int:
-        """How large the pool is beside so many full pages: of the same share, but for the windows of three requests and
-        what may be computed at a time. With fewer, instances that compute for each other wait for each other too often.
+        """Return the size of the pool for this number of full pages.
+
+        It is the same share of the maximum, but at least the windows of three requests and the slack. With fewer,
+        instances that compute for each other wait for each other too often.
         """
         share = -(-self.most_pages * num_full_pages // self._most_full_pages)
         least = 3 * self.most + self._slack
         return min(max(share, least), self.most_pages)
 
     def can_resize(self, num_full_pages: int) -> bool:
-        """Whether all that is promised, or used, would find room."""
+        """Return whether all promised and used pages would fit."""
         return self._committed <= self.pages_for(num_full_pages)
 
     def resize(self, num_full_pages: int) -> None:
-        """Have ``pages_for`` so many full pages from now on; not below what ``can_resize`` allows. What nobody uses
-        beyond that is gone; what is used counts as ``beyond`` until no span has it.
+        """Change the size to ``pages_for`` this number of full pages, which ``can_resize`` must allow.
+
+        Unused pages beyond the new end are dropped. Used ones count as ``beyond`` until no span has them.
         """
         before, self.num_pages = self.num_pages, self.pages_for(num_full_pages)
         idle = [page for page in self._idle if self.page_of[page] > self.num_pages]
@@ -125,16 +129,17 @@ class WindowPages:
     # --- spans ---
 
     def first_page(self, position: int) -> int:
-        """The first page of a row that tokens in the page of ``position`` see."""
+        """Return the first page of a row that tokens in the page of ``position`` see."""
         return max(0, position // self.page_size - self.reach)
 
     def needs(self, num_tokens: int) -> int:
-        """Pages that a request is promised which never has more than ``num_tokens``."""
+        """Return the number of pages that a request of at most ``num_tokens`` is promised."""
         return min(self.most, -(-num_tokens // self.page_size))
 
     def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
-        """Whether such a request can be promised its pages; ``reserve``: so many stay for others, where there are more
-        than it needs alone.
+        """Return whether a request of at most ``num_tokens`` can be promised its pages.
+
+        ``reserve`` pages stay for other requests, unless the request alone needs the whole pool.
         """
         needs = min(self.needs(num_tokens) + reserve, self.num_pages)
         if self._committed + needs > self.num_pages:
@@ -150,30 +155,32 @@ class WindowPages:
         self._committed += span.committed - before
 
     def longest(self, span: WindowSpan) -> int:
-        """Pages that ``span`` may have at most now."""
+        """Return the maximum number of pages that ``span`` may have now."""
         return self.num_pages - (self._committed - span.committed)
 
     def begin(self, span: WindowSpan, first: int, pages: I32) -> None:
-        """An empty span becomes the run from ``first`` on over ``pages``, which all have window pages."""
+        """Turn an empty span into the run from ``first`` on over ``pages``, which all have window pages."""
         if not self.page_of[pages].all():
             raise WindowPagesShort(f"a match of pages {pages} whose window pages are gone")
         self._take(pages)
         self._resize(span, first, first + len(pages))
 
     def leave(self, span: WindowSpan, pages: I32) -> None:
-        """The first pages of a span, ``pages``, leave it."""
+        """Remove the first pages of a span, ``pages``, from it."""
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
             self._rest(page)
         self._resize(span, span.begin + len(pages), span.end)
 
     def skip(self, span: WindowSpan, first: int) -> None:
-        """An empty span begins at ``first``: nothing before it is needed."""
+        """Let an empty span begin at ``first``: no page before it is needed."""
         self._resize(span, first, first)
 
     def keep(self, span: WindowSpan, first: int, pages: I32) -> bool:
-        """A hand-over reads what a span has from page ``first`` on; ``pages``, those from there to its beginning, come
-        back to it. False where one of them is gone, or where others count on as many.
+        """Keep the pages of a span from page ``first`` on for a hand-over that reads them.
+
+        ``pages``, from there to the span's beginning, are added to it again. Returns False if one of them is gone, or
+        if this number is promised to others.
         """
         gone = not self.page_of[pages].all()
         if gone or span.end - min(first, span.begin) > self.longest(span):
@@ -185,13 +192,14 @@ class WindowPages:
         return True
 
     def let_go(self, span: WindowSpan) -> None:
-        """No hand-over reads it any more; harmless where none did."""
+        """End the use of a span by a hand-over; harmless if there was none."""
         self.kept -= span.kept_from is not None
         span.kept_from = None
 
     def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
-        """Which of these requests, of so many tokens each, can have another: one whose span is kept takes more than it
-        was promised as it moves on, and waits where others count on that.
+        """Return which of these requests, with ``lengths`` tokens each, can have another token.
+
+        A kept span takes more pages than promised as it moves on. It waits if the others are promised these pages.
         """
         spare = self.num_pages - self._committed
         able = []
@@ -217,7 +225,7 @@ class WindowPages:
         self._resize(span, span.begin, span.end + len(pages))
 
     def end(self, span: WindowSpan) -> None:
-        """An empty span is over, and what it was promised is free."""
+        """End an empty span and its promise."""
         self.let_go(span)
         self._committed -= span.committed
         self._promised -= span.promised
@@ -226,7 +234,10 @@ class WindowPages:
     # --- the prefix cache ---
 
     def usable(self, pages: I32) -> int:
-        """Of the cached prefix in ``pages``, so many first pages can be begun from: the window before is all there."""
+        """Return the length, in pages, of the longest part of a cached prefix that a request can go on from.
+
+        All pages of the window before its end must be there.
+        """
         count = len(pages)
         missing = self.page_of[pages] == 0
         if not missing[max(0, count - self.reach) :].any():
@@ -237,9 +248,9 @@ class WindowPages:
         return int(usable[-1]) + 1 if usable.size else 0
 
     def replace(self, span: WindowSpan, first: int, ours: I32, theirs: I32) -> None:
-        """``theirs``, which are cached, take the place of ``ours``, of the same tokens, in a row, from page ``first``.
+        """Replace ``ours`` in a row, from page ``first`` on, by ``theirs``, which are cached pages of the same tokens.
 
-        Where one of theirs has lost its window page, it gets that of ours.
+        If one of theirs has lost its window page, it gets that of ours.
         """
         for i, (own, cached) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True), first):
             if self.page_of[own] and not self.page_of[cached]:
@@ -255,7 +266,7 @@ class WindowPages:
                 self._uses[own] -= 1
 
     def forget(self, pages: I32) -> None:
-        """The full ``pages`` are free: so are their window pages. Raises ``InvalidFree`` where a span has one."""
+        """Free the window pages of the full ``pages``, which are free now. Raises ``InvalidFree`` if a span has one."""
         used = self._uses[pages] != 0
         if used.any():
             raise InvalidFree(f"page {pages[used.argmax()]} is freed in the window of a request")
@@ -265,37 +276,37 @@ class WindowPages:
     # --- the worker ---
 
     def take_changes(self) -> I32:
-        """[N, 2]: full pages whose window page changed since the last call, and what it is now (0: none)."""
+        """Return [N, 2]: full pages with a changed window page since the last call, and the new one (0: none)."""
         pages = np.fromiter(self._changed, dtype=np.int32, count=len(self._changed))
         self._changed.clear()
         return np.stack((pages, self.page_of[pages]), axis=1)
 
-    # --- what is where ---
+    # --- figures ---
 
     def available_size(self) -> int:
-        """Free pages, in tokens."""
+        """Return the number of tokens in free pages."""
         return len(self._free) * self.page_size
 
     def idle_size(self) -> int:
-        """Idle pages, in tokens."""
+        """Return the number of tokens in idle pages."""
         return len(self._idle) * self.page_size
 
     def usage(self) -> dict[str, int]:
-        """Tokens: all, free, idle, in use."""
+        """Return the numbers of tokens: all, free, idle and in use."""
         total, free, idle = self.num_pages * self.page_size, self.available_size(), self.idle_size()
         used = total - free - idle + self.beyond * self.page_size
         return {"window_total": total, "window_free": free, "window_cached": idle, "window_in_use": used}
 
     def free_pages(self) -> list[int]:
-        """The free window pages, in no particular order (a copy)."""
+        """Return a copy of the free window pages, in no particular order."""
         return list(self._free)
 
     def idle_pages(self) -> list[int]:
-        """The full pages whose window pages are idle (a copy)."""
+        """Return a copy of the full pages with idle window pages."""
         return list(self._idle)
 
     def uses(self) -> I32:
-        """Full page → spans that have it (a copy)."""
+        """Return a copy of the number of spans that have each full page."""
         return self._uses.copy()
 
     @property
@@ -314,7 +325,7 @@ class WindowPages:
         self._committed += span.committed - before
 
     def _rest(self, page: int) -> None:
-        """A full page's window page is in no span any more."""
+        """Make the window page of a full page idle, or drop it beyond the pool's end: no span has it any more."""
         if self.page_of[page] > self.num_pages:
             self._detach(page)
         else:

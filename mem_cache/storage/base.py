@@ -1,9 +1,11 @@
-"""What a store of KV pages is: the third tier, behind device and host memory.
+"""The interface of stores of KV pages: the third tier, after device and host memory.
 
-A page is found by its hash, which chains over its whole prefix and begins with the model's fingerprint, the layout and
-the namespace (``mem_cache/page_hash.py``): equal hash, equal prefix. So what a store holds never becomes stale, and
-instances can share one without asking each other. It may be slow, full, dead or lying; that costs time and never a
-wrong token: what comes out is held against its frame (``frame.py``), and a page that is not right counts as not there.
+A page is found by its hash, which covers its whole prefix, the model's fingerprint, the layout and the namespace
+(``mem_cache/page_hash.py``). Equal hashes mean equal prefixes. So the contents of a store never become stale, and
+instances can share one without asking each other.
+
+A store may be slow, full, dead or wrong. That costs time, but never a wrong token. Each page is checked against its
+frame (``frame.py``), and a page that is not right counts as missing.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ class PageStore(ABC):
     """Pages of ``page_bytes`` by hash (``page_hash.py``). Calls block; they come from one thread at a time."""
 
     def __init__(self, page_bytes: int, framing: Framing | None = None) -> None:
-        """``framing``: what stands before each page; without it, a checksum."""
+        """Set the page size and the framing of stored pages; by default, a checksum."""
         self.page_bytes = page_bytes
         self.framing = framing or Checksummed()
 
     @abstractmethod
     def exists(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first ``hashes`` are there, up to the first that is not. Changes nothing.
+        """Return the number of first ``hashes`` that are stored, up to the first that is not. Changes nothing.
 
         Raises ``StoreUnavailable``.
         """
@@ -91,7 +93,7 @@ class PageStore(ABC):
 
     @abstractmethod
     def usage(self) -> StoreUsage:
-        """For people; cheap."""
+        """Return the use of the store, for people. The call is cheap."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""When a store is left alone: after failures in a row, for seconds that double with each further one.
+"""The circuit breaker of a store. It opens after failures in a row, for seconds that double with each further one.
 
 CLOSED (asked) → after ``FAILURES`` in a row OPEN (not asked) → when its time is over HALF_OPEN (asked once) → CLOSED,
-or OPEN for twice as long. Nobody waits for a store that is not asked: what it holds counts as not there.
+or OPEN for twice as long. No request waits for a store that is not asked: its pages count as missing.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Breaker:
         """The failure that opened it last."""
 
     def state(self, now: float) -> BreakerState:
-        """Whether the store may be asked: not while OPEN."""
+        """Return the state at ``now``. The store may be asked unless it is OPEN."""
         if self._failures < FAILURES:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._until else BreakerState.HALF_OPEN
 
     def probe_in(self, now: float) -> float | None:
-        """Seconds until it is worth a try again, None while it is asked anyway."""
+        """Return the seconds until the store is tried again, None while it is asked anyway."""
         return max(0.0, self._until - now) if self._failures >= FAILURES else None
 
     def succeeded(self) -> None:
-        """The store answered."""
+        """Note that the store answered."""
         self._failures, self._seconds = 0, FIRST_SECONDS
 
     def failed(self, reason: str, now: float) -> None:
-        """It did not, or not in time."""
+        """Note that the store failed, or did not answer in time."""
         was = self.state(now)
         self._failures += 1
         if self.state(now) is BreakerState.CLOSED or was is BreakerState.OPEN:

@@ -1,11 +1,14 @@
 """KV pages as files of a folder, which instances of one host, or of several with a shared file system, may share.
 
-Life of a file: written beside its place under a name of this process's → renamed into place, so that a reader finds all
-of it or nothing → its time of change is moved on when it is read, or far on where it is to be kept → removed when the
-folder has outgrown its limit, longest unused first, or at once where it is found bad. A process that is killed leaves
-at most one unfinished file, which the next one removes when it is an hour old.
+Life of a file:
 
-Nothing is flushed to the disk: what a loss of power leaves behind is found by its checksum.
+- written beside its place, under a name of this process;
+- renamed into place, so that a reader finds all of it or nothing;
+- its modification time is moved on when it is read, or far on if it is to be kept;
+- removed when the folder has outgrown its limit, longest unused first, or at once if it is found bad.
+
+A process that is killed leaves at most one unfinished file. The next one removes it when it is an hour old. Nothing is
+flushed to the disk: the checksum finds files that a loss of power has damaged.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ TOUCH_SECONDS = 60.0
 """A file read again within this time keeps its place in the order of eviction: a read need not be a write."""
 ABANDONED_SECONDS = 3600.0
 AFTER_EVICTION = 0.9
-"""Of the limit: what an eviction leaves, so that the next one is not due at once."""
+"""Fraction of the limit that an eviction leaves, so that the next one is not due at once."""
 RECOUNT_SECONDS = 10.0
-"""Others write to the folder, too, so each eviction counts its files anew; that takes a while, and comes no sooner
-than this after the last one, but where the limit is exceeded twice over."""
+"""Minimum seconds between two evictions, unless the limit is exceeded twice over.
+
+Other instances write to the folder, too, so each eviction counts its files anew, which takes a while.
+"""
 
 
 class _Found(NamedTuple):
@@ -51,7 +56,7 @@ class FileStore(PageStore):
     def __init__(self, folder: Path, page_bytes: int, limit: int, framing: Framing | None = None) -> None:
         super().__init__(page_bytes, framing)
         self._folder, self._limit = folder, limit
-        # Others who write here may have our process id, in containers of their own.
+        # Other processes that write here may have our process id, in containers of their own.
         self._own = secrets.token_hex(8)
         self._names = itertools.count()
         self._bad = self._evicted = 0
@@ -165,7 +170,7 @@ class FileStore(PageStore):
         except OSError as e:
             if e.errno != errno.ELOOP:
                 raise
-            return self._spoilt(path, 0)  # a link, which nobody here makes
+            return self._spoilt(path, 0)  # a link, which is never made here
         try:
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or distrust(state):
@@ -214,13 +219,14 @@ class FileStore(PageStore):
         self._nbytes += self.framing.header_bytes + page.nbytes
 
     def _evict(self, goal: int) -> None:
-        """Count the folder anew, and remove the longest unused until ``goal`` bytes are left, if it is over the limit
-        or the disk is full; one instance at a time does.
+        """Count the folder anew. If it is over the limit or the disk is full, remove files down to ``goal`` bytes.
+
+        The longest unused files go first. Only one instance does this at a time.
         """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # another instance is at it
+            return  # another instance does it
         try:
             files = sorted(self._files())
             self._pages, self._nbytes = len(files), sum(f.nbytes for f in files)
@@ -300,7 +306,7 @@ def _write_all(fd: int, buffers: list[memoryview]) -> None:
 
 
 def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``buffers`` behind their first ``count`` bytes."""
+    """Return the rest of ``buffers`` after their first ``count`` bytes."""
     for i, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[i + 1 :]]

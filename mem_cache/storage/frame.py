@@ -1,8 +1,8 @@
-"""The few bytes before a stored page by which it is known to be the right one, and whole.
+"""The header of a stored page, which proves that it is the right one and complete.
 
-``magic, version, hash of the page's prefix, length, xxh3_64 of the bytes``. The checksum finds what disks and networks
-do; it is no signature: who may write to a store is trusted, as docs/security.md says, unless pages are sealed with a
-key (``sealed_frame.py``).
+``magic, version, hash of the page's prefix, length, xxh3_64 of the bytes``. The checksum finds errors of disks and
+networks. It is no signature: programs that may write to a store are trusted, as docs/security.md says, unless pages are
+sealed with a key (``sealed_frame.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BadFrame(ValueError):
 
 
 def header(page_hash: bytes, page: memoryview) -> bytes:
-    """What stands before ``page`` in a store."""
+    """Make the header of ``page`` in a store."""
     return _HEADER.pack(MAGIC, VERSION, page_hash, page.nbytes, xxhash.xxh3_64_intdigest(page))
 
 
@@ -50,7 +50,7 @@ class Framing(ABC):
 
     @abstractmethod
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
-        """What stands before ``page`` in a store."""
+        """Make the header of ``page`` in a store."""
 
     @abstractmethod
     def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:

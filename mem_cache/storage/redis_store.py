@@ -1,9 +1,10 @@
 """KV pages in Redis or Valkey, which instances of many hosts may share.
 
-Every page is a value of its own, framed like a file's. What goes when memory is short is the server's to decide
-(``maxmemory-policy allkeys-lru`` suits); a server that refuses to keep more counts as full. The client library ends
-every wait after a time-out, and connects again by itself. It believes what it is told; so whatever it stumbles over
-when that makes no sense counts as no answer (``_ask``), and what it takes for an answer is looked at.
+Every page is a value of its own, framed like a file's. The server evicts values when memory is short
+(``maxmemory-policy allkeys-lru`` is right). A server that refuses to keep more counts as full.
+
+The client library ends every wait after a time-out, and reconnects by itself. It trusts the server. So any error that a
+malformed answer causes counts as no answer (``_ask``), and answers are checked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, St
 from .frame import BadFrame, Framing
 
 BATCH_BYTES = 16 << 20
-"""Of one request to the server: it answers others in between."""
+"""Maximum bytes of one request to the server, which answers other clients between two of them."""
 
 
 class RedisStore(PageStore):
@@ -104,7 +105,7 @@ class RedisStore(PageStore):
         return True
 
     def _ask(self, work: Callable[[], Any]) -> Any:
-        """What the server says to it; raises ``StoreFull`` and ``StoreUnavailable``."""
+        """Ask the server by ``work`` and return its answer; raises ``StoreFull`` and ``StoreUnavailable``."""
         try:
             return work()
         except redis.OutOfMemoryError as e:

@@ -16,8 +16,10 @@ INSTALL_REDIS = "--hicache-storage-backend redis needs the redis client: pip ins
 def make_store(
     name: StoreName, url: str | None, page_bytes: int, limit: int, timeout: float, ring: KeyRing | None = None
 ) -> PageStore:
-    """``url``: a folder, or where Redis listens. ``limit``: bytes, of a folder. ``timeout``: seconds of one wait.
-    ``ring``: the keys that pages are sealed with; without it, they have a checksum.
+    """Make the store ``name`` at ``url``: a folder, or an address of Redis.
+
+    ``limit`` is the maximum size of a folder in bytes, and ``timeout`` limits one wait in seconds. ``ring`` has the
+    keys that pages are sealed with; without it, they have a checksum.
 
     Raises ``StoreMisconfigured``.
     """

@@ -1,11 +1,11 @@
 """Frames of stored pages that only the holders of a key can have written.
 
 ``magic, version, hash of the page's prefix, length, nonce, tag``. The tag is GMAC (AES-256-GCM with nothing encrypted)
-of the page's bytes, under a key made for this page's hash: so no page passes for another. Nonces are random; two
-writings of one page would have to draw the same 96 bits before a tag tells anything about its key.
+of the page's bytes, under a key made for this page's hash. So no page passes for another. Nonces are random. Only if
+two writes of one page draw the same 96 bits, their tags reveal something about the key.
 
-GMAC, and not HMAC or BLAKE2 of the standard library, because it is some 15 times as fast where processors help with
-AES, and a request waits for the pages that come from a store (docs/tiers.md has figures).
+GMAC is some 15 times as fast as HMAC or BLAKE2 of the standard library on processors with AES instructions. That
+matters, because a request waits for its pages from a store (docs/tiers.md has figures).
 """
 
 from __future__ import annotations

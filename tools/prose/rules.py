@@ -63,7 +63,7 @@ class Glossary:
         self._terms = terms
         words = sorted(terms, key=len, reverse=True)
         alternatives = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
-        self._pattern = re.compile(rf"(?<![\w-])({alternatives})(?![\w-])", re.IGNORECASE) if terms else None
+        self._pattern = re.compile(rf"(?<![\w-])({alternatives})(?!'?\w|-)", re.IGNORECASE) if terms else None
 
     def banned(self, text: str) -> Iterator[tuple[int, str]]:
         """Yield the position of each banned word in ``text`` with the term to write instead."""
