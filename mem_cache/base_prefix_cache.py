@@ -156,8 +156,8 @@ class BasePrefixCache(ABC):
         The ``Rewrite`` returned says so; it is None if nothing was replaced.
 
         ``tokens[:cached_len]`` must be the tokens that were matched or cached before. Raises ``StaleHold``, also if
-        ``tokens`` are more than ``kv_len``; nothing is changed then. A hold that is not ``verified`` shares nothing, and
-        no hold shares after a condemned or withdrawn prefix, or from the first page on beyond the pool's end.
+        ``tokens`` are more than ``kv_len``; nothing is changed then. A hold that is not ``verified`` shares nothing. No
+        hold shares pages after a condemned or withdrawn prefix, or from the first one on beyond the pool's end.
         """
 
     @abstractmethod
