@@ -11,6 +11,8 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...messages.error_codes import OVERLOADED
+from ..cluster_secret import TooManySignatures
 from .access_log import AccessRecord
 from .cluster_auth import PROOF_HEADER, PROOF_PATH, SIGNATURE_HEADER, ClusterServer
 from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
@@ -72,7 +74,11 @@ class ApiKeyAuth:
         facts = self._table.find(scope["path"])
         caller = await self._caller(scope["headers"])
         if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
-            signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
+            try:
+                signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
+            except TooManySignatures as e:
+                await error_answer(503, str(e), OVERLOADED)(scope, receive, send)
+                return
             if isinstance(signed, str):
                 await error_answer(401, signed)(scope, receive, send)
                 return

@@ -135,16 +135,20 @@ class ClusterServer:
         return None
 
     def check(self, signature: bytes, method: str, target: bytes, headers: Headers, now: float) -> Signed | str:
-        """Return the contents of a ``signature``, or why it is invalid. It is valid only once."""
+        """Return the contents of a ``signature``, or why it is invalid. It is valid only once.
+
+        Raises ``TooManySignatures``.
+        """
         signed, _, given = signature.rpartition(b".")
         fields, caller = signed.split(b"."), _caller(headers)
         macs = (_mac(key, signed, self._epoch, method.encode(), target, caller) for key in self._keys)
         if not any(hmac.compare_digest(given, mac) for mac in macs) or len(fields) != 3:
             return "the request's signature is not that of a router with this cluster's secret, for this instance"
-        age = now - float(fields[0])
-        if abs(age) > FRESH_SECONDS:
+        made = float(fields[0])
+        age = now - made
+        if not abs(age) <= FRESH_SECONDS:
             return f"the request's signature is {age:.0f} s old: are the clocks of router and instance right?"
-        if not self._used.is_first(given, now):
+        if not self._used.is_first(given, made, now):
             return "the request's signature was used before"
         return Signed(caller, bytes.fromhex(fields[2].decode()))
 

@@ -29,7 +29,8 @@ class Load(Enum):
 class RequestLimit:
     """ASGI middleware: at most ``limit`` requests at a time, and a 503 with ``Retry-After`` for one more.
 
-    Comes behind ``ApiKeyAuth``: only orders of the admin are exempt. A router without keys passes on orders of all clients.
+    Comes behind ``ApiKeyAuth``: only orders of the admin are exempt. A router without keys passes on those of all
+    clients.
     """
 
     def __init__(self, app: ASGIApp, table: PathTable, limit: int) -> None:

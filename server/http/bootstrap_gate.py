@@ -20,9 +20,11 @@ import time
 from collections.abc import Iterable
 
 from ...messages.decode import shown
-from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, addresses
+from ...messages.error_codes import OVERLOADED
+from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, TooManySignatures, addresses
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import means_this_host
+from .errors import ApiError
 from .request_fields import RequestFields
 
 
@@ -38,7 +40,10 @@ class BootstrapGate:
         self.default_port = options.default_bootstrap_port
 
     def refusal(self, fields: RequestFields) -> str:
-        """Why the addresses of ``fields`` are not to be followed, "" where they are."""
+        """Return why the addresses of ``fields`` are not to be followed, "" if they are.
+
+        Raises ``ApiError`` if no more signatures can be remembered.
+        """
         addresses = self._addresses(fields)
         if self._follows_all or addresses <= self._allowed:
             return ""
@@ -54,16 +59,11 @@ class BootstrapGate:
                 "only a router with this cluster's secret may name a bootstrap address here; "
                 "for another router, start this instance with --allow-bootstrap HOST:PORT"
             )
-        return (
-            self._signature.problem(
-                fields.bootstrap_signature,
-                fields.bootstrap_host,
-                fields.bootstrap_port,
-                fields.bootstrap_room,
-                time.time(),
-            )
-            or ""
-        )
+        signed = fields.bootstrap_host, fields.bootstrap_port, fields.bootstrap_room
+        try:
+            return self._signature.problem(fields.bootstrap_signature, *signed, time.time()) or ""
+        except TooManySignatures as e:
+            raise ApiError(503, str(e), code=OVERLOADED) from None
 
     def move_refusal(self, targets: Iterable[tuple[str, int]]) -> str:
         """Why requests are not moved to the bootstrap servers ``targets``, "" where they may be."""

@@ -13,6 +13,7 @@ import orjson
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.runtime import cluster_secret
 from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret, RouterKeys
 from pdserve.runtime.web.access_log import SCOPE_KEY as VISIT_KEY
 from pdserve.runtime.web.access_log import AccessRecord
@@ -138,6 +139,19 @@ async def ask(engine: FakeEngine, path: str, caller: bytes = b"", body: bytes = 
     sent = {name.decode(): value.decode() for name, value in (*named, signature)} | headers
     async with engine.http(**sent) as http:
         return (await http.post(path, content=BODY)).status_code
+
+
+def test_an_instance_that_can_remember_no_more_signatures_refuses_and_forgets_none(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_secret, "MAX_REMEMBERED", 1)
+
+    async def run(engine: FakeEngine) -> None:
+        assert await ask(engine, "/generate", b"alice") == 200
+        assert await ask(engine, "/generate", b"alice") == 503
+        assert len(engine.requests) == 1
+
+    with_engine(run, **files)
 
 
 def test_a_signed_request_is_its_callers_and_needs_no_key(files: dict[str, str]) -> None:

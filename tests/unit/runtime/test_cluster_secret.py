@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.runtime import cluster_secret
 from pdserve.runtime.cluster_secret import (
     FRESH_SECONDS,
     BootstrapSignature,
     ClusterSecret,
     ClusterSecretError,
+    OnceOnly,
     RouterKeys,
+    TooManySignatures,
     addresses,
 )
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.bootstrap_gate import BootstrapGate
+from pdserve.server.http.errors import ApiError
 from pdserve.server.http.request_fields import RequestFields
 
 OLD, NEW = "o" * 32, "n" * 40
@@ -85,6 +91,41 @@ def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
     later = NOW + 2 * FRESH_SECONDS + 1
     assert instance.problem(router.sign("h", 1, 99, later), "h", 1, 99, later) is None
     assert len(instance._used) == 1
+
+
+def test_no_signature_is_forgotten_while_it_is_fresh_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(cluster_secret, "MAX_REMEMBERED", 3)
+    used = OnceOnly()
+    assert [used.is_first(f"{i}", NOW + i, NOW) for i in range(3)] == [True, True, True]
+    for _ in range(2):
+        with pytest.raises(TooManySignatures, match="remembers 3 signed requests of the last 120 s"):
+            used.is_first("another", NOW, NOW)
+    assert not any(used.is_first(f"{i}", NOW + i, NOW + FRESH_SECONDS) for i in range(3))
+    # The one that is no longer fresh makes room for one.
+    later = NOW + FRESH_SECONDS + 1
+    assert used.is_first("another", later, later)
+    with pytest.raises(TooManySignatures):
+        used.is_first("one more", later, later)
+    assert len(used) == 3
+
+
+def test_a_signature_counts_once_although_the_clock_goes_back():
+    used = OnceOnly()
+    assert used.is_first("a", NOW, NOW)
+    assert used.is_first("b", NOW + 500, NOW + 500)
+    assert not used.is_first("a", NOW, NOW)
+    assert used.is_first("c", NOW + 490, NOW + 400)
+
+
+def test_without_memory_for_more_signatures_a_request_is_told_to_come_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster_secret, "MAX_REMEMBERED", 0)
+    (tmp_path / "secret").write_text(OLD)
+    (tmp_path / "secret").chmod(0o600)
+    gate = BootstrapGate(ServerOptions(cluster_secret_file=str(tmp_path / "secret")))
+    signature = BootstrapSignature(written(tmp_path, OLD).for_routers()).sign("h", 8998, 7, time.time())
+    with pytest.raises(ApiError) as refused:
+        gate.refusal(fields("h", signature=signature))
+    assert (refused.value.status, refused.value.code) == (503, "overloaded")
 
 
 def test_a_secret_can_be_changed_while_requests_come(tmp_path):
