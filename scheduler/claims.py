@@ -1,57 +1,64 @@
-"""Which request gets KV memory next: one queue of claims for every request that needs some.
+"""The claims on KV memory: one queue, in the order of grants, for every request that needs some.
 
 A request that waits for memory holds a claim. The kinds:
 
 =========  ===========================================================================================================
 computing  the prompt is computed here, for a client or for a peer (routes LOCAL and OUTGOING)
 incoming   a peer computes the prompt and writes its KV here (route INCOMING)
-optional   KV of a request that runs on a peer meanwhile (a move) or has ended there (returned KV)
+optional   KV of a request that runs on a peer meanwhile (migration) or has ended there (KV return)
 =========  ===========================================================================================================
 
 All claims are in one order (``waiting.py``): by rank (priority), within a rank retracted requests first, then by fair
-share or policy, then by arrival. An eligible claim that does not fit holds up all claims behind it. Skipped are:
+share or policy, then by arrival. An eligible claim that does not fit holds up all claims after it. Skipped are:
 
-- optional claims that do not fit: nobody depends on them. Only the first few are in the order (``optional_claims.py``);
-- claims that are not *eligible*: the last token of a retracted request is under way, a store is about to bring some of
-  the KV, or the claim yields (see 2. below). They hold no memory;
-- for incoming claims alone: computing claims that wait for a step's compute budget and not for memory. What these need
-  is left for them;
-- for computing claims alone: incoming claims that the transfer limit (1. below) holds up, which is not lack of memory.
+- optional claims that do not fit: no request depends on them. Only the first few are in the order
+  (``optional_claims.py``);
+- claims that are not *eligible*, which hold no memory. A retracted request's last token may be under way, a store may
+  be about to bring KV, or the claim yields (rule 2);
+- for incoming claims only: computing claims that wait for a step's compute budget and not for memory. What they need is
+  left for them;
+- for computing claims only: incoming claims that the transfer limit (rule 1 below) holds up, which is not lack of
+  memory.
 
-Why nobody waits for ever
--------------------------
-Memory is held by (a) requests that compute or decode here: they have what their prompts need, and where outputs need
-more, the last in order are retracted, so that the first always comes to its end; (b) transfers that read or write
-here: they end, or their connection does; (c) memory that is revocable at once, for prompts computed ahead of their
-hand-over and KV offered for return: it is given up when a claim waits; (d) *reservations*: memory of incoming requests
-whose sender has not begun.
+Why no claim waits for ever
+---------------------------
+Memory is held by:
 
-(a) to (c) come free without anybody else's memory. (d) does not: the sender may itself wait for memory, held by its own
-reservations. A cycle of instances that wait for each other has, on each of them, reservations and behind them an
-outgoing request: a computing claim that a peer's reservation waits for. Two rules exclude it:
+- (a) requests that compute or decode here. They have what their prompts need. Where outputs need more, the last
+  requests in order are retracted, so the first one always comes to its end;
+- (b) transfers that read or write here: they end, or their connection does;
+- (c) memory of prompts computed ahead of their hand-over and of KV offered for return. It can be revoked at once, and
+  is given up when a claim waits;
+- (d) *reservations*: memory of incoming requests with a sender that has not begun.
 
-1. *Transfer limit.* While outgoing requests live here, a reservation is granted only if it, all other reservations and
-   the largest outgoing request fit into the pool together (slots, request rows and window pages), or if it is the only
-   one.
-2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one before it. So a
-   reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim
-   fit. The sender gives it back unless it has begun, in which case it belongs to (b). The claim is queued again where
-   it was, and yields to the one that it was revoked for until that one has its memory. So do all incoming claims, also
-   where that one fits already and nothing computes here: those before it may lack memory that is kept for the outputs
-   of reservations.
+Memory of (a) to (c) is freed without needing memory elsewhere. Memory of (d) is not: the sender may itself wait for
+memory, held by its own reservations. In a cycle of instances that wait for each other, each has reservations and,
+behind these, an outgoing request. This is a computing claim that a peer's reservation waits for. Two rules exclude such
+a cycle:
 
-After the revocation nothing but (a), (b) and (c) is between the first computing claim and its memory. So on every
-instance some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
+1. *Transfer limit.* It applies while outgoing requests live here. A reservation is granted only if it, all other
+   reservations and the largest outgoing request fit together. That is checked for slots, request rows and window pages.
+   The limit does not apply to a reservation that is the only one.
+2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one ahead of it. So a
+   reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim fit.
+   The sender gives it back unless it has begun, in which case it belongs to (b). The revoked claim is queued again
+   where it was, and yields to the claim it was revoked for until that one has its memory. So do all incoming claims.
+   They do so even if that claim fits already and nothing computes here. Claims before it may lack memory that is kept
+   for the outputs of reservations.
 
-Instances that ask each other at once would all give back, and none would gain. So a sender that is asked for a prompt
-for which it asks for memory itself refuses if its epoch is smaller than the asking instance's, as if it had begun. In a
-circle not every epoch is smaller than the next one, so one gives back. And who refuses does begin: what it has asked
-for is given back, or comes to its end, or is refused in turn by an instance with a smaller epoch, of which the same is
-true. The patience differs by request, so that few ask at once, and doubles each time that a request gives memory back,
-which ends the wait of one that others revoke again and again.
+After the revocation only (a), (b) and (c) are between the first computing claim and its memory. So on every instance
+some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
+
+Instances that ask each other at once would all give back, and none would gain. So a sender may refuse, as if it had
+begun. It refuses if it asks reservations back itself for the prompt of that reservation, and its epoch is smaller than
+the asking instance's. In a circle not every epoch is smaller than the next one, so one instance gives back. An instance
+that refuses does begin. What it asked for is given back, comes to its end, or is refused in turn. The refusing instance
+has a smaller epoch still, and the argument holds for it as well. The patience differs by request, so that few ask at
+once. It doubles each time that a request gives memory back, which ends the wait of a request that others revoke again
+and again.
 
 A reservation of a lower rank is revoked for any claim after ``STALL_SECONDS``, since priorities would not hold
-otherwise; this can't go in circles, because the rank decides.
+otherwise. This can't go in circles, because the rank decides.
 """
 
 from __future__ import annotations
@@ -70,34 +77,35 @@ from .req import Req, Route
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
-"""A reservation whose sender has not begun for so long may be asked back, at the soonest."""
+"""Minimum age in seconds of a reservation that is asked back because its sender has not begun."""
 MOST_DOUBLINGS = 4
-"""How often that time doubles, once each time that a request gives its memory back."""
+"""Maximum doublings of a request's patience: one for each time that it gave its memory back."""
 MOST_PASSED = 64
-"""Computing claims that wait for compute budget and are passed in one turn: each costs a look at what it needs."""
+"""Computing claims, waiting for compute budget, that incoming claims may overtake in one tick.
+
+Each costs a look-up of what it needs.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Memory of an incoming request."""
+    """Memory of an incoming request, until its KV has arrived."""
 
     req: Req
     begun: bool
-    """Whether the sender computes or sends, or did so before it was asked."""
+    """Whether the sender computes or sends, or had begun before it was asked."""
     patience: float
-    """Seconds without progress after which it may be asked back for a claim of its own rank."""
+    """Seconds without progress after which the reservation may be asked back for a claim of its own rank."""
     since: float
-    """When it was granted, its sender was asked for the KV, or to give it back, whichever was last
-    (``time.monotonic()``).
-    """
+    """``time.monotonic()`` of the last of these: the grant, the request for the KV, the request to give it back."""
     lane: int | None
-    """The lane that its claim waited in: see ``WaitingQueue.lane_of``."""
+    """The lane in which its claim waited: see ``WaitingQueue.lane_of``."""
     asked_back: bool = False
-    """Whether the sender was asked to give it back, and has not answered that it has begun."""
+    """Whether the sender was asked to give the memory back, and has not answered that it has begun."""
 
 
 class Claims:
-    """The queue; see the module. ``running``: requests that compute here, by name."""
+    """Queue of all claims; see the module. ``running``: requests that compute here, by rid."""
 
     def __init__(
         self, waiting: WaitingQueue, memory: KVMemory, admission: Admission, running: Mapping[str, Req]
@@ -107,31 +115,31 @@ class Claims:
         self._admission = admission
         self._running = running
         self.reservations: dict[str, Reservation] = {}
-        """Memory of incoming requests whose KV has not landed, by request."""
+        """Memory of incoming requests, by rid, until their KV has arrived."""
         self._prefix_limits: dict[str, int] = {}
-        """Of incoming claims: how many tokens may come from the prefix cache."""
+        """How many tokens of an incoming claim may come from the prefix cache, by rid."""
         self._optional = OptionalClaims(waiting)
         self._yields: dict[str, Req] = {}
-        """For each request whose reservation was asked back: the request that needs the memory."""
+        """The request that needs the memory of a reservation which was asked back, by the rid of the reservation."""
         self._held_for: Req | None = None
-        """The computing request for which all incoming claims stand back."""
+        """The computing request to which all incoming claims yield."""
         self._held_until = -math.inf
         self._revocations: dict[str, int] = {}
-        """How often a request has given its memory back."""
+        """How often a request has given its memory back, by rid."""
         self._outgoing: dict[str, int] = {}
-        """Tokens, in whole pages, of the requests whose prompts are computed for peers."""
+        """Prompt tokens, in whole pages, of the prompts that are computed for peers, by rid."""
         self.starved: Req | None = None
-        """A request that decodes alone and can't get its next page."""
+        """A request that decodes alone and cannot get its next page."""
 
     # --- claims ---
 
     def came(self, req: Req) -> None:
-        """The request was taken in: an outgoing one counts from now on, also before its peer asks for the KV."""
+        """Count an outgoing request for the transfer limit from its admission on, before its peer asks for the KV."""
         if req.route is Route.OUTGOING:
             self._outgoing[req.rid] = self._memory.pages_up(req.prompt_len)
 
     def ended(self, rid: str) -> None:
-        """The request is over."""
+        """Note that the request has ended: it no longer counts for the transfer limit."""
         self._outgoing.pop(rid, None)
 
     def add_incoming(self, req: Req, prefix_limit: int, *, optional: bool) -> None:
@@ -142,7 +150,7 @@ class Claims:
             self._optional.add(req)
 
     def forget(self, rid: str) -> None:
-        """The request has neither claim nor reservation any more."""
+        """Drop the request's claim and reservation."""
         self._waiting.remove(rid)
         self.reservations.pop(rid, None)
         self._prefix_limits.pop(rid, None)
@@ -151,13 +159,13 @@ class Claims:
         self._revocations.pop(rid, None)
 
     def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
-        """Claims that could use memory now, in order. Whoever was returned may be removed before the next is."""
+        """Yield the claims that could use memory now, in order. A claim may be removed before the next one is drawn."""
         for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
             if not (req.pending or self._memory.must_wait(req, now) or self._is_yielding(req)):
                 yield req
 
     def computing(self, now: float) -> Iterator[Req]:
-        """Computing claims that may be granted, in order, up to the first incoming claim that lacks memory."""
+        """Yield the computing claims that may be granted, in order, up to an incoming claim that lacks memory."""
         before: set[Req] = set()
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
@@ -169,24 +177,26 @@ class Claims:
                 break
         else:
             return
-        # Thousands of incoming claims may wait for the limit: one by one they would cost more than a step.
+        # Thousands of incoming claims may wait for the limit: checking each would cost more than a step.
         yield from (req for req in self.eligible(now, computing_only=True) if req not in before)
 
     def first(self, now: float) -> Req | None:
-        """Return the request whose claim is to be granted next, None where nothing waits."""
+        """Return the request that is to be granted memory next, or None if nothing waits."""
         req = self._first_needed(now)
         if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
             return req
         return next(self.eligible(now, computing_only=True), None)
 
     def _first_needed(self, now: float) -> Req | None:
-        """Return the first eligible request whose claim is not optional."""
+        """Return the first eligible request with a claim that is not optional."""
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
     def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
-        """What must stay obtainable when the request is granted memory: slots for the output of those that run, of
-        those whose KV is to come, and its own. Nothing where it is alone, which always fits; nor, for a computing
-        claim, where nobody runs: peers may wait for what it computes. ``without``: as if these were given back.
+        """Return what must stay obtainable when the request gets memory: slots for the output of running requests, of
+        reservations and its own.
+
+        Nothing is reserved if it is alone, since it always fits then. Nor for a computing claim while no request runs
+        here: peers may wait for what it computes. ``without``: reservations to leave out, as if they were given back.
         """
         holders = dict.fromkeys(self._running.values())
         reserved = [one.req for one in self.reservations.values() if one not in without]
@@ -197,21 +207,24 @@ class Claims:
     # --- reservations ---
 
     def grant_incoming(self, now: float) -> list[Req]:
-        """Give memory, not verified yet, to the incoming claims that may have it now; returns their requests."""
+        """Grant memory to the incoming claims that may have it now; their holds are not verified yet.
+
+        Return their requests.
+        """
         granted: list[Req] = []
         if self._waiting.num_computing == len(self._waiting):
             return granted
         if self.starved is not None:
-            return granted  # what comes free is for that one, which has no claim
+            return granted  # memory that comes free is for that one, which has no claim
         while True:
             more = list(self._grant_in_order(now))
             granted += more
-            # Where all optional claims in the order were granted, those that take their places may fit, too.
+            # If all optional claims in the order were granted, those that move up may fit, too.
             if sum(self._optional.remove(req.rid) for req in more) < MOST_OPTIONAL:
                 return granted
 
     def _grant_in_order(self, now: float) -> Iterator[Req]:
-        """Grant the incoming claims in the order as far as they fit."""
+        """Grant the incoming claims in order as far as they fit, and yield their requests."""
         passed, left = NO_RESERVE, MOST_PASSED
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
@@ -232,7 +245,7 @@ class Claims:
         self.reservations[req.rid].since = now
 
     def began(self, rid: str) -> None:
-        """The sender computes, or sends: what is reserved comes free without anybody else's memory."""
+        """Note that the sender computes or sends: the reservation ends without memory of any other request."""
         if (reservation := self.reservations.get(rid)) is not None:
             reservation.begun, reservation.asked_back = True, False
             self._yields.pop(rid, None)
@@ -243,15 +256,15 @@ class Claims:
         return reservation is not None and reservation.asked_back
 
     def asks_for(self, req: Req) -> bool:
-        """Return whether reservations have been asked back for this request, and not all have answered."""
+        """Return whether reservations were asked back for this request and some have not answered."""
         return any(one.asked_back and self._yields.get(rid) is req for rid, one in self.reservations.items())
 
     def landed(self, rid: str) -> None:
-        """Drop the reservation: the KV has landed, and the request runs here now."""
+        """Drop the reservation: the KV has arrived, and the request runs here now."""
         self.reservations.pop(rid, None)
 
     def to_revoke(self, now: float) -> list[Req]:
-        """Requests whose reservations are to be asked back now: see rule 2. Each reservation is asked back once."""
+        """Choose the reservations to ask back now (rule 2), and return their requests. Each is asked back once."""
         stalled = [
             one
             for one in self.reservations.values()
@@ -259,7 +272,7 @@ class Claims:
         ]
         if not stalled:
             return []
-        # The last in order first: it has waited least.
+        # Ask the last in order first: it has waited least.
         stalled.sort(key=lambda one: (self._waiting.rank(one.req), one.req.times.turn), reverse=True)
         if self.starved is not None:
             return self._revoke_for(self.starved, stalled, now)
@@ -281,8 +294,9 @@ class Claims:
         return victims
 
     def _revoke_for(self, req: Req, stalled: list[Reservation], now: float) -> list[Req]:
-        """Of ``stalled`` those that suffice for ``req`` beside what was asked back for it lately, none where all do
-        not; they yield to it.
+        """Choose which of ``stalled`` to ask back so that ``req`` fits, beside what was asked back for it lately.
+
+        The chosen ones yield to ``req`` from now on. Returns none if all of them would not suffice.
         """
         gone = [
             one
@@ -302,7 +316,7 @@ class Claims:
         return [one.req for one in victims]
 
     def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
-        """Whether a stalled reservation may be asked back for a computing claim of that rank."""
+        """Return whether a stalled reservation may be asked back for a computing claim of rank ``rank``."""
         return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
 
     def _patience(self, req: Req) -> float:
@@ -312,7 +326,7 @@ class Claims:
         return STALL_SECONDS * (1 + chance) * (1 << min(times, MOST_DOUBLINGS))
 
     def revoked(self, req: Req) -> None:
-        """The sender has given the reservation back, and its memory is free: the claim is queued again."""
+        """Queue the claim again after the sender has given its reservation back and the memory is free."""
         reservation = self.reservations.pop(req.rid)
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req, reservation.lane)
@@ -344,7 +358,7 @@ class Claims:
         return is_within and memory.could_promise_one_more(req, given)
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
-        """Whether the request could have memory if the reservations ``gone`` were given back."""
+        """Return whether the request could have memory if the reservations ``gone`` were given back."""
         memory, given = self._memory, NO_RESERVE
         for one in gone:
             hold = memory.hold_of(one.req)
@@ -357,7 +371,7 @@ class Claims:
         return self._is_within_limit(req, gone) and memory.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
-        """Whether the claim stands back for another one, which still lacks memory."""
+        """Return whether the claim yields to another one that still lacks memory."""
         other = self._yields.get(req.rid)
         if other is None:
             return False
@@ -367,7 +381,7 @@ class Claims:
         return False
 
     def _is_held(self, now: float) -> bool:
-        """Whether all incoming claims stand back for a computing one that reservations were asked back for."""
+        """Return whether all incoming claims yield to a computing one for which reservations were asked back."""
         claim = self._held_for
         if claim is None:
             return False

@@ -1,21 +1,24 @@
-"""Fair shares between those who send requests: who has been given least goes next.
+"""Fair shares between clients: the one that has received the least service goes next.
 
-Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each client has a
-counter of the work that was done for it, prompt tokens that were computed and output tokens at ``OUTPUT_WEIGHT``
-times as much, and the next admission goes to a client that waits and has the lowest. Who comes back after it had
-nothing to ask is lifted to a *clock*: not having asked is no credit. So of two that always wait neither gets ahead of
-the other by more than what one admission, and the output of what runs, may cost.
+Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each client has a counter
+of the work that was done for it. Computed prompt tokens count 1, output tokens ``OUTPUT_WEIGHT``. The next admission
+goes to the waiting client with the lowest counter. A client that returns after a time without requests is lifted to a
+*clock*, so idling earns no credit. Of two clients that always wait, neither gets ahead by more than the cost of one
+admission and of the output of what runs.
 
-A client is an API key; below it, the ``user`` that a request names: to name many brings no more than its key's share.
+A client is an API key; below it, the ``user`` that a request names. Naming many users brings no more than the key's
+share.
 
-The clock of those who compete goes on with the work, divided by how many of them have requests: as all of their
-counters would, were they served side by side. Who comes begins there, but not below the lowest that waits (where the
-paper has it begin), nor above the highest. Why not at the lowest: anybody may name a new user with each request, and if
-each began as low as the lowest, one who is above would wait for all of them, for ever. Why not above the highest: the
-others wait for what runs as well, whose work moved the clock.
+The clock advances with the work, divided by the number of competing clients that have requests. All of their counters
+would advance like that if they were served side by side. A new client begins at the clock, but not below the lowest
+waiting counter (where the paper has it begin), nor above the highest.
 
-Who has nothing to ask and is not above the clock is forgotten: as one that was never seen, it would begin there. So
-what is remembered are debts alone.
+- Why not at the lowest: a client may name a new user with each request. If each began as low as the lowest, a client
+  above would wait for all of them, for ever.
+- Why not above the highest: the others wait for running requests as well, and the work of these moved the clock.
+
+A client that has no requests and is not above the clock is forgotten: as an unknown one, it would begin there anyway.
+So only debts are remembered.
 """
 
 from __future__ import annotations
@@ -25,23 +28,23 @@ from collections import Counter
 from typing import NamedTuple
 
 OUTPUT_WEIGHT = 2.0
-"""What a token of output counts, where one of a prompt counts 1 (the paper's choice)."""
+"""Weight of an output token; a prompt token counts 1 (the paper's choice)."""
 MOST_REMEMBERED = 1024
-"""Debts of keys, and of one key's users, that have nothing to ask. Of more than these the smallest are let off."""
+"""Maximum remembered debts of idle keys, and of one key's idle users. Beyond that the smallest are dropped."""
 
 FEW = 64
-"""Entries for those that wait no more, beside as many as there are of those that do."""
+"""Stale heap entries allowed beyond the number of names that wait."""
 
 
 class Tenant(NamedTuple):
-    """Whose request it is: an API key's name, and the user that it was sent for; "" where nobody said."""
+    """Sender of a request: the name of its API key and its ``user``; "" if not given."""
 
     key: str = ""
     user: str = ""
 
 
 class _Competition:
-    """Those who compete with each other, by name: all keys, or one key's users.
+    """Counters of names that compete with each other: all keys, or one key's users.
 
     A name is unknown → here (it has requests) and, at times, waiting → remembered, if it is in debt → unknown.
     """
@@ -51,31 +54,31 @@ class _Competition:
         self._waiting: Counter[str] = Counter()
         self._work: dict[str, float] = {}
         self._line: list[tuple[float, str]] = []
-        """A heap of those that wait; their counters may have grown since, and some wait no more."""
+        """Heap of waiting names. Their counters may have grown since, and some no longer wait."""
         self._highest: tuple[float, str] | None = None
-        """Of those that wait; None: to be looked for."""
+        """Highest counter among the waiting names; None if it has to be searched."""
         self._clock = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing that is worth to be remembered."""
+        """Whether there is nothing to remember."""
         return not (self.here or self._waiting or self._work)
 
     @property
     def remembered(self) -> int:
-        """Names that have nothing to ask."""
+        """Number of remembered names without requests."""
         return sum(1 for name in self._work if name not in self.here)
 
     def of(self, name: str) -> float:
-        """Work done for it."""
+        """Return the counter of a name: the work done for it."""
         return self._work.get(name, self._clock)
 
     def comes(self, name: str) -> None:
-        """It has one more request."""
+        """Count one more request of the name."""
         self.here[name] += 1
 
     def goes(self, name: str) -> None:
-        """It has one less."""
+        """Count one request of the name less, and forget it if it was the last and no debt is left."""
         self.here[name] -= 1
         if self.here[name]:
             return
@@ -91,7 +94,10 @@ class _Competition:
         self._work = {name: self._work[name] for name in (*kept, *self.here) if name in self._work}
 
     def waits(self, name: str, *, again: bool) -> None:
-        """It has something that waits, which it had not; or once more. ``again``: that has waited before."""
+        """Count one more waiting entry of the name, and set its counter if it is the first one.
+
+        ``again``: the entry has waited before, so its name was not idle.
+        """
         if name in self._waiting:
             self._waiting[name] += 1
             return
@@ -109,19 +115,19 @@ class _Competition:
             heapq.heapify(self._line)
 
     def waits_no_more(self, name: str) -> None:
-        """The opposite of ``waits``."""
+        """Undo one ``waits``."""
         self._waiting[name] -= 1
         if not self._waiting[name]:
             del self._waiting[name]
             if self._highest is not None and self._highest[1] == name:
                 self._highest = None
         if not self._waiting:
-            # Whoever comes next was asking for nothing while this one was served.
+            # A name that comes next was idle while this one was served.
             self._clock = max(self._clock, self.of(name))
             self._line.clear()
 
     def add(self, name: str, work: float) -> None:
-        """So much was done for it."""
+        """Charge the name for work that was done for it."""
         self._work[name] = self.of(name) + work
         self._clock += work / max(1, len(self.here))
         if name in self._waiting:
@@ -132,13 +138,13 @@ class _Competition:
             self._highest = self.of(name), name
 
     def _top(self) -> tuple[float, str]:
-        """The highest that waits, where anybody does."""
+        """Return the highest waiting counter and its name; at least one name must wait."""
         if self._highest is None:
             self._highest = max((self.of(name), name) for name in self._waiting)
         return self._highest
 
     def _lowest(self) -> float:
-        """The counter of the lowest that waits, where anybody does."""
+        """Return the lowest waiting counter; at least one name must wait."""
         while self._line:
             work, name = self._line[0]
             if name not in self._waiting:
@@ -151,7 +157,7 @@ class _Competition:
 
 
 class FairShares:
-    """The counters of keys, and of users below them."""
+    """Counters of keys, and of users below them."""
 
     def __init__(self) -> None:
         self._keys = _Competition()
@@ -159,16 +165,16 @@ class FairShares:
 
     @property
     def remembered(self) -> int:
-        """Keys and users that have nothing to ask, and are known all the same."""
+        """Number of keys and users that are remembered without having requests."""
         return self._keys.remembered + sum(users.remembered for users in self._users.values())
 
     def comes(self, tenant: Tenant) -> None:
-        """A request of its was taken in."""
+        """Count a request that was admitted."""
         self._keys.comes(tenant.key)
         self._users_of(tenant).comes(tenant.user)
 
     def goes(self, tenant: Tenant) -> None:
-        """One of its requests is over."""
+        """Count a request that has ended."""
         self._keys.goes(tenant.key)
         users = self._users_of(tenant)
         users.goes(tenant.user)
@@ -176,32 +182,34 @@ class FairShares:
             del self._users[tenant.key]
 
     def waits(self, tenant: Tenant, *, again: bool = False) -> None:
-        """It had nothing that waits (in one rank), and now has. ``again``: a request that had got its turn for nothing,
-        so the tenant has asked all the time, and is not lifted to the clock.
+        """Note that the tenant's first request of one rank was queued.
+
+        ``again``: the request's grant was revoked. Its tenant has asked all the time, so it is not lifted to the clock.
         """
         self._keys.waits(tenant.key, again=again)
         self._users_of(tenant).waits(tenant.user, again=again)
 
     def waits_no_more(self, tenant: Tenant) -> None:
-        """Now it has nothing."""
+        """Note that the tenant's last request of one rank has left the queue."""
         self._keys.waits_no_more(tenant.key)
         self._users_of(tenant).waits_no_more(tenant.user)
 
     def prompt(self, tenant: Tenant, tokens: int) -> None:
-        """So many tokens of a prompt are to be computed."""
+        """Charge the tenant for prompt tokens that are to be computed."""
         self._add(tenant, tokens)
 
     def output(self, tenant: Tenant, tokens: int) -> None:
-        """So many were generated."""
+        """Charge the tenant for generated tokens."""
         self._add(tenant, OUTPUT_WEIGHT * tokens)
 
     def share(self, tenant: Tenant) -> tuple[float, float]:
-        """Lower goes first: what the key has had, then what the user has."""
+        """Return the sort key of the tenant, lowest first: the key's counter, then the user's."""
         return self._keys.of(tenant.key), self._users_of(tenant).of(tenant.user)
 
     def is_owed_room(self, key: str, room: int) -> bool:
-        """Whether the key has less than its part of a queue of ``room`` requests, however full others made that. One
-        key may have ``room``, so k of them have ``room * (1 + 1/2 + … + 1/k)`` at most.
+        """Return whether the key has less than its part of a queue of ``room`` requests, however full others made it.
+
+        One key may have ``room`` requests, so k keys have at most ``room * (1 + 1/2 + … + 1/k)``.
         """
         mine = self._keys.here[key]
         return mine < room // (len(self._keys.here) + (not mine))

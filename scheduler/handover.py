@@ -1,4 +1,4 @@
-"""What the scheduler needs of whoever hands requests over to other instances: its own view, so that it knows no more.
+"""The scheduler's interface to hand-overs, so that it needs to know no more about them.
 
 ``disaggregation/`` implements it. An instance that takes no part in hand-overs has none.
 """
@@ -17,92 +17,96 @@ from .req import Req
 
 
 class Handovers(Protocol):
-    """All hand-overs of an instance. Called from the scheduler's loop only; nothing waits."""
+    """All hand-overs of an instance. Called from the scheduler's loop only; no call blocks."""
 
     def start(self, now: float) -> None:
-        """Become known to peers."""
+        """Register with peers."""
 
     def problem(self, now: float) -> str | None:
-        """Why this instance can't serve although its processes are well, None where it can."""
+        """Return why this instance cannot serve although its processes are well, or None if it can."""
 
     def warning(self, now: float) -> str | None:
-        """What somebody should look after although this instance can serve, None where there is nothing."""
+        """Return what an operator should look at although this instance can serve, or None."""
 
     def found_at(self) -> tuple[str, int] | None:
-        """Host ("": where this instance is reached) and port of the bootstrap server that peers find this instance by;
-        None before there is one.
+        """Return host and port of the bootstrap server by which peers find this instance; None before there is one.
+
+        A host of "" means the address at which this instance is reached.
         """
 
     def withdraw(self) -> None:
-        """Peers shall not find this instance any more."""
+        """Let peers find this instance no more."""
 
     def close(self, reason: str) -> None:
-        """Part from all peers, withdraw, and take none in until ``open``; peers are told why. Nothing is open."""
+        """Disconnect from all peers and refuse new ones until ``open``, telling them ``reason``.
+
+        No hand-over may be open.
+        """
 
     @property
     def is_closed(self) -> bool:
-        """Whether no peer can write here any more, nor is written to."""
+        """Whether peers can neither write here nor be written to."""
 
     @property
     def may_resize(self) -> bool:
         """Whether memory of the KV pool may go back to the system while peers are connected."""
 
     def open(self) -> None:
-        """Be found by peers again; nothing where it was not closed."""
+        """Let peers find this instance again. Does nothing if it was not closed."""
 
     def names_here(self, where: Bootstrap) -> bool:
-        """Whether a request's bootstrap address is this instance's own."""
+        """Return whether a request's bootstrap address is this instance's own."""
 
     def may_mean_here(self, where: Bootstrap) -> bool:
-        """Whether it may be, under a name of the host that isn't known here."""
+        """Return whether the address may be this instance's own, under a host name that is not known here."""
 
     def add(self, req: Req, now: float) -> None:
-        """Take over a request whose phases run on two instances."""
+        """Take over a request with phases that run on two instances."""
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended here before its hand-over was complete; does nothing for one without."""
+        """Cancel the hand-over of a request that has ended here before it was complete. Does nothing without one."""
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """Move a running request to another instance; the answer comes when that is over."""
+        """Migrate a running request to another instance. The answer follows when that is over."""
 
     def move_all(self, to: list[tuple[str, int]]) -> None:
-        """Let instances behind these bootstrap addresses go on with everything that runs here."""
+        """Migrate everything that runs here to the instances at these bootstrap addresses."""
 
     def role_changed(self) -> None:
-        """The scheduler's role is another one: others shall know."""
+        """Report to others that the scheduler's role has changed."""
 
     def finished(self, req: Req) -> None:
-        """A request that runs here is about to be over, as it should, and still has its memory."""
+        """Note that a request here is about to end normally. It still has its memory."""
 
     def chunk_planned(self, req: Req) -> SendPages | None:
-        """A step that computes more of the request's prompt is about to be sent: what the worker shall push of it."""
+        """Return what the worker shall push of a prompt when the step that is about to be sent computes more of it."""
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """An outgoing request's prompt is computed."""
+        """Note that an outgoing request's prompt is computed."""
 
     def came_true(self, req: Req, now: float) -> None:
-        """The first token is known of a request for which it was foreseen."""
+        """Compare the time of a request's first token, now known, with its estimate."""
 
     def pinned(self) -> list[KVHold]:
-        """Memory that transfers may touch, whether its request has ended or not."""
+        """Return the memory that transfers may touch, whether its request has ended or not."""
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
-        """News from the worker's transfer engine."""
+        """Handle an event of the worker's transfer engine."""
 
     def poll(self, now: float) -> None:
-        """One turn: read peers, move rooms on, keep deadlines."""
+        """Run one tick: read from peers, advance rooms, check deadlines."""
 
     def flush(self) -> None:
-        """Send what this turn has queued for peers."""
+        """Send what this tick has queued for peers."""
 
     def timeout_ms(self) -> int:
-        """How long the loop may sleep."""
+        """Return how long the loop may sleep, in milliseconds."""
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the ``disaggregation`` part of ``/server_info``."""
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
-        """For /transfers: the hand-overs that are open."""
+        """Return the open hand-overs for ``/transfers``."""
 
     def counts(self) -> HandoverCounts:
-        """What was handed over, both ways."""
+        """Return counts of what was handed over, in both directions."""

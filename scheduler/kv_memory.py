@@ -1,18 +1,18 @@
-"""The scheduler's memory: request rows, slots and cached prefixes behind one door.
+"""The scheduler's memory: one interface to request rows, slots and cached prefixes.
 
-A request's memory is taken once, for everything it has to compute (``admit``), grows by one slot a decode step
-(``grow``), and goes back whole when nobody uses it any more: the request lets go of it by ``finish``, and a hand-over
-whose peer may still read or write it by ``unpin``, in either order. Its prefix stays cached if its KV is verified.
-Cached prefixes that no request uses are evicted when slots run short.
+A request's memory is taken once, for everything it has to compute (``admit``), and grows by one slot a decode step
+(``grow``). It is freed as a whole after its last use. The request releases it by ``finish``. A hand-over pins it as
+long as its peer may read or write it, and releases it by ``unpin``. The two come in either order. Its prefix stays
+cached if its KV is verified. Cached prefixes that no request uses are evicted when slots run short.
 
 Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
-That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
-writer is not in that order, so ``disaggregation/handover/receiver_table.py`` waits for the steps up to ``let_go_step``
-before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
+That is sound because the worker runs steps in order: the next owner of a page writes it in a later step. A *remote*
+writer is not in that order. So ``disaggregation/handover/receiver_table.py`` waits for the steps up to ``let_go_step``
+before it offers fresh pages to a peer. Steps that were sent since touch only what is still in use.
 
-Where layers have windows, the pages behind these go back while a request runs (``mem_cache/window_pages.py``): whoever
-plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``). What a
-hand-over moves of a row is a ``PageRun``: its pages of each group.
+Where layers have windows, the pages before a window are freed while a request runs (``mem_cache/window_pages.py``). The
+planner of a prompt's piece asks how long it may be (``chunk_room``) and reports what it has become (``move_window``).
+What a hand-over moves of a row is a ``PageRun``: its pages of each group.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .req import Loading, Req
 from .tiers import KVTiers
 
 USUAL_PIECE = 512
-"""Tokens of a prompt that a step computes where the options don't say."""
+"""Assumed tokens of a prompt piece if the options set no ``chunked_prefill_size``."""
 
 
 class KVMemory:
-    """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
+    """Owner of every row and slot of the instance. The module describes the life of a request's memory."""
 
     def __init__(
         self,
@@ -76,14 +76,15 @@ class KVMemory:
         self.end = PoolEnd(self._cache, self._holds)
         self._worth = -1 if options.schedule_low_priority_values_first else 1
         self.newest_step = 0
-        """The newest step that was planned: it and those before it may touch all that is in use now."""
+        """Number of the newest planned step. It and the steps before it may touch all memory that is in use now."""
         self.let_go_step = 0
-        """The newest one when somebody last let go of memory: later ones touch none that can be had now."""
+        """The newest step when memory was last released. Later steps do not touch memory that can be allocated now."""
         self.losses = 0
-        """How often cached prefixes were lost: between two equal numbers none has become shorter."""
+        """How often cached prefixes were lost. Between two equal readings no prefix has become shorter."""
         self.on_stored: Callable[[str, I32, int], None] | None = None
-        """Is told (namespace, tokens, start) that the whole pages of ``tokens`` are cached from now on, of which
-        ``[0, start)`` were before.
+        """Called with (namespace, tokens, start) when the whole pages of ``tokens`` are cached.
+
+        ``[0, start)`` of them were cached before.
         """
         if sizes.tokens < most:
             self.resize(sizes.tokens)
@@ -95,7 +96,7 @@ class KVMemory:
 
     @property
     def num_rows(self) -> int:
-        """Requests that can have memory at the same time."""
+        """Number of requests that can have memory at the same time."""
         return len(self._table.table)
 
     @property
@@ -105,34 +106,34 @@ class KVMemory:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a cached prefix may be of no use because the window before its end is gone."""
+        """Whether a cached prefix may be useless because the window before its end is gone."""
         return self._windows is not None
 
     def pages_up(self, tokens: int) -> int:
-        """``tokens`` rounded up to whole pages, in tokens."""
+        """Return ``tokens`` rounded up to whole pages, in tokens."""
         return -(-tokens // self.page_size) * self.page_size
 
     def prefix_len(self, req: Req) -> int:
-        """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
+        """Return how many tokens of the request are cached now. Takes nothing, and does not count as a use."""
         return self.cached_len(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
     def cached_len(self, tokens: I32, extra_key: str) -> int:
-        """The same of any tokens."""
+        """Return how many of ``tokens`` are cached in the namespace ``extra_key``. Does not count as a use."""
         return self._cache.peek(tokens, extra_key)
 
     def may_become(self, req: Req, tokens: int) -> bool:
-        """Whether what the request was promised of windows is enough for so many tokens."""
+        """Return whether the window pages reserved for the request suffice for ``tokens`` tokens."""
         return self._windows is None or req.hold is None or req.hold.window.promised >= self._windows.needs(tokens)
 
     def could_promise_one_more(self, req: Req, given: int = 0) -> bool:
-        """Whether window pages suffice for the request and a long one besides, if ``given`` more were free."""
+        """Return whether window pages suffice for the request and a long one besides, if ``given`` more were free."""
         windows = self._windows
         if windows is None:
             return True
         return windows.can_promise(req.most_tokens, windows.most + self.end.window_pages_leaving - given)
 
     def needs(self, reqs: Iterable[Req]) -> Reserve:
-        """What requests take that have no memory yet, none of it found cached."""
+        """Return what requests without memory take if none of it is found cached."""
         slots = window_pages = rows = 0
         for req in reqs:
             slots += self.pages_up(req.known_len)
@@ -143,9 +144,9 @@ class KVMemory:
     def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
-        ``reserve``: for others. Returns False, having changed nothing, where row, slots or window pages are short.
-        Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too. ``verified`` False for KV
-        that a peer will write: the hold's own mark turns True when it has been checked.
+        ``reserve`` is left for others. Returns False, with nothing changed, if row, slots or window pages are short.
+        Sets ``req.hold`` and ``req.computed``, which includes what comes from host memory. ``verified`` is False for KV
+        that a peer will write; the hold's own flag turns True when the KV has been checked.
         """
         if self._table.available_size() <= reserve.rows:
             return False
@@ -178,10 +179,10 @@ class KVMemory:
     def _extend_and_load(self, tiers: KVTiers, req: Req, limit: int, match: PrefixMatch) -> None:
         hold, cached = self.hold_of(req), req.computed
         found = tiers.find(req, cached, limit)
-        # Nothing that is saved meanwhile may be written over what the request is about to read.
+        # Pages saved meanwhile must not overwrite what the request is about to read.
         tiers.host.pin(found)
         self._extend(hold, req.known_len)
-        # What a peer is to write comes behind what is here, so that is loaded at once.
+        # A peer's KV follows what is cached here, so all of that is loaded at once.
         count = tiers.pace.take(len(found), self._parts) if hold.verified else len(found)
         self.load(req, found[:count])
         if count < len(found):
@@ -192,8 +193,9 @@ class KVMemory:
             tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
 
     def load_more(self, req: Req) -> int:
-        """Load the next pages of a request whose prefix did not fit into one step; returns the tokens. ``req.loading``
-        is None when that was all, or host memory has no more of it, having had to make room for others.
+        """Load the next pages of a prefix that did not fit into one step. Return the tokens loaded.
+
+        ``req.loading`` becomes None when that was all, or when host memory has evicted the rest.
         """
         tiers, loading = self.tiers, req.loading
         if tiers is None or loading is None:
@@ -211,16 +213,16 @@ class KVMemory:
         return 1 if self._windows is None else 2
 
     def copy_ms(self) -> float:
-        """See ``KVTiers.copy_ms``."""
+        """Return the time of the copies planned so far: see ``KVTiers.copy_ms``."""
         return self.tiers.copy_ms() if self.tiers is not None else 0.0
 
     def limit_loads(self, ms: float) -> None:
-        """Load no more from host memory in this plan than what takes so long."""
+        """Limit loads from host memory in this plan to those that take at most ``ms`` milliseconds."""
         if self.tiers is not None:
             self.tiers.pace.limit_loads(ms)
 
     def load(self, req: Req, found: list[int], *, more: bool = False) -> None:
-        """Copy these pages of the host behind the request's ``computed`` tokens, where nobody has begun to write."""
+        """Copy these pages of the host after the request's ``computed`` tokens, where nothing has begun to write."""
         tiers, hold, cached = self.tiers, self.hold_of(req), req.computed
         if tiers is None or not found:
             return
@@ -231,8 +233,9 @@ class KVMemory:
         self.look(req, req.computed, Place.HOST, brought)
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
-        """One more slot for each request, in order; None, with nothing changed, where slots are short even after
-        eviction.
+        """Take one more slot for each request, in order, and return the slots.
+
+        Return None, with nothing changed, if slots are short even after eviction.
         """
         holds = [self.hold_of(r) for r in reqs]
         rows = np.fromiter((h.row for h in holds), dtype=np.int64, count=len(holds))
@@ -251,13 +254,15 @@ class KVMemory:
         return slots
 
     def _pages(self, hold: KVHold, start: int, end: int) -> I32:
-        """The pages of positions ``[start, end)``, whole ones."""
+        """Return the pages of positions ``[start, end)``, whole ones."""
         pages: I32 = self._table.table[hold.row, start : end : self.page_size] // self.page_size
         return pages
 
     def pages_with_kv(self, req: Req | None, tokens: I32, extra_key: str) -> I32:
-        """The pages that hold the KV of ``tokens`` (whole pages, of which all is computed by what was sent), as far as
-        they are there: a request's own where it has some, else what is cached. They are anybody's after this turn.
+        """Return the pages that hold the KV of ``tokens``, as far as they are there: the request's own if it has some,
+        else cached ones.
+
+        ``tokens`` are whole pages, computed by steps that were sent. The pages may get other owners after this tick.
         """
         if req is not None and req.hold is not None:
             return self._pages(req.hold, 0, len(tokens)) if req.hold.verified else np.empty(0, dtype=np.int32)
@@ -265,20 +270,26 @@ class KVMemory:
         return found
 
     def look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
-        """See ``KVDebug.look``."""
+        """Have the request's whole pages before ``end`` hashed, with ``--kv-debug``: see ``KVDebug.look``."""
         if self.debug is not None:
             row = self._table.table[self.hold_of(req).row]
             self.debug.look(place, req, row, end, planned=planned, brought=brought)
 
     def chunk_room(self, req: Req, start: int) -> int | None:
-        """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
+        """Return how many tokens from position ``start`` on one step may compute, as far as window pages go.
+
+        At least 1; None if there is no limit.
+        """
         if self._windows is None:
             return None
         windows, span = self._windows, self.hold_of(req).window
         return (windows.first_page(start) + windows.longest(span)) * self.page_size - start
 
     def move_window(self, req: Req, start: int, end: int) -> None:
-        """The next step computes positions ``[start, end)`` of the request, within ``chunk_room``."""
+        """Move the request's window to the next step, which computes positions ``[start, end)``.
+
+        These must be within ``chunk_room``.
+        """
         if self._windows is not None:
             self._move_window(self.hold_of(req), start, end)
 
@@ -286,19 +297,21 @@ class KVMemory:
         begin = hold.window.begin
         self._cache.move_window(hold, start, end)
         if hold.window.begin > begin:
-            # Steps up to this one may still read what has just left: no peer may write it before.
+            # Steps up to this one may still read the pages that have just left: no peer may write them before.
             self.let_go_step = self.newest_step
 
     def _move_on(self, hold: KVHold) -> None:
-        """The window of a request that decodes, which has just got the slot of its next token: it changes from page to
-        page, but for the long one that a prompt's last piece had.
+        """Move the window of a decoding request that has just got the slot of its next token.
+
+        That is due when the token begins a page, or when the span is longer than reserved, as after a prompt's last
+        piece.
         """
         span = hold.window
         if span.end * self.page_size < hold.kv_len or span.end - span.begin > span.promised:
             self._move_window(hold, hold.kv_len - 1, hold.kv_len)
 
     def growable(self, reqs: list[Req]) -> list[Req]:
-        """Those of the requests that need not wait for a hand-over to let go of their window before they ``grow``."""
+        """Return the requests that can ``grow`` without waiting for a hand-over to release their windows."""
         if self._windows is None or not self._windows.kept:
             return reqs
         holds = [self.hold_of(req) for req in reqs]
@@ -308,8 +321,9 @@ class KVMemory:
     # --- what hand-overs move ---
 
     def run(self, start: int, end: int, goes_on: int) -> PageRun:
-        """The pages of positions ``[start, end)``, which are handed over (``start`` page-aligned) to who goes on in the
-        page of position ``goes_on``, or behind it.
+        """Return the pages of positions ``[start, end)`` that are handed over; ``start`` is page-aligned.
+
+        ``goes_on``: the receiver continues in the page of this position, or after it.
         """
         first, last = start // self.page_size, -(-end // self.page_size)
         if self._windows is None:
@@ -317,9 +331,9 @@ class KVMemory:
         return PageRun(first, last, min(max(first, self._windows.first_page(goes_on)), last))
 
     def pages_in(self, hold: KVHold, run: PageRun, begin: int, end: int) -> list[I32]:
-        """Of a hold's row, what is moved of pages ``[begin, end)``, by group.
+        """Return the pages of a hold's row within ``[begin, end)`` that ``run`` moves, by group.
 
-        Raises ``WindowPagesShort`` where it lacks a window page.
+        Raises ``WindowPagesShort`` if one of them has no window page.
         """
         parts = run.within(begin, end)
         pages = [
@@ -333,31 +347,32 @@ class KVMemory:
         return pages
 
     def expect(self, req: Req, length: int, goes_on: int) -> None:
-        """A peer writes the KV of the request's first ``length`` tokens: have window pages for what is sent of them.
+        """Take window pages for the KV that a peer writes of the request's first ``length`` tokens.
 
-        They were promised when the request was admitted. Steps up to ``let_go_step`` may still touch them.
+        They were reserved when the request was admitted. Steps up to ``let_go_step`` may still touch them.
         """
         if self._windows is not None:
             self._move_window(self.hold_of(req), goes_on, length)
 
     def keep_window(self, hold: KVHold, run: PageRun) -> bool:
-        """A hand-over reads the window pages of ``run`` from now on, though the request goes on meanwhile; False, with
-        nothing changed, where that can't be had. Until ``let_window_go``.
+        """Keep the window pages of ``run`` for a hand-over that reads them, until ``let_window_go``.
+
+        The request continues meanwhile. Return False, with nothing changed, if they cannot be kept.
         """
         return run.window is None or self._cache.keep_window(hold, run.window)
 
     def let_window_go(self, hold: KVHold) -> None:
-        """Nobody reads it any more."""
+        """Release window pages kept by ``keep_window``."""
         if self._windows is not None:
             self._windows.let_go(hold.window)
 
     def take_window_changes(self) -> bytes | None:
-        """``ForwardStep.window_pages`` of the step that is about to be sent; None: nothing has changed."""
+        """Return the next step's ``ForwardStep.window_pages``, or None if nothing has changed."""
         changes = self._windows.take_changes() if self._windows is not None else None
         return pack_i32(changes) if changes is not None and changes.size else None
 
     def extend(self, req: Req) -> bool:
-        """Slots for all of a request's tokens known by now; False, with nothing changed, where they are short."""
+        """Take slots for all known tokens of a request. Return False, with nothing changed, if slots are short."""
         hold = self.hold_of(req)
         if not self._make_room(self.pages_up(req.known_len) - self.pages_up(hold.kv_len)):
             return False
@@ -365,11 +380,11 @@ class KVMemory:
         return True
 
     def slots(self, req: Req, start: int, end: int) -> I32:
-        """The slots of positions ``[start, end)``."""
+        """Return the slots of positions ``[start, end)``."""
         return self._table.table[self.hold_of(req).row, start:end]
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
-        """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
+        """Cache the first ``computed`` tokens for others. Return the row positions with slots that changed thereby."""
         hold, tokens = self.hold_of(req), req.known_tokens(computed)
         before, mark = hold.cached_len, self.tiers.mark() if self.tiers is not None else 0
         rewrite = self._cache.cache_unfinished_req(hold, tokens)
@@ -386,7 +401,7 @@ class KVMemory:
             self.on_stored(hold.extra_key, tokens[: hold.cached_len], before)
 
     def finish(self, req: Req) -> None:
-        """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
+        """Release the request's memory. What it computed stays cached after the last user has released the memory."""
         hold = self.hold_of(req)
         self.look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
         req.hold = req.loading = None
@@ -394,27 +409,27 @@ class KVMemory:
         self.unpin(hold)
 
     def give_way(self, req: Req) -> None:
-        """``finish`` of a request that is going to be computed again: the host tier, if there is one, keeps its KV."""
+        """Release the memory of a request that will be recomputed. The host tier, if there is one, saves its KV."""
         hold = self.hold_of(req)
         if self.tiers is not None and hold.verified:
             self.tiers.keep(req, self._pages(hold, 0, self.kept_len(req)))
         self.finish(req)
 
     def kept_len(self, req: Req) -> int:
-        """How many of its first tokens need not be computed again, should it give way. Changes nothing."""
+        """Return how many of its first tokens need no recompute if the request is retracted. Changes nothing."""
         if self.tiers is None or not self.hold_of(req).verified:
             return 0
         pages = min(req.computed, req.known_len) // self.page_size
         return min(pages, self.tiers.host.num_pages) * self.page_size
 
     def pin(self, req: Req) -> KVHold:
-        """Keep the request's memory as it is until ``unpin``, though the request may end before."""
+        """Keep the request's memory as it is until ``unpin``, even if the request ends before."""
         hold = self.hold_of(req)
         hold.pins += 1
         return hold
 
     def unpin(self, hold: KVHold) -> None:
-        """One user less; the last one's memory goes back."""
+        """Release one pin. The last one frees the memory."""
         require_live(hold)
         hold.pins -= 1
         if hold.pins:
@@ -428,15 +443,15 @@ class KVMemory:
         self._tell_stored(hold, hold.left, before)
 
     def condemn(self, req: Req, start: int | None = None) -> None:
-        """The request's KV is bad from position ``start`` on: nobody may find it in the cache, now or later.
+        """Hide the request's KV from position ``start`` on in the cache, now and later, because it is bad.
 
-        None: from somewhere on, since its logits are not finite. What has been good for other requests is kept then,
-        see ``BasePrefixCache.condemn``: one prompt that the model can't take must not empty the cache of all that begin
-        like it.
+        ``start`` is None if the position is unknown, since the logits are not finite. Then KV that proved good for
+        other requests is kept, see ``BasePrefixCache.condemn``. One prompt that breaks the model must not empty the
+        cache of all that begin like it.
         """
         if start is None:
             if req.condemned:
-                return  # a step that was under way found the same once more
+                return  # a step that was under way found this once more
             req.condemned = True
         self._cache.prove(self._holds)
         if req.hold is not None:
@@ -447,18 +462,19 @@ class KVMemory:
             self.tiers.condemned(req, kept)
 
     def hold_of(self, req: Req) -> KVHold:
-        """The request's memory; it must have some."""
+        """Return the request's memory. Raises ``AssertionError`` if it has none."""
         if req.hold is None:
             raise AssertionError(f"request {req.rid} ({req.state}) holds no KV memory")
         return req.hold
 
     def is_pinned(self, req: Req) -> bool:
-        """Whether another user, a hand-over or a move, keeps the request's memory when the request lets go of it."""
+        """Return whether another user, a hand-over or a migration, keeps the memory after the request releases it."""
         return self.hold_of(req).pins > 1
 
     def private_len(self, req: Req) -> int:
-        """Tokens of memory that come free with the request: those that nobody else uses, pinned in the tree and behind
-        that.
+        """Return how many tokens of memory are freed with the request.
+
+        These are the cached ones that no other request pins, and all that follow.
         """
         hold = self.hold_of(req)
         if self.is_pinned(req):
@@ -467,7 +483,7 @@ class KVMemory:
         return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
 
     def gives(self, reqs: Iterable[Req]) -> Reserve:
-        """What would come free if these let go of their memory, at least."""
+        """Return at least what would be freed if these requests released their memory."""
         given = NO_RESERVE
         for req in (req for req in reqs if not self.is_pinned(req)):
             slots = self.pages_up(self.private_len(req))
@@ -475,7 +491,10 @@ class KVMemory:
         return given
 
     def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
-        """Whether ``admit`` would do, if ``given`` were free besides. Takes nothing; errs to the side of no."""
+        """Return whether ``admit`` would succeed, if ``given`` were free besides.
+
+        Takes nothing; errs on the side of False.
+        """
         if self._table.available_size() + given.rows <= reserve.rows:
             return False
         windows, short = self._windows, reserve.window_pages + self.end.window_pages_leaving - given.window_pages
@@ -484,15 +503,16 @@ class KVMemory:
         return self.pages_up(req.known_len) + reserve.slots <= self.obtainable + given.slots
 
     def flush(self) -> int:
-        """Drop every cached prefix that no request uses; returns the tokens dropped, of the pool alone."""
+        """Drop every cached prefix that no request uses. Return the dropped tokens of the pool alone."""
         self.losses += 1
         if self.tiers is not None:
             self.tiers.flush()
         return self._cache.reset()
 
     def empty(self) -> int:
-        """Evict every cached prefix: no request holds memory. Returns the tokens dropped. A host tier's saves are to be
-        told before the pool is overwritten (``KVTiers.take_before``).
+        """Evict every cached prefix while no request holds memory. Return the dropped tokens.
+
+        Saves of a host tier must be sent before the pool is overwritten (``KVTiers.take_before``).
         """
         if self.debug is not None:
             self.debug.flush()
@@ -502,31 +522,34 @@ class KVMemory:
         return dropped
 
     def resize(self, tokens: int) -> None:
-        """Have a pool of so many tokens from now on: see ``PoolEnd.move`` (saves of what is evicted: see ``empty``)."""
+        """Change the pool's size to ``tokens``: see ``PoolEnd.move``. For saves of what is evicted see ``empty``."""
         self.losses += 1
         self.end.move(tokens)
         self.max_total_tokens = self._allocator.size
 
     def must_wait(self, req: Req, now: float) -> bool:
-        """Whether a store is about to bring some of the request (``tiers.py``)."""
+        """Return whether a store is about to bring some of the request (``tiers.py``)."""
         return self.tiers is not None and self.tiers.must_wait(req, now)
 
     def fence(self) -> Fence:
-        """What of ours may still touch memory that can be had now. Not within a plan."""
+        """Return the latest work that may still touch memory which can be allocated now. Not valid within a plan."""
         copies, looks = self.tiers.fence() if self.tiers is not None else 0, self.debug.newest if self.debug else 0
         return Fence(self.let_go_step, copies, looks)
 
     def is_past(self, fence: Fence, completed_step: int) -> bool:
-        """Whether all of it is done."""
+        """Return whether all work up to ``fence`` is done."""
         is_past = completed_step >= fence.step and (self.tiers is None or self.tiers.copied >= fence.copies)
         return is_past and (self.debug is None or self.debug.is_past(fence.looks))
 
     def usage(self) -> dict[str, int]:
-        """See ``memory_terms.usage``."""
+        """Return how the pool is used, in tokens: see ``memory_terms.usage``."""
         return usage(self._allocator, self._cache.evictable_size(), self._table)
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:
-        """Every page exactly once, and every pin one of ``users``; raises ``mem_cache.errors.InvariantViolation``."""
+        """Check that every page exists exactly once, and that every pin belongs to one of ``users``.
+
+        Raises ``mem_cache.errors.InvariantViolation``.
+        """
         self._cache.check_invariants(self._holds)
         if self.tiers is not None:
             self.tiers.check_invariants()
@@ -534,7 +557,7 @@ class KVMemory:
         require(pins == Counter(users), f"pins {list(pins.values())} are not those of requests and hand-overs")
 
     def _extend(self, hold: KVHold, seq_len: int) -> None:
-        """Slots for positions ``[hold.kv_len, seq_len)``; the caller made sure that they can be had."""
+        """Take slots for positions ``[hold.kv_len, seq_len)``. The caller has made sure that they are obtainable."""
         need = self.pages_up(seq_len) - self.pages_up(hold.kv_len)
         if not self._make_room(need):
             raise AssertionError(f"{need} slots were obtainable and are not")

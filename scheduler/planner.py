@@ -1,11 +1,11 @@
 """Plans forward passes: which requests compute which tokens next, and where the memory for it comes from.
 
-A step holds one token of every request that decodes, and prompt pieces up to a budget of tokens and time
-(``step_budget.py``): of those that are begun, and of waiting ones in the order of ``claims.py``; which of the two goes
-first, the policy says. A waiting request is admitted when its whole prompt fits in memory, beside the output that is
-foreseen (``admission.py``), so an admitted one never stops half-way. When decoding runs out of slots, the request that
-is cheapest to compute again is retracted (``retraction.py``). With priorities, one that waits may take the memory of
-running ones that are further below it than ``--priority-scheduling-preemption-threshold``.
+A step holds one token of every decoding request, and prompt pieces up to a budget of tokens and time
+(``step_budget.py``). The pieces belong to started prompts and to waiting ones in the order of ``claims.py``; the policy
+says which of the two goes first. A waiting request is admitted when its whole prompt fits in memory beside the
+estimated output (``admission.py``), so an admitted one never stops half-way. When decoding runs out of slots, the
+request that is cheapest to recompute is retracted (``retraction.py``). With priorities, a waiting request may take the
+memory of running ones that are further below it than ``--priority-scheduling-preemption-threshold``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .waiting import WaitingQueue
 
 
 class PlannedStep:
-    """A step, what to remember of it, and the prefilling requests that it moved on."""
+    """A step's message, its record until the result comes, and the prefilling requests that it advances."""
 
     def __init__(self, message: ForwardStep, in_flight: InFlightStep, prefilled: list[Req]) -> None:
         self.message = message
@@ -46,16 +46,16 @@ class PlannedStep:
 
 
 class Stuck(NamedTuple):
-    """``req`` has waited for memory since ``since`` (``time.monotonic()``), and nobody who computes has it."""
+    """A request that waits for memory held by no computing request. ``since``: ``time.monotonic()``."""
 
     req: Req
     since: float
 
 
 class StepPlanner:
-    """Owner of the queues. ``waiting``: no memory yet. ``running``: holds memory and computes here.
+    """Owner of the queues. ``waiting``: no memory yet. ``running``: has memory and computes here.
 
-    ``arriving``: a peer computes its prompt, and it decodes here as soon as its KV has landed.
+    ``arriving``: a peer computes its prompt, and it decodes here as soon as its KV has arrived.
     """
 
     def __init__(self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel) -> None:
@@ -78,14 +78,14 @@ class StepPlanner:
         self.preemptions = 0
         self._turns = 0
         self.cached_tokens = 0
-        """Prompt tokens that requests found cached which compute the rest here."""
+        """Prompt tokens found in the prefix cache by requests that compute the rest of their prompts here."""
         self.asked_tokens = 0
         self.hit_tokens = 0
-        """What the prefix cache was asked for, by whomever, and what of it was there."""
+        """Prompt tokens looked up in the prefix cache, on all routes, and how many were found."""
         self.stuck: Stuck | None = None
-        """Who can't go on though nobody else computes."""
+        """The request that cannot continue although no other request computes."""
         self.retracted: list[Req] = []
-        """Who had to give way to the latest plan."""
+        """Requests that the latest plan retracted."""
         self._memory = memory
         self._threshold = options.priority_scheduling_preemption_threshold
         self._model = model
@@ -94,7 +94,7 @@ class StepPlanner:
         self._step_id = 0
 
     def plan(self, now: float) -> PlannedStep | None:
-        """The next step, None where nothing can be computed now."""
+        """Return the next step, or None if nothing can be computed now."""
         builder = StepBuilder()
         self.retracted = []
         for req in self.shared_prompts.ready():
@@ -130,7 +130,10 @@ class StepPlanner:
         return PlannedStep(message, in_flight, prefilled)
 
     def _note_stuck(self, now: float, *, nothing: bool) -> None:
-        """A request that is alone, or first in line with none running, lacks memory that only hand-overs can hold."""
+        """Note a request that lacks memory which only hand-overs can hold.
+
+        It runs alone, or is first while none runs.
+        """
         first = None
         if nothing and not self.running:
             first = next(self.claims.eligible(now, computing_only=True), None)
@@ -144,16 +147,19 @@ class StepPlanner:
             self.stuck = Stuck(first, now)
 
     def start_landed(self, req: Req, now: float) -> None:
-        """The KV of an incoming request's first ``computed`` tokens has landed, and what follows is known: one token,
-        mostly, and it decodes from now on. A moved request first computes what it has written since.
+        """Start a request after the KV of its first ``computed`` tokens has arrived.
+
+        Usually one more token is known, and the request decodes from now on. A migrated request first computes the
+        tokens that were generated since.
         """
-        # Admitted on the peer; should it be retracted, its own count of cached tokens stands.
+        # It was admitted on the peer. If it is retracted, its own count of cached tokens remains.
         req.times.admitted = req.times.arrival
         self._take_row(req, req.computed)
         self._share(req)
-        # No step computes what was shared: its copies to the host go before whatever is loaded from there from now on.
+        # No step computes the shared pages, so their copies to the host must precede all later loads from there.
         self._memory.fence()
-        # Who decodes gets a slot for the token that is computed; a moved request may have it already.
+        # A decoding request gets the slot of its next token when that is computed; a migrated request may have it
+        # already.
         decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
         req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
         req.phases.enter(Phase.DECODE if decodes else Phase.PREFILL, now)
@@ -162,7 +168,7 @@ class StepPlanner:
         self.running[req.rid] = req
 
     def begin(self, req: Req, now: float) -> None:
-        """The request has its memory, for KV that does not come: its prompt is computed here."""
+        """Compute a request's prompt here, in memory it already has for KV that will not come."""
         self.arriving.pop(req.rid, None)
         self.claims.landed(req.rid)
         req.state = ReqState.PREFILLING
@@ -180,37 +186,40 @@ class StepPlanner:
         self.forget(req.rid)
 
     def go_on(self, req: Req) -> None:
-        """It stands where it stood."""
+        """Continue a request that was held back, in the queue that it was in."""
         if req.hold is None:
             self.waiting.add(req)
         else:
             self.running[req.rid] = req
 
     def grant_incoming(self, now: float) -> list[Req]:
-        """Give memory for the KV that peers have or compute, to the claims whose turn it is; returns their requests."""
+        """Grant memory to the incoming claims that may have it now, for KV that peers have or compute.
+
+        Return their requests.
+        """
         granted = self.claims.grant_incoming(now)
         self._turns += len(granted)
         return granted
 
     def take_turns(self) -> int:
-        """How many that waited have got memory since this was last asked."""
+        """Return how many waiting requests have got memory since the last call."""
         turns, self._turns = self._turns, 0
         return turns
 
     def count_lookup(self, req: Req) -> None:
-        """The request has just got its memory for the first time, ``computed`` tokens of it from the prefix cache."""
+        """Count the prefix lookup of a request that got its first memory; ``computed`` tokens were cached."""
         self.asked_tokens += req.prompt_len
         self.hit_tokens += req.computed
 
     def came(self, req: Req) -> Req:
-        """The request is about to be taken in, whichever way it goes; returns it."""
+        """Note a request that is about to be admitted, on any route, and return it."""
         if self.waiting.shares is not None:
             self.waiting.shares.comes(req.tenant)
         self.claims.came(req)
         return req
 
     def ended(self, req: Req) -> None:
-        """It is over."""
+        """Note that a request has ended: remove it from all queues and learn its output length."""
         self.forget(req.rid)
         self.claims.ended(req.rid)
         self.admission.learn(req)
@@ -218,22 +227,22 @@ class StepPlanner:
             self.waiting.shares.goes(req.tenant)
 
     def forget(self, rid: str) -> None:
-        """The request is in no queue any more."""
+        """Remove the request from every queue."""
         self.claims.forget(rid)
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)
 
     def lacks_memory(self, now: float) -> bool:
-        """Whether a request has been waiting for some since before this turn, as far as one can tell."""
+        """Return whether a request has waited for memory since before this tick, as far as can be known."""
         return self.stuck is not None or any(0 < r.times.ready < now for r in self.waiting.values())
 
     def decodes_now(self) -> StepShape:
-        """What a step of all requests that decode would be."""
+        """Return the shape of a step of all decoding requests."""
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
-        """Returns whether a request that decodes can't, for want of memory."""
+        """Add the decoding requests to the step. Return whether one of them could not continue for lack of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.growable(reqs)
         is_short = False
@@ -242,13 +251,14 @@ class StepPlanner:
             if slots is not None:
                 builder.add_decodes(reqs, slots)
                 return is_short
-            # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, but for
-            # those whose writer can't be stopped and does not stop; so there is a limit to the wait.
+            # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, except
+            # those with a writer that cannot be stopped and does not stop, so the wait has a limit.
             if len(reqs) == 1 and (is_short or len(self.running) == 1):
                 return True
             victim = choose_victim(reqs, self._memory, self.waiting.rank)
             reqs.remove(victim)
-            # A hand-over that reads the victim's pages keeps them: it would compute again for nothing, so it waits.
+            # A hand-over that reads the victim's pages keeps them. Retraction would free nothing and cost a recompute,
+            # so the victim waits.
             if self._memory.is_pinned(victim):
                 is_short = True
             else:
@@ -256,8 +266,9 @@ class StepPlanner:
         return is_short
 
     def _preempt(self, now: float) -> None:
-        """Make room for the first that waits, where those that run are far enough below it and have enough."""
-        # Who waits for a store can't begin: the victims would have it back at once, and give it up again.
+        """Retract running requests for the first waiting one if they rank far enough below it and hold enough."""
+        # A request that waits for a store cannot start: the victims would get the memory back at once, and lose it
+        # again.
         if (req := self.claims.first(now)) is None:
             return
         rank, reserve = self.waiting.rank(req), self.claims.reserve(req)
@@ -299,14 +310,14 @@ class StepPlanner:
         pieces.holds_last = self.joint_start.holds(pieces.room, self._alike(begun, now), now)
         self._add_pieces(pieces, begun, now)
         if pieces.holds_last and not pieces.prefilled:
-            # Nobody else can begin: there is no memory, or a prefix is loaded first.
+            # No other request can start: there is no memory, or a prefix is loaded first.
             pieces.holds_last = False
             for req in filter(self._is_loaded, begun):
                 pieces.go_on(req)
         self.budget.planned(refused=not pieces.prefilled)
 
     def _alike(self, begun: list[Req], now: float) -> Iterator[Req]:
-        """Prompts that may be computed next, in order: those of the first one's rank."""
+        """Yield the prompts that may be computed next, in order, as long as they have the first one's rank."""
         prompts = itertools.chain(begun, itertools.islice(self.claims.computing(now), self._memory.free_rows))
         ranked = itertools.groupby(prompts, key=self.waiting.rank)
         return next(ranked, (0, iter(())))[1]
@@ -314,7 +325,7 @@ class StepPlanner:
     def _add_pieces(self, pieces: PromptPieces, begun: list[Req], now: float) -> None:
         waiting = self.waiting
         candidates = self._candidates(pieces, begun, now)
-        # Where nobody that waits passes one that is begun, who is next need not be known before.
+        # If waiting requests can't overtake started ones, don't look up the next candidate yet: it costs a tree walk.
         newcomer = next(candidates, None) if begun and (waiting.has_ranks or waiting.policy.may_pass) else None
         for req in begun:
             while newcomer is not None and pieces.may_begin and waiting.is_before(newcomer, req):
@@ -326,13 +337,13 @@ class StepPlanner:
             newcomer = self._begin(newcomer, candidates, pieces, now)
 
     def _candidates(self, pieces: PromptPieces, begun: list[Req], now: float) -> Generator[Req]:
-        """Those that wait and can begin; who waits for another's prompt is set aside."""
+        """Yield the waiting requests that can start; park those with a prefix that another request computes."""
         if not len(self.waiting) or not pieces.may_begin:
             return
         aside = 0
         for req in self.claims.computing(now):
             ahead = [*begun, *(r for r in pieces.prefilled if r not in begun)]
-            # Who follows goes at the leader's pace: not at that of one of lower priority.
+            # A follower goes at its leader's pace, so the leader must not have a lower priority.
             ahead = [r for r in ahead if self.waiting.rank(r) <= self.waiting.rank(req)]
             if ahead and not req.retractions and self.shared_prompts.follows(req, self._memory.prefix_len(req), ahead):
                 self.waiting.set_aside(req)
@@ -343,8 +354,9 @@ class StepPlanner:
             yield req
 
     def _begin(self, req: Req, candidates: Generator[Req], pieces: PromptPieces, now: float) -> Req | None:
-        """Give the request memory and its first piece. Returns the next one, None where there is no memory for this
-        one: nobody passes it then.
+        """Give the request memory and its first piece. Return the next candidate.
+
+        Return None if this one gets no memory: no other request overtakes it then.
         """
         if not self._memory.admit(req, self.claims.reserve(req), prefix_limit=req.longest_reusable_prefix):
             candidates.close()
@@ -356,7 +368,10 @@ class StepPlanner:
         return next(candidates, None) if pieces.may_begin else None
 
     def _is_loaded(self, req: Req) -> bool:
-        """Load what there is room for, where host memory has more of the request. Returns whether that was all."""
+        """Load as much of the request's prefix from host memory as there is budget for.
+
+        Return whether all of it is loaded.
+        """
         if req.loading is None:
             return True
         is_hit, came = req.loading.is_hit, self._memory.load_more(req)
@@ -374,7 +389,7 @@ class StepPlanner:
         self._turns += 1
         if self.waiting.shares is not None and not req.retractions:
             self.waiting.shares.prompt(req.tenant, req.to_compute)
-        # What a request finds that had its turn before is its own.
+        # A request that was admitted before finds its own tokens; these are no cache hits.
         if not req.times.admitted:
             req.times.admitted = now
             req.cached_tokens = req.computed

@@ -1,12 +1,12 @@
-"""How short KV memory is: a word for dashboards, alarms and whoever spreads load.
+"""How short KV memory is, in one word for dashboards, alarms and load balancers.
 
 =====  =================================================================================================
-none   a quarter of the pool or more can be had (free, or cached and needed by nobody)
+none   a quarter of the pool or more can be had (free, or cached and not in use)
 some   less than a quarter, or a request was retracted within the last minute
 high   a request was retracted within the last ten seconds, or requests wait while a sixteenth is left
 =====  =================================================================================================
 
-Where layers have windows, the pool that has less left counts.
+Where layers have windows, the pool with the smaller share left counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SOME_SECONDS, HIGH_SECONDS = 60.0, 10.0
 
 
 class Pressure(StrEnum):
-    """See the module."""
+    """Level of memory pressure; the module defines the levels."""
 
     NONE = "none"
     SOME = "some"
@@ -30,8 +30,9 @@ class Pressure(StrEnum):
 
 
 def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
-    """``left``: share of the pool that can be had; ``waiting``: requests without memory; seconds since somebody was
-    retracted, infinity for never.
+    """Return the level for a share of the pool that is ``left`` and a number of ``waiting`` requests without memory.
+
+    ``since_retraction``: seconds since the last retraction, infinity for never.
     """
     if since_retraction < HIGH_SECONDS or (waiting and left < HIGH_SHARE):
         return Pressure.HIGH
@@ -41,7 +42,7 @@ def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
 
 
 def share_left(usage: Mapping[str, int]) -> float:
-    """Of ``KVMemory.usage``."""
+    """Return the share of the pool that is free or cached, from ``KVMemory.usage``."""
     left = (usage["free"] + usage["cached"]) / usage["total"]
     if not usage.get("window_total"):
         return left
@@ -49,7 +50,7 @@ def share_left(usage: Mapping[str, int]) -> float:
 
 
 class PressureMeter:
-    """Knows when somebody was retracted last."""
+    """Measures memory pressure, and remembers the time of the last retraction."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -57,12 +58,12 @@ class PressureMeter:
         self._at = -math.inf
 
     def turn(self, now: float) -> None:
-        """Once a turn of the loop; ``now``: ``time.monotonic()``."""
+        """Note retractions since the last tick; ``now``: ``time.monotonic()``."""
         count = self._scheduler.planner.retractions
         if count != self._retractions:
             self._retractions, self._at = count, now
 
     def level(self, now: float) -> Pressure:
-        """At this moment."""
+        """Return the level at ``now``."""
         scheduler = self._scheduler
         return pressure(share_left(scheduler.memory.usage()), len(scheduler.planner.waiting), now - self._at)

@@ -1,8 +1,8 @@
 """The scheduler process: its sockets and its loop. Imports no torch.
 
-Start-up: bind the channels, answer questions with "loading" until the worker's ``WorkerReady``, then build the
-``Scheduler`` (and the hand-overs of an instance that takes part in them) and report ready. From then on the loop sleeps
-until a message, a worker's event, a peer's message or a deadline comes.
+At start-up it binds the channels and answers questions with "loading" until the worker's ``WorkerReady``. Then it
+builds the ``Scheduler``, and the hand-overs of an instance that takes part in them, and reports ready. From then on the
+loop sleeps until a message, a worker's event, a peer's message or a deadline comes.
 """
 
 from __future__ import annotations
@@ -64,21 +64,24 @@ from .sessions import refuse_loading
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_INTERVAL = 1.0
-"""Seconds between invariant checks of an idle instance that has served something since the last one."""
+"""Seconds between invariant checks of an idle instance that has run steps since the last one."""
 
 MAX_SLEEP_MS = 60_000
 FRAMES_A_TURN = 1024
-"""Read from one channel before the others, and the peers, have their turn; the poller wakes the loop for the rest."""
+"""Maximum frames read from one channel before the other channels and the peers are served.
+
+The poller wakes the loop for the rest.
+"""
 MESSAGES_A_TURN = 256
-"""Maximum number of requests and questions handled per turn: admitting a request takes up to 50 µs."""
+"""Maximum number of requests and questions handled per tick: admitting a request takes up to 50 µs."""
 
 
 MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
-"""What they wait for they register with the loop's poller."""
+"""Factory of the hand-overs. They register what they wait for with the loop's poller."""
 
 
 class SchedulerProcess:
-    """Owner of the sockets; see the module. Without ``make_handovers`` an instance serves alone."""
+    """Owner of the sockets; see the module. Without ``make_handovers`` the instance exchanges no KV."""
 
     def __init__(self, ctx: ChildContext, make_handovers: MakeHandovers | None = None) -> None:
         self._ctx = ctx
@@ -91,7 +94,7 @@ class SchedulerProcess:
             Sender(ctx.zmq_ctx, ctx.address("transfer")) if make_handovers is not None else None,
         )
         self._unread: deque[Any] = deque()
-        """Messages that were read and are handled in a later turn."""
+        """Messages that were read and are handled in a later tick."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._events.socket, zmq.POLLIN)
@@ -107,7 +110,7 @@ class SchedulerProcess:
         self._drained_sent = False
 
     def run(self) -> None:
-        """Serve for ever; raises what can't be survived."""
+        """Serve for ever. Raises errors that the process cannot survive."""
         while True:
             self.turn()
 
@@ -134,7 +137,7 @@ class SchedulerProcess:
             self._report.turn(now)
         if self._kv_feed is not None:
             self._kv_feed.turn()
-        # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
+        # Flush peers first: "drained" is sent with the outbox, and what peers wait for must be sent by then.
         if self._handovers is not None:
             self._handovers.flush()
         ended = self._outbox.flush()
@@ -142,7 +145,7 @@ class SchedulerProcess:
             for rid in ended:
                 self._scheduler.stop(StopReq(rid))
             self._scheduler.catch_up()
-            # The last answer does not wait for it: with a million cached tokens it takes up to 66 ms.
+            # After the last answer is sent: with a million cached tokens the check takes up to 66 ms.
             self._check_idle(self._scheduler, now)
 
     def _timeout_ms(self) -> int:
@@ -171,7 +174,10 @@ class SchedulerProcess:
         return -1
 
     def _next_messages(self) -> list[Any]:
-        """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``; the rest waits for a turn."""
+        """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``.
+
+        The rest waits for a later tick.
+        """
         if len(self._unread) < MESSAGES_A_TURN:
             self._unread += self._drain(self._inbox)
         return [self._unread.popleft() for _ in range(min(len(self._unread), MESSAGES_A_TURN))]
@@ -228,7 +234,7 @@ class SchedulerProcess:
             self._kv_feed = KVEventFeed(self._ctx.zmq_ctx, self._ctx.options, self._scheduler.kv_events)
             if self._kv_feed.replay is not None:
                 self._poller.register(self._kv_feed.replay, zmq.POLLIN)
-        # A request leaves no cycles, and the tree may have as many nodes as the pool has pages.
+        # A request leaves no reference cycles, and the tree may have as many nodes as the pool has pages.
         gc_control.defer_full_collections()
         self._ctx.report_ready(worker.load_seconds)
 
@@ -319,7 +325,7 @@ class SchedulerProcess:
             return RoleResult(message.id, before, before, text)
         scheduler.planner.budget.role = message.role
         self._handovers.role_changed()
-        log.info("its role is %s now, and was %s", message.role, before)
+        log.info("role changed from %s to %s", before, message.role)
         return RoleResult(message.id, message.role, before)
 
     def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
@@ -336,7 +342,7 @@ class SchedulerProcess:
         warning = (handovers.warning(now) if handovers is not None else None) or self._kv_problem(scheduler, now)
         host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
-        # Only who is free to choose may be chosen for what it was not named for.
+        # Only an instance with automatic placement may be chosen for prompts that it was not named for.
         is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
         pace = scheduler.estimator.pace(now) if is_free else None
         return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
@@ -357,7 +363,7 @@ class SchedulerProcess:
         return self._handovers.problem(now) if self._handovers is not None else None
 
     def _tell_drained(self, scheduler: Scheduler) -> None:
-        # A step under way has no reader left once all requests have ended: nobody waits for it.
+        # After all requests have ended, the result of a step under way has no reader: don't wait for it.
         if scheduler.draining and not (scheduler.reqs or self._unread or self._drained_sent):
             self._outbox.answer(Drained())
             self._drained_sent = True
@@ -373,7 +379,7 @@ class SchedulerProcess:
 
 
 def main() -> None:
-    """Entry point of the child process of an instance that takes part in no hand-over."""
+    """Run the child process of an instance that takes part in no hand-over."""
     ctx = start_child(sys.argv)
     return_freed_memory()
     SchedulerProcess(ctx).run()

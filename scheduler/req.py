@@ -4,19 +4,22 @@ Lifecycle (docs/architecture.md)::
 
     local:     WAITING → PREFILLING → RUNNING → FINISHED
     outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
-                     ▲                                  │ its memory was wanted before anybody asked for it
+                     ▲                                  │ its memory was needed before its peer asked for the KV
                      └──────────────────────────────────┘
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 
-An incoming request whose prompt is computed here after all, by choice (from PREALLOCATED, or before) or because its KV
-won't come, goes on as a local one. A retracted request goes back from RUNNING to WAITING with its output kept, and is
-from then on a local one: this instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any
-state. ``MOVED``, it goes on elsewhere, follows from those of a request that waits or runs, where it comes in as an
-incoming one that has output already; and from those of an outgoing one whose prompt the decode computes itself.
+- An incoming request becomes a local one if its prompt is computed here after all. That is by choice (from
+  PREALLOCATED, or before), or because its KV will not come.
+- A retracted request goes back from RUNNING to WAITING and keeps its output. It is a local request from then on: this
+  instance computes prompt and output again.
+- ``ABORTED`` and ``FAILED`` follow from any state.
+- ``MOVED`` means that the request continues elsewhere. It follows from the states of a request that waits or runs. The
+  target adds the request as an incoming one that has output already.
+- ``MOVED`` also follows from the states of an outgoing request if the decode instance computes the prompt itself.
 
-Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their
-KV in the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose
-result is not here yet, so the scheduler knows that they exist but not what they are.
+Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their KV
+in the pool, or written by a step that was already sent. The ``pending`` tokens at the end were sampled by steps without
+a result yet: the scheduler knows that they exist, but not their values.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from .phases import PhaseClock
 
 
 class ReqState(StrEnum):
-    """Where a request stands."""
+    """State of a request; the module shows the transitions."""
 
     BOOTSTRAPPING = "bootstrapping"
     WAITING = "waiting"
@@ -56,7 +59,7 @@ ENDED = frozenset({ReqState.FINISHED, ReqState.MOVED, ReqState.ABORTED, ReqState
 
 
 class Route(StrEnum):
-    """Where a request's two phases run."""
+    """Route of a request: where its two phases run."""
 
     LOCAL = "local"
     OUTGOING = "outgoing"
@@ -67,26 +70,27 @@ LEGS: dict[Route, tuple[InstanceRole, InstanceRole]] = {
     Route.OUTGOING: ("prefill", "decode"),
     Route.INCOMING: ("decode", "decode"),
 }
-"""What this instance is to a request that is handed over, and which instance it waits for at first."""
+"""This instance's role for a request that is handed over, and the instance that it waits for at first."""
 
 BATCH_SECONDS = 0.1
-"""By how much later each prompt of a batch counts as come than the one before it."""
+"""Added to the arrival of each further prompt of a batch, for the order of first come, first served."""
 MAX_BATCH_SECONDS = 600.0
-"""And the last one than the first, however many they are."""
+"""Maximum that is added to the arrival of a batch's last prompts."""
 
 
 @dataclass(slots=True)
 class ReqTimes:
-    """``time.monotonic()`` of a request's turning points; 0 where it has not come to that yet.
+    """``time.monotonic()`` of a request's transitions; 0 if it has not come to one yet.
 
-    ``turn``: what first come, first served goes by. Prompts of a batch count as come one after the other, so that who
-    comes behind a batch of thousands need not wait for them all. Who comes much later does not overtake them.
+    ``turn``: the time that first come, first served sorts by. Prompts of a batch count as arriving one after the other.
+    So a request after a batch of thousands need not wait for all of them. One that arrives much later does not overtake
+    them.
     """
 
     arrival: float
     turn: float
     ready: float = 0.0
-    """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
+    """When only memory and the queue kept the request waiting: a hand-over's peer has connected by then."""
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -94,9 +98,9 @@ class ReqTimes:
 
 
 class Foreseen(NamedTuple):
-    """When the first token was foreseen: ``ms`` behind ``at`` (``time.monotonic()``), ``raw_ms`` before corrections.
+    """Estimate of the first token's time: ``ms`` after ``at`` (``time.monotonic()``); ``raw_ms`` is not corrected.
 
-    ``prefill``: the epoch of the instance that computes the prompt, None: this one.
+    ``prefill``: epoch of the instance that computes the prompt; None means this instance.
     """
 
     prefill: str | None
@@ -106,8 +110,9 @@ class Foreseen(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """A prefix that host memory has and the pool not yet: ``until`` how many tokens. ``is_hit``: a cache hit, not what
-    the request had itself before.
+    """A prefix that is in host memory and not yet in the pool, up to ``until`` tokens.
+
+    ``is_hit``: whether it counts as a cache hit, as opposed to KV that the request had itself before.
     """
 
     until: int
@@ -116,7 +121,7 @@ class Loading(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """See the module. ``hold`` is the memory that the request has, None while it has none."""
+    """A request and its progress. ``hold`` is its memory, None while it has none."""
 
     rid: str
     msg: GenerateReq
@@ -125,7 +130,7 @@ class Req:
     prompt_len: int
     max_new_tokens: int
     token_ids: I32
-    """Prompt, then known output; only the first ``known_len`` entries mean anything."""
+    """Prompt, then known output; only the first ``known_len`` entries are valid."""
     known_len: int
     times: ReqTimes
     phases: PhaseClock
@@ -135,42 +140,44 @@ class Req:
     hold: KVHold | None = None
     cached_tokens: int = 0
     cached_beyond: CachedBeyond | None = None
-    """Those of them that came from other tiers (``tiers.py``); None: none did."""
+    """Part of ``cached_tokens`` that came from other tiers (``tiers.py``); None if none did."""
     held: HeldTokens | None = None
     reused: int = 0
-    """Tokens that it found in the prefix cache when it got the memory that it has."""
+    """Tokens found in the prefix cache when the request got its present memory."""
     retractions: int = 0
     started_over: bool = False
-    """Whether its whole prompt was computed before, and then let go of."""
+    """Whether its whole prompt was computed before and then released."""
     announced: bool = False
-    """Whether the detokenizer has been told of this request."""
+    """Whether the detokenizer knows this request."""
     news_interval: int = 1
-    """How many tokens the detokenizer is told at a time; see ``outbox.news_interval``."""
+    """Tokens sent to the detokenizer at a time; see ``outbox.news_interval``."""
     untold: list[int] = field(default_factory=list)
-    """The newest output tokens, of which the detokenizer has not been told yet."""
+    """Pending output: the newest tokens, not yet sent to the detokenizer."""
     untold_logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
+    """Logprobs of all output tokens, if they are wanted. A migrated request takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
-    """Of the prompt, where they are wanted. Forks have the list of the request that they are forks of."""
+    """Logprobs of the prompt, if they are wanted. Forks share the list of the request that they fork."""
     scored: int = 0
-    """First prompt position whose logprob no pass has been asked for yet; see ``to_score``."""
+    """First prompt position with a logprob that no pass has been asked for yet; see ``to_score``."""
     timing: Timing = field(default_factory=Timing)
     page_hashes: list[bytes] = field(default_factory=list)
-    """Names of its first whole pages, as far as they were asked for (``page_names.py``). Grows in place."""
+    """Hashes of the first whole pages, as far as they were needed (``page_names.py``). Grows in place."""
     condemned: bool = False
     """Whether its logits were not finite."""
     uncached: int = 0
-    """Tokens to be computed, as it seemed when the request began to wait for that."""
+    """Tokens to be computed, estimated when the request began to wait for its computation."""
     foreseen: Foreseen | None = None
-    """Until the first token is known."""
+    """Estimate of the first token's time, set until that token is known."""
     loading: Loading | None = None
-    """What host memory has of it and the pool not yet; None: nothing."""
+    """Prefix that is in host memory and not yet in the pool; None if there is none."""
     restored: bool = False
-    """Whether it goes on from a session."""
+    """Whether it continues a session."""
     elsewhere: bool = False
-    """Whether another instance has the request yet: it is moving here, or only its KV is. No client of this instance
-    knows of it."""
+    """Whether another instance still has the request: it is migrating here, or only its KV is.
+
+    No client of this instance knows such a request.
+    """
 
     @staticmethod
     def create(
@@ -182,9 +189,9 @@ class Req:
         now: float = 0.0,
         role: InstanceRole = "unified",
     ) -> Req:
-        """Make a fresh request; ``max_new_tokens`` may be less than the client asked for where the pool is small.
+        """Create a request. ``max_new_tokens`` may be less than the client asked for if the pool is small.
 
-        ``role``: of this instance, for a request that is not handed over.
+        ``role``: this instance's role, used for a request that is not handed over.
         """
         prompt = unpack_i32(msg.input_ids)
         token_ids = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
@@ -214,40 +221,44 @@ class Req:
             self.input_logprobs, self.scored = [first] if self.logprob_start == 0 else [], 0
 
     def share_scores(self, first: Req) -> None:
-        """Take the prompt's logprobs from ``first``, a request for the same, if all of them are there or on their way.
+        """Take the prompt's logprobs from ``first``, a request for the same prompt, if all of them are known or under
+        way.
 
-        Results come in order: they are complete before a pass that is planned now can give a token.
+        Results come in order: the logprobs are complete before a pass that is planned now can yield a token.
         """
         if self.input_logprobs is not None and first.input_logprobs is not None and first.to_score >= first.prompt_len:
             self.input_logprobs, self.scored = first.input_logprobs, self.prompt_len
 
     @property
     def tenant(self) -> Tenant:
-        """Whose request it is."""
+        """API key and user that sent the request."""
         return Tenant(self.msg.key_name, self.msg.user)
 
     @property
     def route_told(self) -> str:
-        """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
+        """Route reported to the client: the one of its hand-over, even if it was retracted and is computed here now."""
         return str(Route.INCOMING if self.timing.timeline is not None else self.route)
 
     @property
     def total_len(self) -> int:
-        """Prompt and output tokens, those not yet known included."""
+        """Prompt and output tokens, including those that are not known yet."""
         return self.known_len + self.pending
 
     @property
     def most_output(self) -> int:
-        """Output tokens that it may have where nothing limits them meanwhile: see ``limit_output``."""
+        """Maximum output tokens unless ``limit_output`` sets fewer."""
         return len(self.token_ids) - self.prompt_len
 
     def limit_output(self, tokens: int) -> None:
-        """Let it come to ``tokens`` at most, prompt included, but to one of output. A larger limit undoes a smaller."""
+        """Limit prompt and output together to ``tokens``, but allow one token of output.
+
+        A larger limit undoes a smaller one.
+        """
         self.max_new_tokens = max(1, min(self.most_output, tokens - self.prompt_len))
 
     @property
     def most_tokens(self) -> int:
-        """Slots that it may come to need: its prompt, its output, and two more that may be computed once too often."""
+        """Slots it may need: prompt, output, and two more that may be computed once too often."""
         return self.prompt_len + self.max_new_tokens + 2
 
     @property
@@ -257,12 +268,12 @@ class Req:
 
     @property
     def to_load(self) -> int:
-        """Tokens of those that host memory is about to bring."""
+        """Remaining tokens that host memory is about to bring."""
         return max(0, self.loading.until - self.computed) if self.loading is not None else 0
 
     @property
     def to_compute(self) -> int:
-        """Tokens of those that are to be computed."""
+        """Remaining tokens that are to be computed."""
         return self.remaining - self.to_load
 
     @property
@@ -272,25 +283,25 @@ class Req:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether one more token may be sampled, counting those on their way."""
+        """Whether one more token may be sampled, counting those under way."""
         return self.total_len - self.prompt_len < self.max_new_tokens
 
     @property
     def has_news(self) -> bool:
-        """Whether what is untold should go out, after a token that is not the last."""
+        """Whether pending output should be sent now, after a token that is not the last."""
         if len(self.untold) >= self.news_interval or (self.msg.stream and not self.announced):
             return True
-        # Retracted while this token was on its way: the next one may be long in coming.
+        # The request was retracted while this token was under way: the next one may take long.
         return self.state is ReqState.WAITING
 
     @property
     def is_ended(self) -> bool:
-        """Whether the request is over; results that still arrive for it mean nothing."""
+        """Whether the request has ended; results that still arrive for it are ignored."""
         return self.state in ENDED
 
     @property
     def logprob_start(self) -> int:
-        """First prompt position whose logprob is wanted, -1 for none."""
+        """First prompt position with a logprob that is wanted, -1 for none."""
         return self.msg.logprobs.start_len if self.msg.logprobs is not None else -1
 
     @property
@@ -300,28 +311,31 @@ class Req:
 
     @property
     def to_score(self) -> int:
-        """First prompt position whose logprob a pass is yet to bring, ``prompt_len`` for none."""
+        """First prompt position with a logprob that is still to be computed, ``prompt_len`` for none."""
         if not self.wants_input_logprobs or self.output_len:
             return self.prompt_len
         return max(1, self.logprob_start, self.scored)
 
     @property
     def longest_reusable_prefix(self) -> int:
-        """Tokens that may come from the cache: one must be computed to sample; a scored position needs its logits."""
+        """Tokens that may come from the cache.
+
+        One must be computed to sample, and a scored position needs its logits.
+        """
         limit, first = self.total_len - 1, self.to_score
         return min(limit, first - 1) if first < self.prompt_len else limit
 
     def known_tokens(self, length: int) -> I32:
-        """The first ``length`` token ids, fewer where fewer are known."""
+        """Return the first ``length`` token ids, or fewer if fewer are known."""
         return self.token_ids[: min(length, self.known_len)]
 
     def extend(self, output: I32) -> None:
-        """Output that another instance has sampled."""
+        """Append output that another instance has sampled."""
         self.token_ids[self.known_len : self.known_len + len(output)] = output
         self.known_len += len(output)
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """A sampled token has become known."""
+        """Append a sampled token that has become known."""
         self.token_ids[self.known_len] = token_id
         self.known_len += 1
         self.untold.append(token_id)
@@ -343,11 +357,14 @@ class Req:
         return timing
 
     def start_over(self, now: float) -> None:
-        """Forget that anything was computed. Of a request whose output nobody knows yet."""
+        """Reset the request to before any computation.
+
+        Only valid while its output is not known outside the scheduler.
+        """
         self.state = ReqState.BOOTSTRAPPING
         self.phases.enter(Phase.QUEUE, now, at="decode")
         self.known_len, self.computed = self.prompt_len, 0
-        # A name may cover output that is forgotten, and a hold that has gone keeps the old list.
+        # A hash may cover output that is reset, and a released hold keeps the old list.
         self.page_hashes = []
         self.untold, self.untold_logprobs, self.logprobs = [], [], []
         self._forget_scores()
@@ -355,7 +372,7 @@ class Req:
         self.started_over = True
 
     def row_init(self, row: int) -> RowInit:
-        """What the worker's sampler must know as the request takes ``row``."""
+        """Return what the worker's sampler must know as the request takes ``row``."""
         sampling = self.msg.sampling
         return RowInit(
             row=row,

@@ -1,15 +1,15 @@
-"""The scheduler: takes requests in, keeps the worker busy, gives tokens out, and knows where every request stands.
+"""The scheduler: admits requests, keeps the worker busy, sends tokens out, and knows the state of every request.
 
-One loop for all routes (docs/architecture.md). ``process.py`` feeds it messages and time; it answers through its
+One loop serves all routes (docs/architecture.md). ``process.py`` feeds it messages and time; it answers through its
 ``Outbox``. In order:
 
-1. ``admit_message`` takes a request in: it is checked and queued, or handed to the KV manager when a peer is involved.
-2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the
-   default) that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
-3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer (``outbox.py``).
+1. ``admit_message`` checks a request and queues it, or hands it to the KV manager when a peer is involved.
+2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are under way. With overlap (the
+   default) that is two: step n+1 is planned while the worker runs step n, before n's tokens are known.
+3. ``on_step_result`` records the tokens, ends requests, and sends the tokens to the detokenizer (``outbox.py``).
 
-Every request ends exactly once, through ``leave``, and lets go of its memory there. Where a transfer still touches its
-pages, the hand-over has pinned them.
+Every request ends exactly once, through ``leave``, and releases its memory there. Pages that a transfer still touches
+are pinned by the hand-over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """See the module."""
+    """Owner of all requests of this instance; the module describes its loop."""
 
     def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
         self.options, self.worker, self.outbox = options, worker, outbox
@@ -64,32 +64,34 @@ class Scheduler:
         self.counters = Counters()
         self.draining, self.completed_step = False, 0
         self.now = 0.0
-        """``time.monotonic()`` of this turn of the loop."""
-        self.withheld: Callable[[], Refusal | None] = lambda: None  # while memory is given back (``occupation.py``)
+        """``time.monotonic()`` at the current tick."""
+        self.withheld: Callable[[], Refusal | None] = lambda: None  # set by ``memory_saver.py`` while memory is away
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
         self.deadlines = Deadlines()
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
         self.has_freed = False
-        """Whether the latest ``run_steps`` left more memory obtainable than it found. Hand-overs get theirs before
-        steps are planned, so what preempted and expired requests leave is for the next turn, which should come at once.
+        """Whether the latest ``run_steps`` left more memory obtainable than it found.
+
+        Hand-overs get memory before steps are planned, so memory of preempted and expired requests serves them in the
+        next tick only. That tick should come at once.
         """
 
     @property
     def role(self) -> DisaggregationMode:
-        """Which work this instance is offered now; what it can do does not depend on it."""
+        """Work that this instance is offered now. It does not limit what the instance can do."""
         return self.planner.budget.role
 
     @property
     def longest(self) -> int:
-        """Tokens that a request may come to."""
+        """Maximum length of a request in tokens, prompt and output."""
         return min(self.worker.context_length, self.memory.max_total_tokens)
 
     # --- requests in ---
 
     def admit_message(self, msg: GenerateReq, now: float) -> None:
-        """Take a request in, or refuse it with a reason."""
+        """Admit a request, or refuse it with a reason."""
         if (refusal := self.refusal(msg)) is not None:
             log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
             self.outbox.error(ReqError(msg.rid, *refusal))
@@ -98,7 +100,8 @@ class Scheduler:
         if msg.bootstrap is not None:
             route = self._route(msg.bootstrap)
             if route is Route.INCOMING and msg.bootstrap.source:
-                # KV that is what its sender sent need not be right: who did not choose the sender does not share it.
+                # A peer may send wrong KV. The sender's name in the key keeps it from requests that did not choose that
+                # sender.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
         budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone() - len(msg.input_ids) // 4))
         news = news_interval(msg, self.options.stream_interval)
@@ -120,7 +123,10 @@ class Scheduler:
             self.handovers.add(req, now)
 
     def _fork(self, req: Req, now: float) -> None:
-        """Another answer to a prompt. It needs no hand-over of its own: nothing to do where the first is another's."""
+        """Add a further answer to a prompt. It needs no hand-over of its own.
+
+        Where the hand-over is outgoing, another instance computes the answers, so the fork ends here at once.
+        """
         if req.route is Route.OUTGOING:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
             return
@@ -129,16 +135,20 @@ class Scheduler:
             self.enqueue(req, now)
 
     def _route(self, where: Bootstrap) -> Route:
-        """Which leg of a request that names a hand-over this is: the role says, or whose bootstrap address it names."""
+        """Return whether this instance is the sender or the receiver of a request with a hand-over.
+
+        An explicit leg decides. Otherwise the bootstrap address does, or the role if the address may mean this
+        instance.
+        """
         assert self.handovers is not None
-        # Whatever the role is now: it may have changed since the request was sent.
+        # The leg holds whatever the role is now: the role may have changed since the request was sent.
         if where.leg:
             return Route.OUTGOING if where.leg == "prefill" else Route.INCOMING
         is_sender = self.handovers.names_here(where) or (self.role == "prefill" and self.handovers.may_mean_here(where))
         return Route.OUTGOING if is_sender else Route.INCOMING
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
-        """Why a request is not taken in now, None where it is."""
+        """Return why a request cannot be admitted now, or None if it can."""
         if (closed := DRAINING if self.draining else self.withheld()) is not None:
             return closed
         if msg.rid in self.reqs:
@@ -156,7 +166,7 @@ class Scheduler:
         return refuse_more(len(self.reqs), self.options, lambda: estimator.queue_seconds(half, self.now), msg.place)
 
     def enqueue(self, req: Req, now: float) -> None:
-        """The request waits for its turn to compute here."""
+        """Queue a request that is to compute its prompt here."""
         req.state = ReqState.WAITING
         req.phases.enter(Phase.QUEUE, now)
         req.times.ready = now
@@ -167,14 +177,16 @@ class Scheduler:
             self.tiers.prefetch(req, cached, now, lambda tokens: self.estimator.compute_ms(req, tokens) / 1000)
 
     def may_compute_ahead(self, req: Req) -> bool:
-        """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
-        and should it have to begin again, its prompt will be cached.
+        """Return whether a request may compute before its hand-over's peer asks for it.
+
+        It may while nothing else waits or runs, so it delays no other request. If it has to start over, its prompt is
+        cached.
         """
         busy = len(self.planner.waiting) or self.planner.running
         return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
 
     def take_back(self, req: Req) -> None:
-        """The peer of an outgoing request that has no memory here yet does not want its KV for now."""
+        """Set an outgoing request without memory back to bootstrapping: its peer does not want its KV for now."""
         self.planner.forget(req.rid)
         if self.tiers is not None:
             self.tiers.forget(req.rid)
@@ -183,13 +195,16 @@ class Scheduler:
         req.phases.enter(Phase.QUEUE, self.now, at="decode")
 
     def start_over(self, req: Req) -> None:
-        """As if the request had not had its turn yet; what it computed of its prompt is cached."""
+        """Release a request's memory and reset it to the state before its prefill.
+
+        What it computed of its prompt stays cached.
+        """
         self.planner.forget(req.rid)
         self.memory.finish(req)
         req.start_over(self.now)
 
     def abort(self, msg: AbortReq) -> None:
-        """End a request (or all) on a client's wish. An unknown rid has ended already: nothing to do."""
+        """End a request, or all of them, for a client. An unknown rid has ended already and is ignored."""
         for rid in [msg.rid] if msg.rid else list(self.reqs):
             req = self.reqs.get(rid)
             if req is not None:
@@ -197,7 +212,7 @@ class Scheduler:
                 self._cancel(req, msg.reason)
 
     def stop(self, msg: StopReq) -> None:
-        """The detokenizer found a stop string and has answered the client."""
+        """End a request for which the detokenizer found a stop string. The client has its answer already."""
         req = self.reqs.get(msg.rid)
         if req is not None:
             self.end(req, ReqState.FINISHED, None)
@@ -210,7 +225,10 @@ class Scheduler:
     # --- requests out ---
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
+        """End a request and tell its client ``finish``.
+
+        ``finish`` is None if the client has been told already. A request that another instance still has just leaves.
+        """
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
             return
@@ -221,14 +239,20 @@ class Scheduler:
             self.outbox.tokens(req, finish, self.meta(req))
 
     def limit_output(self, req: Req, tokens: int) -> None:
-        """The request may come to no more than ``tokens``, its prompt included; it ends now where it has as many."""
+        """Limit a request to ``tokens``, prompt and output together.
+
+        It ends now if its output has reached the limit.
+        """
         req.limit_output(tokens)
         if req.output_len >= req.max_new_tokens:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
             self._cancel(req, "the KV pool has become smaller")
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
-        """The request is over by a fault that is not the client's wish. Nothing for one that has ended."""
+        """End a request because of a fault, with an error for its client.
+
+        A request that has ended already is ignored.
+        """
         if req.is_ended:
             return
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
@@ -240,7 +264,10 @@ class Scheduler:
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.route_told))
 
     def leave(self, req: Req, state: ReqState) -> None:
-        """Take the request out of every queue, and let go of its memory, silently; a second time is an error."""
+        """Remove a request from every queue and release its memory; nothing is sent.
+
+        Raises ``AssertionError`` if the request has ended already.
+        """
         if req.is_ended:
             raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
         req.state = state
@@ -255,23 +282,23 @@ class Scheduler:
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def meta(self, req: Req) -> ReqMeta:
-        """Return what the client is told of the request's life, up to now."""
+        """Return what the client is told about the request's course, up to now."""
         return meta_of(req, max(self.now, req.times.last_token), has_tiers=self.tiers is not None)
 
     # --- steps ---
 
     @property
     def in_flight_since(self) -> float | None:
-        """When the oldest step under way was sent (``time.monotonic()``), None with none under way."""
+        """When the oldest step under way was sent (``time.monotonic()``); None if no step is under way."""
         return self._in_flight[0].sent_at if self._in_flight else None
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is alive and no step under way."""
+        """Whether no request is alive and no step is under way."""
         return not self.reqs and not self._in_flight
 
     def run_steps(self, now: float) -> None:
-        """Keep the worker supplied."""
+        """Plan and send steps until ``max_in_flight`` are under way or nothing can be computed."""
         self.now = now
         obtainable = self.memory.obtainable
         self._expire(now)
@@ -297,14 +324,14 @@ class Scheduler:
         self.has_freed = self.memory.obtainable > obtainable
 
     def _move_pages(self, now: float) -> None:
-        """Tell the worker what is to be copied, and looked at, behind all steps that were planned."""
+        """Send the worker the copies and KV checks that follow all steps planned so far."""
         if self.tiers is not None:
             self.outbox.all_to_worker(self.tiers.take(now))
         if self.memory.debug is not None:
             self.memory.debug.flush()
 
     def _expire(self, now: float) -> None:
-        """End those whose clients wait no longer, as they said beforehand."""
+        """End requests that have exceeded their ``timeout_s``."""
         for req in self.deadlines.pop(now):
             text = f"the request was not over within its timeout_s of {req.msg.timeout_s:g} s"
             if req.output_len and req.route is not Route.OUTGOING:
@@ -314,7 +341,10 @@ class Scheduler:
             self._cancel(req, text)
 
     def _end_stuck(self, now: float) -> None:
-        """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""
+        """Fail a request that has lacked memory for longer than the queue timeout because hand-overs hold it.
+
+        Hand-overs end by themselves and return their memory, except those with a writer that does not stop.
+        """
         stuck, limit = self.planner.stuck, self.options.disaggregation_queue_timeout
         if stuck is not None and now - stuck.since > limit:
             text = f"hand-overs of other requests held the memory that this one needs for {limit:.0f} s"
@@ -322,7 +352,7 @@ class Scheduler:
             self._cancel(stuck.req, text)
 
     def on_step_result(self, result: StepResult, now: float) -> None:
-        """A step is done: its tokens are known now."""
+        """Record the result of the oldest step under way: its tokens are known now."""
         self.now = now
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
@@ -345,12 +375,12 @@ class Scheduler:
                 self._on_token(req, tokens[i], logprob, now)
 
     def catch_up(self) -> None:
-        """What can wait until a turn's messages have left."""
+        """Do the work that can wait until the messages of a tick are sent."""
         self.estimator.catch_up()
 
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
         for req in reqs:
-            # It may be cached already, and of a request that is over too: the next one would start from it.
+            # Also for requests that have ended: their KV may be cached, and the next request would start from it.
             self.memory.condemn(req)
             if req.is_ended:
                 continue
@@ -362,7 +392,7 @@ class Scheduler:
         if req.hold is not None:
             req.hold.proven = req.known_len
         req.times.first_token = req.times.first_token or now
-        # A token that was on its way when its request was retracted ends no phase.
+        # A token that was under way when its request was retracted ends no phase.
         if req.phases.phase is Phase.PREFILL and req.state is not ReqState.PREFILLING:
             req.phases.enter(Phase.TRANSFER if req.route is Route.OUTGOING else Phase.DECODE, now)
         req.append(token, logprob)
@@ -375,7 +405,10 @@ class Scheduler:
             self.on_newest_token(req, token, now)
 
     def on_newest_token(self, req: Req, token: int, now: float) -> None:
-        """``token``, just appended, came from here or from the peer: tell it when its time has come, or end there."""
+        """Count a token that was just appended, from here or from the peer.
+
+        Send pending output if it is due, or end the request.
+        """
         req.times.last_token = now
         self.counters.generation_tokens += 1
         if (shares := self.planner.waiting.shares) is not None:
@@ -393,19 +426,19 @@ class Scheduler:
             self._tell(req)
 
     def take_first_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """An incoming request's first token, ahead of its KV; it may end the request."""
+        """Take an incoming request's first token, which comes ahead of its KV. It may end the request."""
         req.append(token, logprob)
-        # That much will be there, and is kept for others if it is, also where the request ends now.
+        # The KV of the whole prompt will be here. It is cached for others, if it arrives, even if the request ends now.
         req.computed = req.prompt_len
         self.on_newest_token(req, token, now)
 
     def start_landed(self, req: Req, now: float) -> None:
-        """An incoming request's KV has landed and was verified: decode from here on."""
+        """Start decoding an incoming request: its KV has arrived and was verified."""
         req.computed = req.prompt_len
         self.planner.start_landed(req, now)
 
     def recompute(self, req: Req, now: float) -> None:
-        """An incoming request's KV won't come: what is not known of it is computed here."""
+        """Compute here what is not cached of an incoming request: its KV will not come."""
         self.planner.forget(req.rid)
         if req.hold is not None:
             self.memory.finish(req)
@@ -413,31 +446,34 @@ class Scheduler:
         self.enqueue(req, now)
 
     def compute_here(self, req: Req, now: float) -> None:
-        """An incoming request is computed here after all, in the memory that was taken for its KV."""
+        """Compute an incoming request's prompt here after all, in the memory that was taken for its KV."""
         req.route = Route.LOCAL
         req.times.ready = now
         self.planner.begin(req, now)
 
-    # --- requests that move ---
+    # --- migration ---
 
     def hold_back(self, req: Req) -> None:
-        """The request stands still as soon as the steps under way are done (``pending`` is 0 then)."""
+        """Plan no more steps of a request. It stands still once the steps under way are done: ``pending`` is 0 then."""
         self.forks.forget(req)
         self.planner.hold_back(req)
 
     def go_on(self, req: Req) -> None:
-        """A request that was held back goes on here."""
+        """Continue a request here that was held back."""
         if not req.is_ended:
             self.planner.go_on(req)
 
     def leave_moved(self, req: Req, where: ReqMoved) -> None:
-        """The request goes on elsewhere; its client is told where, behind all that it has been given here."""
+        """End a request that continues elsewhere. Its client gets all pending output first, then the new location."""
         self._tell(req)
         self.leave(req, ReqState.MOVED)
         self.outbox.answer(where)
 
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
-        """Take in a request that ran elsewhere and has ``output``; it waits for ``start_moved``. Or why not."""
+        """Admit a migrating request that has ``output`` already; it waits for ``start_moved``.
+
+        Return a reason if refused.
+        """
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
         if (most := len(msg.input_ids) // 4 + max_new_tokens) > self.longest:
@@ -455,7 +491,10 @@ class Scheduler:
         return req
 
     def admit_gift(self, msg: GenerateReq) -> Req | str:
-        """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
+        """Add a request for the returned KV of a prompt that ran elsewhere; nothing is computed.
+
+        Return a reason if refused.
+        """
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
         if (length := len(msg.input_ids) // 4) > self.longest:
@@ -465,7 +504,7 @@ class Scheduler:
         return req
 
     def start_moved(self, req: Req, now: float) -> None:
-        """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""
+        """Continue a migrated request: all of its output is known, and its KV is here as far as it was handed over."""
         req.elsewhere = False
         req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
         req.untold_logprobs = list(req.logprobs)
@@ -476,15 +515,16 @@ class Scheduler:
         self._tell(req)
 
     def _tell(self, req: Req) -> None:
-        """Pass on what is untold of a request, if anything is; its end is not known yet."""
+        """Send a request's pending output, if there is any; the request has not ended."""
         if not req.untold:
             return
-        # With the first tokens, so that a stream can tell its counts; with all of them where a stop string may end it.
+        # The meta goes with the first tokens, so that a stream can report counts. A stop string may end the request at
+        # any tokens, so then it goes with all.
         wants_meta = req.msg.sampling.stop or not req.announced
         self.outbox.tokens(req, None, self.meta(req) if wants_meta else None)
 
     def check_invariants(self) -> None:
-        """Memory is whole, and every request stands where its state says. Raises ``InvariantViolation``."""
+        """Check that memory is consistent and every hold has an owner. Raises ``InvariantViolation``."""
         users = [r.hold for r in self.reqs.values() if r.hold is not None]
         if self.handovers is not None:
             users += self.handovers.pinned()
