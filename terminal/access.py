@@ -16,7 +16,7 @@ class AccessError(ValueError):
 
 
 def check_server_url(url: str) -> str:
-    """``url`` without a trailing slash; raises ``AccessError`` where it is none."""
+    """Return ``url`` without a trailing slash; raises ``AccessError`` if it is not a server's URL."""
     try:
         return check_url(url)
     except RouterOptionsError as e:
@@ -24,7 +24,7 @@ def check_server_url(url: str) -> str:
 
 
 def read_api_key(file: Path | None) -> str | None:
-    """The first key of ``file``, which may be a server's own key file; None without a file. Raises ``AccessError``.
+    """Read the first key of ``file``, which may be a server's key file; None without a file. Raises ``AccessError``.
 
     There is no option for the key itself: every user of the host can read a process's arguments.
     """
@@ -37,10 +37,10 @@ def read_api_key(file: Path | None) -> str | None:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """The headers that show the key."""
+    """Make the headers with the key."""
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def decoder_says(error: UndeclaredMessage) -> str:
-    """What an answer has that it should not have, in the decoder's words."""
+    """Return the decoder's description of what is wrong with an answer."""
     return shown(str(error.__cause__ or error))

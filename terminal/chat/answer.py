@@ -37,7 +37,7 @@ class Answer:
         return chunk.text
 
     def summary(self) -> str:
-        """Prompt and output tokens, time to the first, tokens a second, how it ended, and the phases where known."""
+        """Describe the answer: numbers of tokens, time to the first, tokens per second, its end, and its phases."""
         return ", ".join([*self._counts(), *self._speed(), *self._end(), *self._phases()])
 
     def _counts(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a streamed answer is made of. Fields that nobody here reads are left out."""
+"""The chunks of a streamed answer, without the fields that are not read here."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
 """Longest wait for a byte of an answer: its first token may have to queue. Ctrl-C doesn't wait."""
 QUESTION_SECONDS = 10.0
-"""The same for the list of models."""
+"""Maximum seconds for the list of models."""
 MAX_BYTES = 16 << 20
-"""Of one event, or of an answer that is not a stream."""
+"""Maximum bytes of one event, or of an answer that is not a stream."""
 DATA, DONE = b"data:", b"[DONE]"
 
 
@@ -56,7 +56,7 @@ class ChatClient:
     """A server, one question at a time. ``close`` it."""
 
     def __init__(self, url: str, api_key: str | None, sampling: dict[str, Any]) -> None:
-        """``sampling``: fields that go into every body, like "temperature"."""
+        """Connect to ``url``. ``sampling`` has fields for every body, like "temperature"."""
         self._url = url
         self._has_key = api_key is not None
         self._sampling = sampling
@@ -69,7 +69,7 @@ class ChatClient:
         self._http.close()
 
     def first_model(self) -> str:
-        """The name of the first model that the server lists; raises ``ChatError``."""
+        """Return the name of the first model that the server lists; raises ``ChatError``."""
         with self._plain_errors():
             answer = self._http.get("/v1/models", timeout=QUESTION_SECONDS)
             if answer.status_code != httpx.codes.OK:
@@ -105,7 +105,7 @@ class ChatClient:
 
     @contextmanager
     def _plain_errors(self) -> Iterator[None]:
-        """Everything that can go wrong on the way, as ``ChatError``."""
+        """Turn all errors of the connection into ``ChatError``."""
         try:
             yield
         except httpx.ConnectError as e:
@@ -132,10 +132,10 @@ class ChatClient:
 
 
 def events(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of each server-sent event, each of which is one line; comments and other fields are left out.
+    """Yield the data of each server-sent event, which is one line. Comments and other fields are left out.
 
-    Split here, as a client library's lines also end at characters that JSON may hold (U+2028). Raises ``ChatError``
-    for a line without an end.
+    Lines are split here, because a client library also splits at characters that JSON may contain (U+2028). Raises
+    ``ChatError`` for a line without an end.
     """
     rest = b""
     for part in parts:
@@ -146,6 +146,6 @@ def events(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def error_text(body: bytes) -> str:
-    """The message in an error's body, in one line."""
+    """Return the message in an error's body, in one line."""
     error = parse_error(body)
     return shown(str(error["message"])) if error else shown(body.decode(errors="replace").strip()) or "no reason given"

@@ -42,7 +42,7 @@ def run_chat(options: ChatOptions) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our answers has gone. Python would complain once more when it flushes at the end.
+        # The reader of our output has gone. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -71,7 +71,7 @@ def _edit_lines() -> None:
 
 
 def _typed_line() -> str | None:
-    """What the user typed; None for Ctrl-D. Raises ``KeyboardInterrupt``."""
+    """Read a line that the user types; None for Ctrl-D. Raises ``KeyboardInterrupt``."""
     try:
         return input(PROMPT)
     except EOFError:
@@ -83,5 +83,5 @@ def _typed_line() -> str | None:
 
 
 def _next_line() -> str | None:
-    """The next line of standard input; None at its end."""
+    """Read the next line of standard input; None at its end."""
     return sys.stdin.readline() or None

@@ -15,14 +15,14 @@ class Screen:
     """Answers go to ``out``. So do notes and errors on a terminal; elsewhere they go to ``err``, apart from answers."""
 
     def __init__(self, is_terminal: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        """Default for ``out`` and ``err``: the standard streams."""
+        """Set the outputs. ``out`` and ``err`` are the standard streams by default."""
         self._out = out or sys.stdout
         self._is_terminal = is_terminal
         self._notes = Console(file=self._out if is_terminal else err or sys.stderr, highlight=False, soft_wrap=True)
         self._line_is_open = False
 
     def write(self, text: str) -> None:
-        """A piece of an answer, shown at once; on a terminal without control characters."""
+        """Show a piece of an answer at once; on a terminal, without control characters."""
         if not text:
             return
         self._out.write(text.translate(CONTROLS) if self._is_terminal else text)
@@ -42,9 +42,9 @@ class Screen:
         self._line_is_open = False
 
     def note(self, text: str) -> None:
-        """A word on the side."""
+        """Show a note beside the answers."""
         self._notes.print(text.translate(CONTROLS), style="dim", markup=False)
 
     def error(self, text: str) -> None:
-        """What went wrong, and what to do."""
+        """Show an error, with what to do about it."""
         self._notes.print(f"pdserve chat: {text.translate(CONTROLS)}", style="red", markup=False)

@@ -36,7 +36,7 @@ class Session:
     """See the module. ``run`` is the whole conversation."""
 
     def __init__(self, client: ChatClient, screen: Screen, model: str, system: str | None, *, goes_on: bool) -> None:
-        """``goes_on``: whether Ctrl-C and errors end no more than an answer, as where somebody can type the next."""
+        """Start a conversation. With ``goes_on``, Ctrl-C and errors only end an answer, because a user can type on."""
         self._client = client
         self._screen = screen
         self._model = model
@@ -45,7 +45,7 @@ class Session:
         self._turns: list[Message] = []
 
     def run(self, read_line: ReadLine) -> End:
-        """Until ``read_line`` gives None, "/exit", or, unless it ``goes_on``, an error.
+        """Talk until ``read_line`` gives None or "/exit". Unless the session ``goes_on``, an error ends it as well.
 
         Raises ``KeyboardInterrupt`` unless it ``goes_on``.
         """

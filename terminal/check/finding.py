@@ -24,15 +24,15 @@ class Finding(NamedTuple):
 
 
 def ok(topic: str, text: str) -> Finding:
-    """All is well."""
+    """Make a finding that all is well."""
     return Finding(topic, Level.OK, text)
 
 
 def warning(topic: str, text: str, advice: str = "") -> Finding:
-    """It could be better."""
+    """Make a finding that something could be better."""
     return Finding(topic, Level.WARNING, text, advice)
 
 
 def problem(topic: str, text: str, advice: str = "") -> Finding:
-    """It doesn't work."""
+    """Make a finding that something does not work."""
     return Finding(topic, Level.PROBLEM, text, advice)

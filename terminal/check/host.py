@@ -27,7 +27,7 @@ LEAST_FREE = 64 << 20
 
 
 def look_at_cores(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa: B008 - immutable
-    """The processor, and where an instance's threads would run."""
+    """Examine the processor, and the cores that an instance's threads would run on."""
     machine = read_machine(tree=tree)
     name = cpu_model(tree.proc / "cpuinfo") or os.uname().machine
     text = f"{name}; an instance takes {plan_placement(None, None, machine).reason}"
@@ -46,7 +46,7 @@ def look_at_cores(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa
 
 
 def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa: B008 - immutable
-    """What is free, within the control groups. Whether it is enough depends on the model."""
+    """Examine the free memory within the control groups. Whether it is enough depends on the model."""
     memory = host_memory(tree)
     text = f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, within the limits of the control groups"
     if memory.free < memory.total / 10:
@@ -59,7 +59,7 @@ def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noq
 
 
 def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
-    """How many connections a process may have. ``limits``: soft and hard; default: this process's."""
+    """Examine the number of connections of a process. ``limits`` are soft and hard; by default, this process's."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     options = ServerOptions()
     wanted = FILES_A_REQUEST * (options.max_running_requests + options.max_queued_requests)
@@ -77,7 +77,7 @@ def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
 
 
 def look_at_run_dir(folder: Path | None = None) -> Iterator[Finding]:
-    """Where the processes of an instance keep their sockets; default: where a server would."""
+    """Examine the folder of an instance's sockets; by default, the one that a server would use."""
     advice = "Point TMPDIR to a short path on a local disk that can be written to."
     try:
         # Python finds the first folder that can be written to.
@@ -98,7 +98,7 @@ def look_at_run_dir(folder: Path | None = None) -> Iterator[Finding]:
 
 
 def look_at_shared_memory() -> Iterator[Finding]:
-    """Whether the shm backend can have its memory, which counts as the instance's own: /dev/shm doesn't matter."""
+    """Check that the shm backend can get memory. It counts as the instance's own, so /dev/shm does not matter."""
     try:
         region = allocate_region(os.sysconf("SC_PAGE_SIZE"), shared=True)
     except RegionError as e:

@@ -24,7 +24,7 @@ BUILD = f"python -m {MODULE}"
 
 
 def look_at_kernels() -> Iterator[Finding]:
-    """The level, and where its library is or would come from."""
+    """Examine the level of the CPU kernels, and the origin of their library."""
     try:
         level = choose_level()
     except BuildError as e:
@@ -61,7 +61,7 @@ def look_at_kernels() -> Iterator[Finding]:
 
 
 def can_use_kernels() -> bool:
-    """Whether an instance that starts now would compute with them, as far as can be told without a build."""
+    """Return whether an instance started now would use the kernels, as far as is known without a build."""
     try:
         path = library_path(choose_level())
         is_there = find_library(path) is not None

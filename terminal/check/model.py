@@ -33,7 +33,7 @@ from .finding import Finding, ok, problem, warning
 
 GIB = 2**30
 VALUE_BYTES = 2
-"""Of bfloat16, in which weights and KV are by default."""
+"""Bytes of a bfloat16 value, the default type of weights and KV."""
 EMBEDDINGS = "token_embd.weight"
 """A GGUF's name for the table of embeddings, which is read as plain numbers beside its blocks."""
 TOPIC = "model"
@@ -45,7 +45,7 @@ ADVICE = {
 
 
 def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
-    """The model that ``path`` names. ``has_kernels``: whether a GGUF's blocks can be served as they are."""
+    """Examine the model that ``path`` names. ``has_kernels`` says whether a GGUF's blocks can be served as they are."""
     try:
         source = resolve_model(path, download=False)
         is_native = choose_model_impl("auto", source) is ModelImpl.NATIVE
@@ -73,7 +73,7 @@ def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
 
 
 def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
-    """About what an instance holds of ``tensors``; ``as_blocks``: quantised ones as they are in the file."""
+    """Estimate the bytes of ``tensors`` in an instance. With ``as_blocks``, quantised ones stay as in the file."""
     total = 0
     for tensor in tensors:
         plain = tensor.values * VALUE_BYTES
@@ -85,14 +85,14 @@ def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
 
 
 def page_bytes(spec: ModelSpec, page_size: int) -> int:
-    """Of a KV page."""
+    """Return the bytes of a KV page."""
     return spec.num_layers * page_size * spec.kv_elements * VALUE_BYTES
 
 
 def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Finding:
-    """Whether ``weights`` (bytes) and a KV pool fit into the host's ``memory``, by the rule of the model worker.
+    """Check that ``weights`` (bytes) and a KV pool fit into the host's ``memory``, by the rule of the model worker.
 
-    ``are_packed``: the kernels make a copy in their own order, and there are two until the last layer has one.
+    With ``are_packed``, the kernels copy weights into their own order. Both copies exist until the last layer is done.
     """
     options = ServerOptions()
     most = options.max_running_requests * (spec.context_length + options.page_size - 1)
@@ -119,7 +119,7 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
 def _pool(
     spec: ModelSpec, options: ServerOptions, request: PoolRequest, weights: int, memory: Memory
 ) -> tuple[int, int]:
-    """Tokens that a unified server would keep, and bytes that they would take. Raises ``NotEnoughMemory``."""
+    """Return the tokens of a unified server's KV pool, and their bytes. Raises ``NotEnoughMemory``."""
     page, size = page_bytes(spec, options.page_size), options.page_size
     windows = layers_apart(options, without_idle_windows(spec))
     if not windows:

@@ -55,7 +55,7 @@ class CheckOptions:
 
     @property
     def ports_to_check(self) -> dict[int, str]:
-        """Each port, and who listens there by default ("" where it was asked for by number)."""
+        """Each port, with the server that listens there by default ("" if the port was given by number)."""
         if self.ports:
             return dict.fromkeys(self.ports, "")
         server = ServerOptions()

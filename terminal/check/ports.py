@@ -1,4 +1,4 @@
-"""Whether ports of the loopback address are free, and else who listens there."""
+"""Check of ports of the loopback address: whether they are free, and otherwise which process listens there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Listener(NamedTuple):
 
 
 def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator[Finding]:
-    """Each of ``ports``, whose usual listener (or "") is given."""
+    """Examine each of ``ports``, given with its usual listener (or "")."""
     for port, usual in ports.items():
         name = f"{port} ({usual})" if usual else str(port)
         try:
@@ -48,7 +48,7 @@ def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator
 
 
 def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
-    """Who listens on ``port``, at any address; None where it can't be seen."""
+    """Find the process that listens on ``port``, at any address; None if it cannot be seen."""
     wanted = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     if not wanted:
         return None

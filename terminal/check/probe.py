@@ -19,7 +19,7 @@ class Probe(NamedTuple):
 
 
 def run_probe(probe: Probe) -> list[Finding]:
-    """What ``probe`` finds; a problem where it fails or takes too long, which ends none of the others."""
+    """Return the findings of ``probe``. If it fails or takes too long, that is a problem, and others still run."""
     results: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -30,7 +30,7 @@ def run_probe(probe: Probe) -> list[Finding]:
             found = [problem(probe.topic, f"can't be looked at: {type(e).__name__}: {e}")]
         results.put(found)
 
-    # A thread that hangs can't be ended, but nobody waits for this one when the program ends.
+    # A hanging thread cannot be ended, but the program does not wait for this one at its end.
     threading.Thread(target=work, name=f"probe of {probe.topic}", daemon=True).start()
     try:
         return results.get(timeout=probe.seconds)

@@ -54,7 +54,7 @@ def run_check(options: CheckOptions) -> int:
 
 
 def choose_probes(options: CheckOptions) -> Iterator[Probe]:
-    """What to look at, in this order; raises ``AccessError``."""
+    """Yield the probes to run, in this order; raises ``AccessError``."""
     yield Probe("python", look_at_python)
     yield Probe("packages", look_at_packages)
     yield Probe("torch", look_at_torch)
@@ -74,7 +74,7 @@ def choose_probes(options: CheckOptions) -> Iterator[Probe]:
 
 
 def as_json(findings: list[Finding]) -> str:
-    """For programs: the worst level, and every finding."""
+    """Format the worst level and every finding for programs."""
     order = list(Level)
     worst = max((finding.level for finding in findings), key=order.index, default=Level.OK)
     content = {
@@ -86,7 +86,7 @@ def as_json(findings: list[Finding]) -> str:
 
 
 class _Lines:
-    """For people: a line a finding, its advice below."""
+    """Output for people: one line per finding, with its advice below."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = Console(file=out, highlight=False, soft_wrap=True)
@@ -100,7 +100,7 @@ class _Lines:
                 self._console.print(Text(f"{'':<24}{finding.advice}", style="dim"))
 
     def sum_up(self, findings: list[Finding]) -> None:
-        """The last line."""
+        """Print the last line."""
         count: Callable[[Level], int] = [finding.level for finding in findings].count
         problems, warnings = count(Level.PROBLEM), count(Level.WARNING)
         self._console.print(f"\n{_number(problems, 'problem')}, {_number(warnings, 'warning')}")

@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
-    """The server at ``url``."""
+    """Examine the server at ``url``."""
     headers = key_headers(api_key)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
@@ -68,7 +68,7 @@ def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
 
 
 def ask(http: httpx.Client, path: str) -> Answer:
-    """What GET ``path`` answers; raises ``Unanswered``."""
+    """Return the answer to GET ``path``; raises ``Unanswered``."""
     try:
         answer = http.get(path)
     except httpx.ConnectError as e:
@@ -83,7 +83,7 @@ def ask(http: httpx.Client, path: str) -> Answer:
 
 
 def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
-    """What the body of ``/server_info`` says."""
+    """Judge the body of ``/server_info``."""
     try:
         told = decode(msgspec.json.Decoder(ServerTold), body, MAX_BYTES)
         if told.router is None:
@@ -103,7 +103,7 @@ def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
 
 
 def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
-    """An instance behind a router."""
+    """Judge an instance of a router."""
     name = f"{instance.role} {instance.url}"
     if instance.state == "unhealthy":
         yield problem(instance.role, f"{instance.url} is unhealthy: {shown(instance.reason)}", "Its log says more.")
@@ -121,7 +121,7 @@ def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
 
 
 def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
-    """What an instance says of itself."""
+    """Judge an instance's report about itself."""
     topic = info.role
     level = f", kernels at level {info.machine.kernel_level}" if info.machine.kernel_level else ""
     yield ok(
@@ -142,7 +142,7 @@ def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
 
 
 def judge_handovers(url: str, info: InstanceInfo) -> Iterator[Finding]:
-    """An instance's hand-overs and peers."""
+    """Judge an instance's hand-overs and peers."""
     told = info.disaggregation
     assert told is not None
     failed = told.sent.failed + told.received.failed
@@ -163,7 +163,7 @@ def judge_handovers(url: str, info: InstanceInfo) -> Iterator[Finding]:
 
 
 def judge_likeness(instances: Sequence[RoutedInstance]) -> Iterator[Finding]:
-    """Whether instances behind one router serve the same, and pairs can exchange KV."""
+    """Check that the instances of one router serve the same model, and that pairs can exchange KV."""
     told = [instance.info for instance in instances if instance.info is not None and instance.info.role]
     for what, values, advice in (
         ("models", {info.model for info in told}, "A router's instances serve one model."),

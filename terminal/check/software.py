@@ -18,7 +18,7 @@ INSTALL = "pip install --upgrade pdserve brings what it needs; constraints.txt n
 
 
 def look_at_python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Examine the interpreter."""
     asked = metadata(PACKAGE)["Requires-Python"]
     text = f"{platform.python_version()} ({sys.executable})"
     if SpecifierSet(asked).contains(platform.python_version(), prereleases=True):
@@ -28,7 +28,7 @@ def look_at_python() -> Iterator[Finding]:
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """Every package that pdserve asks for: there, and of a version that it takes."""
+    """Check that every package that pdserve needs is there, in a version that it accepts."""
     wanted = [Requirement(line) for line in requires(PACKAGE) or ()]
     wanted = [need for need in wanted if need.marker is None or need.marker.evaluate({"extra": ""})]
     wrong = []
@@ -47,7 +47,7 @@ def look_at_packages() -> Iterator[Finding]:
 
 
 def look_at_torch(dev: Path = Path("/dev")) -> Iterator[Finding]:
-    """Torch's version, and what a GPU would be good for."""
+    """Examine torch: its version, and whether it could use a GPU."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

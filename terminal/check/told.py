@@ -63,7 +63,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """Of an instance; ``role`` is "" where something else answers."""
+    """An instance's report about itself; ``role`` is "" if another program answers."""
 
     role: str = ""
     status: str = ""
