@@ -112,9 +112,10 @@ format: $(STAMP) ## put the code into its format
 bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
 	@$(BIN)/python -P -m pdserve.benchmark.peers
 
-docs: $(STAMP) ## write docs/flags.md and the fields of docs/http-api.md anew, from the declarations
+docs: $(STAMP) ## write docs/flags.md, the fields of docs/http-api.md and the tables of docs/metrics.md anew, from the declarations
 	@$(BIN)/python docs/generate_flags.py
 	@$(BIN)/python docs/generate_fields.py
+	@$(BIN)/python docs/generate_metrics.py
 
 models: $(STAMP) ## measure every model config against transformers and write docs/models.md; CONFIGS="a b": those alone
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m support.models_page $(CONFIGS)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..messages.metrics import Histogram
 from ..messages.worker import StepResult
+from ..runtime.metrics import Metrics, counter, histogram
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
 
@@ -66,3 +67,24 @@ class Counters:
         """JSON-ready."""
         counts = {name: value for name, value in vars(self).items() if name != "step_seconds"}
         return counts | {"forward_seconds": round(self.step_seconds.total, 6)}
+
+
+METRICS: Metrics[Counters] = (
+    counter(
+        "pdserve_recomputed_tokens_total", "Tokens computed again after a retraction.", lambda c: c.recomputed_tokens
+    ),
+    counter(
+        "pdserve_compiled_kernels_total",
+        "GPU kernels compiled while serving, each of which stalled all streams.",
+        lambda c: c.compiled_kernels,
+        note="A stall takes seconds; the log names the kernels. Always 0 on a CPU, and a bug elsewhere.",
+    ),
+    histogram("pdserve_step_duration_seconds", "Duration of forward passes.", lambda c: c.step_seconds),
+    counter(
+        "pdserve_step_tokens_total",
+        "Tokens that went through the model, wanted or not.",
+        lambda c: {"prefill": c.prompt_tokens + c.recomputed_tokens, "decode": c.decode_tokens},
+        "phase",
+        note="Phases: `prefill`, `decode`.",
+    ),
+)

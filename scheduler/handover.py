@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..mem_cache.base_prefix_cache import KVHold
-from ..messages.metrics import HandoverCounts
+from ..messages.metrics import Family
 from ..messages.moves import MigrateReq
 from ..messages.outputs import TokenLogprob
 from ..messages.requests import Bootstrap
@@ -108,5 +108,5 @@ class Handovers(Protocol):
     def transfers(self, now: float) -> list[dict[str, Any]]:
         """Return the open hand-overs for ``/transfers``."""
 
-    def counts(self) -> HandoverCounts:
-        """Return counts of what was handed over, in both directions."""
+    def metrics(self) -> list[Family]:
+        """Return the metrics of hand-overs, in both directions."""

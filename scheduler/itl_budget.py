@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..messages.metrics import PromiseCounts
+from ..runtime.metrics import Metrics, counter
 from .estimates.cost_model import CostModel
 from .estimates.step_shape import StepShape
 
@@ -55,8 +55,8 @@ class ItlBudget:
         self.stretch = STRETCH
         self.margin = FIRST_MARGIN
         self._model = model
-        self._steps = 0
-        self._over = 0
+        self.steps = 0
+        self.steps_over = 0
         self._over_estimate_ms = 0.0
         self._over_outcome_ms = 0.0
         self._worst = Promise(0.0, 0.0)
@@ -87,29 +87,25 @@ class ItlBudget:
         exceeds = outcome_ms > self.margin * promise.estimate_ms
         self.margin *= 1 + MARGIN_GAIN * ((1 - EXCEEDING) if exceeds else -EXCEEDING)
         self.margin = min(max(self.margin, 1.0), MAX_MARGIN)
-        self._steps += 1
+        self.steps += 1
         if outcome_ms <= promise.limit_ms:
             return
-        self._over += 1
+        self.steps_over += 1
         self._over_estimate_ms += promise.estimate_ms
         self._over_outcome_ms += outcome_ms
         if outcome_ms > self._worst_ms:
             self._worst, self._worst_ms = promise, outcome_ms
 
-    def counts(self) -> PromiseCounts:
-        """Promises since the start."""
-        return PromiseCounts(self._steps, self._over)
-
     def info(self) -> dict[str, Any]:
         """JSON-ready: steps with prompt pieces since the start, those of them that broke the promise, milliseconds."""
-        over = max(self._over, 1)
+        over = max(self.steps_over, 1)
         return {
             "budget_ms": self.budget_ms,
             "ttft_target_ms": self.ttft_target_ms,
             "stretch": round(self.stretch, 3),
             "margin": round(self.margin, 3),
-            "steps": self._steps,
-            "steps_over": self._over,
+            "steps": self.steps,
+            "steps_over": self.steps_over,
             "over_estimate_ms": round(self._over_estimate_ms / over, 3),
             "over_outcome_ms": round(self._over_outcome_ms / over, 3),
             "worst": {
@@ -118,3 +114,14 @@ class ItlBudget:
                 "outcome_ms": round(self._worst_ms, 3),
             },
         }
+
+
+METRICS: Metrics[ItlBudget] = (
+    counter(
+        "pdserve_itl_budget_steps_total",
+        "Steps with prompts that streams waited for, by whether they kept --itl-budget-ms.",
+        lambda b: {"kept": b.steps - b.steps_over, "broken": b.steps_over},
+        "outcome",
+        note="Outcomes: `kept`, `broken`. Absent without a budget.",
+    ),
+)

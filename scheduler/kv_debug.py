@@ -31,8 +31,9 @@ from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
 from ..messages.handover import MAX_HASH_BYTES
 from ..messages.kv_debug import HASH_BYTES, HashPages, PagesHashed
-from ..messages.metrics import KVDebugMetrics
+from ..messages.metrics import Labelled
 from ..messages.worker import KVGroup, WorkerReady
+from ..runtime.metrics import Metrics, counter
 from ..runtime.options import ServerOptions
 from .outbox import Outbox
 from .page_names import PageNames
@@ -360,18 +361,12 @@ class KVDebug:
         count = sum(self.mismatches.values()) - self.mismatches[Place.PREFILL]
         return f"--kv-debug has found {count} hashes of KV that differ; the last request: {self._last}" if count else ""
 
-    def metrics(self) -> KVDebugMetrics:
-        """For the HTTP process."""
-        compared = {place.value: self.compared[place] for place in Place}
-        return KVDebugMetrics(compared, {place.value: self.mismatches[place] for place in Place})
-
     def info(self) -> dict[str, Any]:
         """JSON-ready."""
-        told = self.metrics()
         return {
             "remembered_pages": len(self._table),
-            "compared_pages": told.compared,
-            "mismatches": told.mismatches,
+            "compared_pages": _by_place(self.compared),
+            "mismatches": _by_place(self.mismatches),
             "last": self._last,
         }
 
@@ -392,3 +387,25 @@ def make_kv_debug(options: ServerOptions, worker: WorkerReady, tiers: KVTiers | 
     seed = model_seed(worker.fingerprint, worker.layout)
     names = PageNames(seed, options.page_size) if tiers is None else tiers.names
     return KVDebug(options, worker, names, outbox.to_worker)
+
+
+def _by_place(counts: Counter[Place]) -> Labelled:
+    return {place.value: counts[place] for place in Place}
+
+
+METRICS: Metrics[KVDebug] = (
+    counter(
+        "pdserve_kv_debug_compared_pages_total",
+        "Pages with compared hashes, by the place of the comparison.",
+        lambda debug: _by_place(debug.compared),
+        "place",
+        note="Places: `prefill`, `transfer`, `host`, `store`, `restore`, `reuse`. With [`--kv-debug`](debugging.md).",
+    ),
+    counter(
+        "pdserve_kv_debug_mismatches_total",
+        "Hashes of a layer's keys or values in a page that were not what they had been.",
+        lambda debug: _by_place(debug.mismatches),
+        "place",
+        note="Places: `prefill`, `transfer`, `host`, `store`, `restore`, `reuse`. With [`--kv-debug`](debugging.md).",
+    ),
+)

@@ -37,6 +37,7 @@ from ..messages.memory import (
     ResizeResult,
     ResumeMemory,
 )
+from ..runtime.metrics import Metrics, gauge
 from .pool_resize import PoolResize
 from .refusals import BUSY, Refusal
 from .scheduler import Scheduler
@@ -224,3 +225,14 @@ class MemorySaver:
         if result.status != 200:
             log.info("memory stays as it is (%s): %s", ORDERS[order.release], result.message)
         self._scheduler.outbox.answer(result)
+
+
+METRICS: Metrics[MemorySaver] = (
+    gauge(
+        "pdserve_memory_released",
+        "1 for memory that was given back, which makes the instance unready.",
+        lambda o: {tag: int(tag in o.released) for tag in ALL_TAGS},
+        "tag",
+        note="Tags: `kv_cache`, `weights` ([requests for it](http-api.md#post-release_memory_occupation)).",
+    ),
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..mem_cache.allocator import TokenToKVPoolAllocator
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..messages.worker import WorkerReady
+from ..runtime.metrics import Metrics, gauge
 
 
 class PoolSizes(NamedTuple):
@@ -76,3 +78,20 @@ def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool)
         "rows_in_use": rows - table.available_size(),
     }
     return told | (windows.usage() if windows is not None else {})
+
+
+METRICS: Metrics[Mapping[str, int]] = (
+    gauge("pdserve_kv_pool_size_tokens", "KV pool, in tokens.", lambda usage: usage["total"]),
+    gauge(
+        "pdserve_kv_pool_tokens",
+        "KV pool by use: free, cached (no request needs it), in_use.",
+        lambda usage: {state: usage[state] for state in ("free", "cached", "in_use")},
+        "state",
+    ),
+    gauge(
+        "pdserve_kv_pool_usage_ratio",
+        "Share of the KV pool that requests need.",
+        lambda usage: usage["in_use"] / usage["total"],
+    ),
+)
+"""Metrics of what ``usage`` returns."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from operator import attrgetter
 
-from ..messages.metrics import PoolUsage, SchedulerMetrics
+from ..messages.metrics import Family, Labelled, SchedulerMetrics
+from ..runtime.metrics import Metrics, counter, gauge, read
+from . import counters, itl_budget, kv_debug, memory_saver, memory_terms, planner, pressure, shared_prompts
+from .estimates import cost_model
 from .memory_saver import MemorySaver
 from .outbox import Outbox
 from .pressure import PressureMeter
@@ -38,9 +41,8 @@ class MetricsReport:
         if self._scheduler.reqs and now - self._sent_at < REPORT_SECONDS:
             return
         metrics = take_metrics(self._scheduler)
-        metrics.pressure = self.pressure.level(now)
-        if self._occupation is not None:
-            metrics.released = list(self._occupation.released)
+        metrics.families += read(pressure.METRICS, self.pressure.level(now))
+        metrics.families += read(memory_saver.METRICS, self._occupation)
         self._sent_at = now
         if metrics != self._last:
             self._last = metrics
@@ -48,30 +50,43 @@ class MetricsReport:
 
 
 def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
-    """What is counted now."""
-    counters, planner = scheduler.counters, scheduler.planner
+    """Read the metrics of the scheduler and of all its parts."""
+    planned, handovers, tiers = scheduler.planner, scheduler.handovers, scheduler.tiers
+    families: list[Family] = [
+        *read(METRICS, scheduler),
+        *read(memory_terms.METRICS, scheduler.memory.usage()),
+        *read(counters.METRICS, scheduler.counters),
+        *read(planner.METRICS, planned),
+        *read(shared_prompts.METRICS, planned.shared_prompts),
+        *read(itl_budget.METRICS, planned.budget.itl),
+        *read(cost_model.METRICS, scheduler.estimator.model),
+        *(handovers.metrics() if handovers is not None else ()),
+        *(tiers.metrics() if tiers is not None else ()),
+        *read(kv_debug.METRICS, scheduler.memory.debug),
+    ]
+    return SchedulerMetrics(scheduler.role, families)
+
+
+def _by_state(scheduler: Scheduler) -> Labelled:
+    """Count living requests by state. A state without requests is shown as 0: its gauge would keep its last value."""
     states = Counter(map(STATE_OF, scheduler.reqs.values()))
-    usage, itl, handovers = scheduler.memory.usage(), planner.budget.itl, scheduler.handovers
-    return SchedulerMetrics(
-        draining=scheduler.draining,
-        role=scheduler.role,
-        # A state that nobody is in is told as well, or its gauge would stay where it was.
-        states={state.value: states[state] for state in LIVING},
-        pool=PoolUsage(usage["total"], usage["free"], usage["cached"], usage["in_use"]),
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=planner.cached_tokens,
-        recomputed_tokens=counters.recomputed_tokens,
-        decode_tokens=counters.decode_tokens,
-        asked_tokens=planner.asked_tokens,
-        hit_tokens=planner.hit_tokens,
-        retractions=planner.retractions,
-        preemptions=planner.preemptions,
-        followers=planner.shared_prompts.set_aside,
-        step_seconds=counters.step_seconds.copy(),
-        compiled_kernels=counters.compiled_kernels,
-        cost_model_error=scheduler.estimator.model.median_error,
-        promises=itl.counts() if itl is not None else None,
-        handovers=handovers.counts() if handovers is not None else None,
-        tiers=scheduler.tiers.metrics() if scheduler.tiers is not None else None,
-        kv_debug=scheduler.memory.debug.metrics() if scheduler.memory.debug is not None else None,
-    )
+    return {state.value: states[state] for state in LIVING}
+
+
+METRICS: Metrics[Scheduler] = (
+    gauge("pdserve_draining", "1 while the instance admits nothing more.", lambda s: int(s.draining)),
+    gauge(
+        "pdserve_requests",
+        "Requests in the scheduler by state.",
+        _by_state,
+        "state",
+        note="States: `waiting`, `prefilling`, `running`, and of hand-overs `bootstrapping`, `preallocated`, "
+        "`transferring`, `sending`.",
+    ),
+    counter(
+        "pdserve_prompt_tokens_total",
+        "Prompt tokens by where they came from: computed here, or cached here for a prompt computed here.",
+        lambda s: {"computed": s.counters.prompt_tokens, "cached": s.planner.cached_tokens},
+        "source",
+    ),
+)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..messages.base import pack_i32
 from ..messages.outputs import Phase
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
+from ..runtime.metrics import Metrics, counter
 from ..runtime.options import ServerOptions
 from .admission import Admission
 from .claims import Claims
@@ -408,3 +409,25 @@ class StepPlanner:
         if rewrite is not None:
             row = self._memory.hold_of(req).row
             self._slot_deltas.append(SlotDelta(row, rewrite.start, pack_i32(rewrite.slots)))
+
+
+METRICS: Metrics[StepPlanner] = (
+    counter(
+        "pdserve_prefix_cache_asked_tokens_total",
+        "Tokens looked up in the prefix cache.",
+        lambda p: p.asked_tokens,
+        note="A request is looked up when it gets its memory.",
+    ),
+    counter(
+        "pdserve_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda p: p.hit_tokens
+    ),
+    counter(
+        "pdserve_retractions_total",
+        "How often a running request lost its memory to others.",
+        lambda p: p.retractions,
+        note="Other servers call it a preemption.",
+    ),
+    counter(
+        "pdserve_preemptions_total", "Retractions in favour of a request of higher priority.", lambda p: p.preemptions
+    ),
+)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from enum import StrEnum
 
+from ..runtime.metrics import Metrics, gauge, one_of
 from .scheduler import Scheduler
 
 SOME_SHARE, HIGH_SHARE = 1 / 4, 1 / 16
@@ -67,3 +68,14 @@ class PressureMeter:
         """Return the level at ``now``."""
         scheduler = self._scheduler
         return pressure(share_left(scheduler.memory.usage()), len(scheduler.planner.waiting), now - self._at)
+
+
+METRICS: Metrics[Pressure] = (
+    gauge(
+        "pdserve_kv_pressure",
+        "1 at the level of how short KV memory is: none, some (under a quarter can be had), high.",
+        lambda level: one_of(level, Pressure),
+        "level",
+        note="The same as [`pressure`](http-api.md#get-server_info).",
+    ),
+)

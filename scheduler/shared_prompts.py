@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..runtime.metrics import Metrics, counter
 from .policies.prefix_index import common_tokens
 from .req import Req, ReqState
 
@@ -94,3 +95,12 @@ class SharedPrompts:
 def _shared(first: Req) -> int:
     """Return how many tokens of a request's own prompt others find in the cache."""
     return first.hold.cached_len if first.hold is not None else 0
+
+
+METRICS: Metrics[SharedPrompts] = (
+    counter(
+        "pdserve_shared_prompts_total",
+        "Requests that waited for the prompt of another one that begins alike.",
+        lambda s: s.set_aside,
+    ),
+)

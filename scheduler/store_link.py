@@ -22,8 +22,8 @@ import numpy as np
 
 from ..mem_cache.host_tier import HostTier
 from ..messages.base import Message, pack_i32
-from ..messages.metrics import StoreMetrics
 from ..messages.tiers import DropPages, FetchPages, FindPages, PagesFetched, PagesStored, StorePages, StoreState
+from ..runtime.metrics import Metrics, counter, gauge, one_of
 from ..runtime.options import ServerOptions
 from .kept_pages import KeptPages
 from .store_index import LOOK_SECONDS, StoreIndex
@@ -78,9 +78,9 @@ class StoreLink:
         self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
     ) -> None:
         self.state = StoreState("closed", "")
-        self._host, self._counts, self._ids = host, counts, ids
+        self._host, self.counts, self._ids = host, counts, ids
         self._policy = options.hicache_storage_prefetch_policy
-        self._page_size = options.page_size
+        self.page_size = options.page_size
         self._commands: list[Message] = []
         self._backlog: OrderedDict[bytes, None] = OrderedDict()
         self._storing: dict[int, Storing] = {}
@@ -111,7 +111,7 @@ class StoreLink:
         self._backlog[page_hash] = None
         if len(self._backlog) > BACKLOG_PAGES:
             skipped, _ = self._backlog.popitem(last=False)
-            self._counts.skipped += 1
+            self.counts.skipped += 1
             self.kept.left([skipped])
 
     def drop(self, hashes: Iterable[bytes]) -> None:
@@ -196,7 +196,7 @@ class StoreLink:
         if rid in self._fetching or not self._answers(now):
             return
         missing = hashes[: max(0, self._room())]
-        if len(missing) * self._page_size < LEAST_FETCH:
+        if len(missing) * self.page_size < LEAST_FETCH:
             return
         pages = self._host.reserve(len(missing))
         fetch_id = next(self._ids)
@@ -206,7 +206,7 @@ class StoreLink:
         self._fetching[rid] = fetch_id
         if patience:
             heapq.heappush(self._ends, (now + patience, fetch_id))
-        self._counts.asked += len(pages)
+        self.counts.asked += len(pages)
         packed = pack_i32(np.array(pages, dtype=np.int32))
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
 
@@ -221,7 +221,7 @@ class StoreLink:
         expected to take as long again as it has taken, so it is waited for as long as computing takes, and one that
         would not be sooner is not waited for at all.
         """
-        tokens = pages * self._page_size
+        tokens = pages * self.page_size
         if rid in self._insistent:
             return LONGEST_WAIT
         most = min(LONGEST_WAIT, worth(tokens))
@@ -236,7 +236,7 @@ class StoreLink:
         told. Nothing is asked where nobody would wait for a fetch.
         """
         hashes = hashes[: max(0, self._room())]
-        is_worth_it = self._policy != "best_effort" and len(hashes) * self._page_size >= LEAST_FETCH
+        is_worth_it = self._policy != "best_effort" and len(hashes) * self.page_size >= LEAST_FETCH
         if is_worth_it and self._answers(now) and self._silence(now) < LOOK_SECONDS:
             look_id = next(self._ids)
             self.sight.begin(look_id, rid, now)
@@ -251,7 +251,7 @@ class StoreLink:
         many milliseconds the request will wait for them.
         """
         pages = self.sight.seen(rid)
-        tokens = pages * self._page_size
+        tokens = pages * self.page_size
         if tokens < LEAST_FETCH:
             return 0, 0.0
         needed, patience = self.fetch_ms(pages, now), self._patience_for(rid, pages, worth, now) * 1000
@@ -317,8 +317,8 @@ class StoreLink:
         """A batch is over."""
         hashes, pages, _ = self._storing.pop(event.id)
         self._host.unpin(pages)
-        self._counts.stored += event.count
-        self._counts.store_seconds += event.seconds
+        self.counts.stored += event.count
+        self.counts.store_seconds += event.seconds
         if event.error:
             # Once more, as far as the host has them by then.
             self._stored.difference_update(hashes)
@@ -341,8 +341,8 @@ class StoreLink:
         self._stored.difference_update(fetch.hashes[event.count :])
         self._stored.update(came)
         self._brought.update(came)
-        self._counts.fetched += event.count
-        self._counts.fetch_seconds += event.seconds
+        self.counts.fetched += event.count
+        self.counts.fetch_seconds += event.seconds
         if self._fetching.get(fetch.rid) == event.id:
             del self._fetching[fetch.rid]
         self._prune()
@@ -386,9 +386,46 @@ class StoreLink:
         """Pages that it has yet to write, those under way not among them."""
         return len(self._backlog)
 
-    def metrics(self) -> StoreMetrics:
-        """For the HTTP process."""
-        state = self.state
-        tokens = state.pages * self._page_size if state.pages >= 0 else None
-        nbytes = state.nbytes if state.nbytes >= 0 else None
-        return StoreMetrics(state.breaker, tokens, nbytes, state.bad_pages, state.evicted_pages)
+
+BREAKER_STATES = ("closed", "open", "half-open")
+METRICS: Metrics[StoreLink] = (
+    gauge(
+        "pdserve_kv_store_state",
+        "1 for the state that the store's breaker is in: closed (asked), open (left alone), half-open (tried).",
+        lambda s: one_of(s.state.breaker, BREAKER_STATES),
+        "state",
+        note="`open`: it is left alone because it fails; `half-open`: it is tried again.",
+    ),
+    counter(
+        "pdserve_kv_store_asked_tokens_total",
+        "KV that the store was asked for.",
+        lambda s: s.counts.asked * s.page_size,
+    ),
+    counter(
+        "pdserve_kv_store_skipped_tokens_total",
+        "KV that came faster than the store took it.",
+        lambda s: s.counts.skipped * s.page_size,
+    ),
+    counter(
+        "pdserve_kv_store_bad_pages_total",
+        "Pages of the store found damaged or another prompt's, and dropped.",
+        lambda s: s.state.bad_pages,
+    ),
+    counter(
+        "pdserve_kv_store_evicted_pages_total",
+        "Pages that the store dropped to make room.",
+        lambda s: s.state.evicted_pages,
+    ),
+    gauge(
+        "pdserve_kv_store_tokens",
+        "KV in the store, as far as this instance knows.",
+        lambda s: s.state.pages * s.page_size if s.state.pages >= 0 else None,
+        note="Absent where the store can't tell.",
+    ),
+    gauge(
+        "pdserve_kv_store_bytes",
+        "KV in the store in bytes, as far as this instance knows.",
+        lambda s: s.state.nbytes if s.state.nbytes >= 0 else None,
+        note="Absent where the store can't tell.",
+    ),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..messages.metrics import TierMetrics
 from ..messages.outputs import CachedBeyond
 
 NOTHING_BEYOND = CachedBeyond(0, 0)
@@ -34,21 +33,3 @@ class TierCounts:
         """A request began with these."""
         self.hit_host += found.host
         self.hit_store += found.store
-
-    def metrics(self, page_size: int) -> TierMetrics:
-        """For the HTTP process, in tokens; what the tiers hold is left at nothing."""
-        return TierMetrics(
-            host_total=0,
-            host_used=0,
-            saved=self.saved * page_size,
-            loaded=self.loaded * page_size,
-            stored=self.stored * page_size,
-            fetched=self.fetched * page_size,
-            asked=self.asked * page_size,
-            skipped=self.skipped * page_size,
-            hit_host=self.hit_host,
-            hit_store=self.hit_store,
-            copy_seconds=self.copy_seconds,
-            fetch_seconds=self.fetch_seconds,
-            store_seconds=self.store_seconds,
-        )

@@ -35,7 +35,7 @@ from ..mem_cache.host_tier import HostTier
 from ..mem_cache.page_hash import model_seed
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, Message, pack_i32
-from ..messages.metrics import TierMetrics
+from ..messages.metrics import Family
 from ..messages.outputs import CachedBeyond
 from ..messages.tiers import (
     CopyPages,
@@ -49,10 +49,12 @@ from ..messages.tiers import (
     TierEvent,
 )
 from ..messages.worker import WorkerReady
+from ..runtime.metrics import Metrics, counter, gauge, read
 from ..runtime.options import ServerOptions
 from .copy_pace import CopyPace
 from .page_names import PageNames
 from .req import Req
+from .store_link import METRICS as STORE_METRICS
 from .store_link import StoreLink, Worth, as_long_as_any
 from .tier_counts import NOTHING_BEYOND, TierCounts
 
@@ -308,13 +310,9 @@ class KVTiers:
         """What somebody should look after, "" for nothing."""
         return self.store.problem(now) if self.store is not None else ""
 
-    def metrics(self) -> TierMetrics:
-        """For the HTTP process."""
-        told = self.counts.metrics(self.page_size)
-        told.host_total = self.host.num_pages * self.page_size
-        told.host_used = len(self.host) * self.page_size
-        told.store = self.store.metrics() if self.store is not None else None
-        return told
+    def metrics(self) -> list[Family]:
+        """Return the metrics of the host tier and of its store."""
+        return read(METRICS, self) + read(STORE_METRICS, self.store)
 
     def info(self) -> dict[str, Any]:
         """JSON-ready: pages, and what became of them."""
@@ -332,3 +330,41 @@ class KVTiers:
     def check_invariants(self) -> None:
         """Raise ``InvariantViolation``."""
         self.host.check_invariants()
+
+
+METRICS: Metrics[KVTiers] = (
+    gauge(
+        "pdserve_kv_host_tokens",
+        "KV in host memory, behind the pool: used, and free.",
+        lambda t: {"used": len(t.host) * t.page_size, "free": (t.host.num_pages - len(t.host)) * t.page_size},
+        "state",
+        note="Absent without [tiers](tiers.md), as are all metrics of stores and tiers.",
+    ),
+    counter(
+        "pdserve_prefix_cache_beyond_tokens_total",
+        "Prompt tokens found in the prefix cache but not in the KV pool, by the tier that had them.",
+        lambda t: {"host": t.counts.hit_host, "store": t.counts.hit_store},
+        "tier",
+        note="Tiers: `host` memory, or brought by the `store`.",
+    ),
+    counter(
+        "pdserve_kv_tier_tokens_total",
+        "KV copied between tiers.",
+        lambda t: {
+            ("pool", "host"): t.counts.saved * t.page_size,
+            ("host", "pool"): t.counts.loaded * t.page_size,
+            ("host", "store"): t.counts.stored * t.page_size,
+            ("store", "host"): t.counts.fetched * t.page_size,
+        },
+        "source",
+        "target",
+        note="Tiers: `pool`, `host`, `store`.",
+    ),
+    counter(
+        "pdserve_kv_tier_seconds_total",
+        "Time spent copying KV between tiers: copies between pool and host hold up steps, those of the store do not.",
+        lambda t: {"copy": t.counts.copy_seconds, "store": t.counts.store_seconds, "fetch": t.counts.fetch_seconds},
+        "work",
+        note="Work: `copy` between pool and host, `store` and `fetch` between host and store.",
+    ),
+)

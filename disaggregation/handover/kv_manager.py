@@ -7,11 +7,9 @@ All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking
 from __future__ import annotations
 
 import logging
-from copy import copy
+from dataclasses import asdict
 from functools import partial
 from typing import Any
-
-import msgspec
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import Message
@@ -30,7 +28,7 @@ from ...messages.handover import (
     Withdraw,
     Withdrawn,
 )
-from ...messages.metrics import HandoverCounts, MoveCounts
+from ...messages.metrics import Family
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
@@ -44,6 +42,7 @@ from ...messages.worker import (
     TransferEvent,
 )
 from ...runtime.answer_keys import AnswerKeys
+from ...runtime.metrics import Metrics, counter, read
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
@@ -57,10 +56,15 @@ from .migration.migration_source import MigrationSource
 from .migration.migration_target import MigrationTarget
 from .network import Network
 from .peer import Peer
+from .peers import METRICS as PEER_METRICS
 from .peers import Peers
+from .placement_policy import METRICS as PLACEMENT_METRICS
 from .placement_policy import PlacementPolicy
+from .receiver_table import METRICS as RECEIVED_METRICS
 from .receiver_table import ReceiverTable
+from .sender_table import METRICS as SENT_METRICS
 from .sender_table import SenderTable
+from .store_first import METRICS as FETCH_METRICS
 
 log = logging.getLogger(__name__)
 
@@ -262,16 +266,16 @@ class KVManager:
     def info(self) -> dict[str, Any]:
         """Return the ``disaggregation`` object of ``/server_info``."""
         ports = {"bootstrap_port": self._network.bootstrap_port, "control_port": self._network.port.port}
-        sent, received = self.senders.counts(), self.receivers.counts()
+        sent, received = self.senders, self.receivers
         return ports | {
-            "sent": {"rooms": sent.open, "done": sent.done, "failed": sent.failed, "bytes": sent.nbytes}
-            | {"push_seconds": round(sent.seconds, 6)},
-            "received": {"rooms": received.open, "done": received.done, "failed": received.failed}
-            | {"bytes": received.nbytes, "withdrawn": self.receivers.withdrawn},
+            "sent": {"rooms": len(sent.rooms), "done": sent.done, "failed": sent.failed, "bytes": sent.bytes_sent}
+            | {"push_seconds": round(sent.push_seconds, 6)},
+            "received": {"rooms": len(received.rooms), "done": received.done, "failed": received.failed}
+            | {"bytes": received.bytes_received, "withdrawn": received.withdrawn},
             "peers": self._peers.info(),
             "refused": self._peers.refused,
             "choices": self._choice.info(),
-            "store_first": msgspec.structs.asdict(self.receivers.store_first.counts),
+            "store_first": asdict(received.store_first.counts),
         }
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
@@ -279,25 +283,16 @@ class KVManager:
         sides = (self.senders, self.receivers, self.moves_out, self.moves_in)
         return [room for side in sides for room in side.info(now)]
 
-    def counts(self) -> HandoverCounts:
+    def metrics(self) -> list[Family]:
         """See ``Handovers``."""
-        return HandoverCounts(
-            sent=self.senders.counts(),
-            received=self.receivers.counts(),
-            peers=self._peers.connected,
-            refused=self._peers.refused,
-            moves=MoveCounts(
-                out=self.moves_out.done,
-                out_failed=self.moves_out.failed,
-                in_=self.moves_in.done,
-                in_failed=self.moves_in.failed,
-                paused_seconds=self.moves_out.paused_seconds,
-                returned=self.moves_out.given,
-                kept=self.moves_in.kept,
-            ),
-            choices=self._choice.counts(),
-            store_first=copy(self.receivers.store_first.counts),
-        )
+        return [
+            *read(SENT_METRICS, self.senders),
+            *read(RECEIVED_METRICS, self.receivers),
+            *read(PLACEMENT_METRICS, self._choice),
+            *read(FETCH_METRICS, self.receivers.store_first.counts),
+            *read(METRICS, self),
+            *read(PEER_METRICS, self._peers),
+        ]
 
     def _tell_worker(self, command: PeerCommand) -> None:
         # Connecting follows the steps: what was to be sent by a link of before must not be sent by the next.
@@ -378,3 +373,32 @@ class KVManager:
 def asks_nobody(options: ServerOptions) -> bool:
     """Whether everybody who reaches this instance may have it compute: then a peer that has no secret may, too."""
     return is_loopback(options.host) and options.api_key is None and options.api_key_file is None
+
+
+METRICS: Metrics[KVManager] = (
+    counter(
+        "pdserve_requests_moved_total",
+        "Running requests that were to go on at another instance, or came from one.",
+        lambda m: {
+            ("out", "done"): m.moves_out.done,
+            ("out", "failed"): m.moves_out.failed,
+            ("in", "done"): m.moves_in.done,
+            ("in", "failed"): m.moves_in.failed,
+        },
+        "direction",
+        "outcome",
+        note="Directions: `out`, `in`. Outcomes: `done`, `failed`.",
+    ),
+    counter(
+        "pdserve_moved_pause_seconds_total",
+        "Time that requests stood still while they moved to another instance.",
+        lambda m: m.moves_out.paused_seconds,
+    ),
+    counter(
+        "pdserve_kv_returned_total",
+        "Finished requests with KV given back to a prefill, or taken from a decode.",
+        lambda m: {"out": m.moves_out.given, "in": m.moves_in.kept},
+        "direction",
+        note="Directions: `out`, `in`. With `--return-kv`.",
+    ),
+)

@@ -44,6 +44,7 @@ from ...messages.worker import (
     PeerFailed,
     PeerLinkDown,
 )
+from ...runtime.metrics import Metrics, counter, gauge
 from ..bootstrap.finder import REACH_SECONDS
 from ..bootstrap.registration import Reached
 from .control.frames import MESSAGES_A_TURN
@@ -471,3 +472,13 @@ class Peers:
 
     def _all(self) -> Iterable[Peer]:
         return dict.fromkeys([*self._by_address.values(), *self._by_connection.values()])
+
+
+METRICS: Metrics[Peers] = (
+    gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", lambda p: p.connected),
+    counter(
+        "pdserve_control_refusals_total",
+        "Frames and connections that the control plane refused.",
+        lambda p: p.refused,
+    ),
+)

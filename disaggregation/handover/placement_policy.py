@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...messages.metrics import ChoiceCounts, PlaceCounts
+from ...runtime.metrics import Metrics, counter
 from ...scheduler.estimates.estimator import Estimator
 from ...scheduler.estimates.outcomes import Line
 from ...scheduler.req import Foreseen, Req
@@ -52,18 +52,22 @@ class _Place:
     """Statistics of prompts computed in one of the two places."""
 
     def __init__(self) -> None:
-        self.counts = PlaceCounts()
+        self.prompts = 0
+        self.predicted_seconds = 0.0
+        """Estimated time from the decision to the first token, of prompts with a first token."""
+        self.actual_seconds = 0.0
+        """Actual time from the decision to the first token, of prompts with a first token."""
         self._errors: deque[float] = deque(maxlen=RECENT)
 
     def came_out(self, foreseen_ms: float, ms: float) -> None:
-        self.counts.predicted_seconds += foreseen_ms / 1000
-        self.counts.actual_seconds += ms / 1000
+        self.predicted_seconds += foreseen_ms / 1000
+        self.actual_seconds += ms / 1000
         self._errors.append(abs(ms - foreseen_ms) / max(foreseen_ms, ms, 1e-3))
 
     def info(self) -> dict[str, Any]:
         errors = sorted(self._errors)
         return {
-            "prompts": self.counts.prompts,
+            "prompts": self.prompts,
             "median_error": round(errors[len(errors) // 2], 4) if errors else None,
         }
 
@@ -75,7 +79,7 @@ class PlacementPolicy:
         self.asks = threshold == "auto"
         self._least = FIXED[threshold] if threshold in FIXED else int(threshold)
         self._estimator = estimator
-        self._here, self._there = _Place(), _Place()
+        self.here, self.there = _Place(), _Place()
         self._own = Line(1.0)
         self._prefills: dict[str, _Prefill] = {}
 
@@ -83,7 +87,7 @@ class PlacementPolicy:
         """Whether so little of its prompt is to be computed that no other instance is asked."""
         here = self._least > 0 and self._estimator.uncached(req) < self._least
         if here or not self.asks:
-            (self._here if here else self._there).counts.prompts += 1
+            (self.here if here else self.there).prompts += 1
         return here
 
     def would_decline(self, req: Req) -> bool:
@@ -97,7 +101,7 @@ class PlacementPolicy:
         here_ms = self._estimator.first_token_ms(req, req.prompt_len - computed, now)
         here, there = self._own.at(here_ms, now), self._learned(prefill).first_token.at(there_ms, now)
         is_here = here < there + self._learned(prefill).lag.at(pages, now)
-        (self._here if is_here else self._there).counts.prompts += 1
+        (self.here if is_here else self.there).prompts += 1
         ms, raw_ms = (here, here_ms) if is_here else (there, there_ms)
         req.foreseen = Foreseen(None if is_here else prefill, ms, raw_ms, now)
         return is_here
@@ -120,7 +124,7 @@ class PlacementPolicy:
             return
         ms = (now - foreseen.at) * 1000
         here = foreseen.prefill is None
-        (self._here if here else self._there).came_out(foreseen.ms, ms)
+        (self.here if here else self.there).came_out(foreseen.ms, ms)
         self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
 
     def never_came(self, req: Req, now: float) -> None:
@@ -135,10 +139,6 @@ class PlacementPolicy:
         """So long behind its first token the KV of a prompt was there."""
         self._learned(prefill).lag.learn(pages, seconds * 1000, now)
 
-    def counts(self) -> ChoiceCounts:
-        """Decisions since the start."""
-        return ChoiceCounts(self._here.counts, self._there.counts)
-
     def info(self) -> dict[str, Any]:
         """JSON-ready: decisions since the start, how far forecasts were off lately, and by what they are corrected."""
 
@@ -150,7 +150,7 @@ class PlacementPolicy:
             for epoch, p in self._prefills.items()
         }
         corrections = {"here": line(self._own), "there": prefills}
-        return {"here": self._here.info(), "there": self._there.info(), "corrections": corrections}
+        return {"here": self.here.info(), "there": self.there.info(), "corrections": corrections}
 
     def _line_of(self, foreseen: Foreseen) -> Line:
         return self._own if foreseen.prefill is None else self._learned(foreseen.prefill).first_token
@@ -161,3 +161,28 @@ class PlacementPolicy:
         if len(self._prefills) > MOST_PEERS:
             del self._prefills[next(iter(self._prefills))]
         return learned
+
+
+METRICS: Metrics[PlacementPolicy] = (
+    counter(
+        "pdserve_prompt_places_total",
+        "Prompts by where they were to be computed: by this decode itself (here), or by its prefill (there).",
+        lambda c: {"here": c.here.prompts, "there": c.there.prompts},
+        "place",
+        note="`--disaggregation-threshold` decides.",
+    ),
+    counter(
+        "pdserve_first_token_foreseen_seconds_total",
+        "Estimated time to first tokens, from the decision where to compute their prompts.",
+        lambda c: {"here": c.here.predicted_seconds, "there": c.there.predicted_seconds},
+        "place",
+        note="With `--disaggregation-threshold auto`.",
+    ),
+    counter(
+        "pdserve_first_token_came_seconds_total",
+        "Actual time to first tokens, of prompts with an estimate.",
+        lambda c: {"here": c.here.actual_seconds, "there": c.there.actual_seconds},
+        "place",
+        note="Divided by `pdserve_first_token_foreseen_seconds_total`: how far estimates are off.",
+    ),
+)

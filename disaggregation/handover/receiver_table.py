@@ -48,9 +48,9 @@ from ...messages.handover import (
     Withdraw,
     Withdrawn,
 )
-from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Phase
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
+from ...runtime.metrics import Metrics, counter, gauge
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .kv_receiver import KVReceiver, Newcomer, ReceiverState, StoreStage, first_token_problem, take_times, too_late, why
@@ -458,10 +458,6 @@ class ReceiverTable:
         for receiver in [r for r in self.rooms.values() if r.peer is peer and r.state is ReceiverState.DRAINING]:
             self._drained(receiver)
 
-    def counts(self) -> DirectionCounts:
-        """Return how many incoming hand-overs are open, done and failed, and the bytes they received."""
-        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received, recomputed=self.recomputed)
-
     def warning(self, now: float) -> str | None:
         """What somebody should look after: memory that a peer neither lets go of nor dies with."""
         stuck = [r for r in self._in(ReceiverState.DRAINING) if now - r.draining_since > STUCK_SECONDS]
@@ -557,3 +553,21 @@ class ReceiverTable:
         self._revoke(receiver)
         if receiver.hold is not None:
             self._scheduler.memory.unpin(receiver.hold)
+
+
+METRICS: Metrics[ReceiverTable] = (
+    counter("pdserve_kv_received_bytes_total", "KV received from other instances.", lambda r: r.bytes_received),
+    counter(
+        "pdserve_handovers_received_total",
+        "Hand-overs received that are over.",
+        lambda r: {"done": r.done, "failed": r.failed},
+        "outcome",
+        note="Outcomes: `done`, `failed`.",
+    ),
+    gauge("pdserve_handovers_received_open", "Hand-overs received that are under way.", lambda r: len(r.rooms)),
+    counter(
+        "pdserve_handovers_recomputed_total",
+        "Hand-overs that failed after their first token, so that the prompt was computed here.",
+        lambda r: r.recomputed,
+    ),
+)

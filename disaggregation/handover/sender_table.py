@@ -41,9 +41,9 @@ from ...messages.handover import (
     Withdraw,
     Withdrawn,
 )
-from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Phase, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages, SendProgress
+from ...runtime.metrics import Metrics, counter, gauge
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_AHEAD_BYTES, PROGRESS_SECONDS
@@ -467,10 +467,6 @@ class SenderTable:
             sender.state, sender.first = SenderState.BOOTSTRAPPING, None
             self._scheduler.start_over(sender.req)
 
-    def counts(self) -> DirectionCounts:
-        """Return how many outgoing hand-overs are open, done and failed, and the bytes they sent."""
-        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_sent, self.push_seconds)
-
     def info(self, now: float) -> list[dict[str, Any]]:
         """Rooms that are open, for /transfers."""
         return [
@@ -551,3 +547,17 @@ class SenderTable:
 def _told(counts: list[int]) -> str:
     """Format the page counts of all groups for a log line or an error message."""
     return " and ".join(map(str, counts))
+
+
+METRICS: Metrics[SenderTable] = (
+    counter("pdserve_kv_sent_bytes_total", "KV sent to other instances.", lambda s: s.bytes_sent),
+    counter("pdserve_kv_push_seconds_total", "Time spent sending KV to other instances.", lambda s: s.push_seconds),
+    counter(
+        "pdserve_handovers_sent_total",
+        "Hand-overs sent that are over.",
+        lambda s: {"done": s.done, "failed": s.failed},
+        "outcome",
+        note="Outcomes: `done`, `failed`.",
+    ),
+    gauge("pdserve_handovers_sent_open", "Hand-overs sent that are under way.", lambda s: len(s.rooms)),
+)

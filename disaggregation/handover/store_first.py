@@ -17,8 +17,10 @@ prefill that dies, end the room as ever; what is under way belongs to the host's
 
 from __future__ import annotations
 
-from ...messages.metrics import StoreFirstCounts
+from dataclasses import dataclass
+
 from ...messages.outputs import HeldTokens
+from ...runtime.metrics import Metrics, counter
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.tier_counts import NOTHING_BEYOND
 from .kv_receiver import KVReceiver, StoreStage
@@ -35,6 +37,20 @@ def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prosp
     left = missing - pages * page_size
     gain = prospects.sooner(missing, -(-missing // page_size)) - prospects.sooner(left, -(-left // page_size))
     return PATIENCE * gain if pages and fetch_ms < gain else 0.0
+
+
+@dataclass
+class StoreFirstCounts:
+    """Prompts for which a decode read its own store before it asked a prefill for the remaining pages."""
+
+    came: int = 0
+    """Prompts with pages from the store."""
+    late: int = 0
+    """Prompts for which the store took too long."""
+    lost: int = 0
+    """Prompts for which no page came, because the store had lost them or failed."""
+    tokens: int = 0
+    """Tokens that came from the store."""
 
 
 class StoreFirst:
@@ -132,3 +148,20 @@ class StoreFirst:
         missing, page_size = req.prompt_len - req.computed, self._scheduler.memory.page_size
         prospects = self._choice.prospects(req, receiver.peer.epoch, receiver.there_ms, now)
         return patience_ms(missing, pages, page_size, tiers.store.fetch_ms(pages, now), prospects)
+
+
+METRICS: Metrics[StoreFirstCounts] = (
+    counter(
+        "pdserve_handover_fetches_total",
+        "Prompts of which this decode asked its own store before a prefill, by what became of it.",
+        lambda counts: {"came": counts.came, "late": counts.late, "lost": counts.lost},
+        "outcome",
+        note="Outcomes: pages `came`, came too `late` to be waited for, or were `lost`, not there or not right "
+        "([tiers.md](tiers.md#prefill-and-decode-over-one-store)).",
+    ),
+    counter(
+        "pdserve_handover_fetched_tokens_total",
+        "Prompt tokens with KV from this decode's own store instead of a prefill.",
+        lambda counts: counts.tokens,
+    ),
+)

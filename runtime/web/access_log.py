@@ -19,6 +19,7 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...messages.decode import shown
+from ...messages.metrics import Labelled
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
 from .paths import Access, PathFacts, PathTable
@@ -102,6 +103,10 @@ class AccessCounts:
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self.in_flight = 0
+
+    def by_labels(self) -> Labelled:
+        """Return the answers with the values of the labels ``method``, ``path`` and ``status``."""
+        return {(method, path, str(status)): count for (method, path, status), count in self.responses.items()}
 
 
 class AccessLog:

@@ -15,38 +15,25 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from ...messages.metrics import Histogram
-
-Values = float | Mapping[tuple[str, ...], float]
-"""One value, or one for each combination of label values."""
+from ...messages.metrics import Family, Histogram, MetricInfo, MetricKind, Values
 
 
-class Families:
-    """The families of one scrape in the making; ``labels`` go with each of their samples."""
+def exposed(families: Iterable[Family], labels: Mapping[str, str]) -> list[Metric]:
+    """Return the client library's form of ``families``; ``labels`` are added to every sample."""
+    return [_metric(family.info, family.values, labels) for family in families]
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._names = tuple(labels)
-        self._values = tuple(labels.values())
-        self.made: list[Metric] = []
 
-    def gauge(self, name: str, meaning: str, values: Values, *by: str) -> None:
-        """Add a gauge; ``by`` are the names of the labels in ``values``."""
-        self._add(GaugeMetricFamily(name, meaning, labels=(*self._names, *by)), values)
-
-    def counter(self, name: str, meaning: str, values: Values, *by: str) -> None:
-        """Add a counter; ``name`` ends in ``_total``."""
-        self._add(CounterMetricFamily(name, meaning, labels=(*self._names, *by)), values)
-
-    def histogram(self, name: str, meaning: str, counts: Histogram) -> None:
-        """Add a histogram; ``name`` ends in the unit."""
-        family = HistogramMetricFamily(name, meaning, labels=self._names)
-        family.add_metric(self._values, list(_cumulative(counts)), counts.total)
-        self.made.append(family)
-
-    def _add(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> None:
-        for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
-            family.add_metric((*self._values, *labels), value)
-        self.made.append(family)
+def _metric(info: MetricInfo, values: Values, labels: Mapping[str, str]) -> Metric:
+    names, common = (*labels, *info.labels), tuple(labels.values())
+    if isinstance(values, Histogram):
+        metric = HistogramMetricFamily(info.name, info.help, labels=names)
+        metric.add_metric(common, list(_cumulative(values)), values.total)
+        return metric
+    made = CounterMetricFamily if info.kind is MetricKind.COUNTER else GaugeMetricFamily
+    family = made(info.name, info.help, labels=names)
+    for by, value in (values if isinstance(values, dict) else {(): values}).items():
+        family.add_metric((*common, *(by if isinstance(by, tuple) else (by,))), value)
+    return family
 
 
 class MetricsPage:

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...messages.worker import MeasuredStep, WorkerReady
+from ...runtime.metrics import Metrics, gauge
 from .non_negative import F64, solve_non_negative
 from .step_shape import StepShape
 
@@ -293,3 +294,13 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
         bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
         kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
     return CostModel(worker.measured, kv_ms)
+
+
+METRICS: Metrics[CostModel] = (
+    gauge(
+        "pdserve_cost_model_error_ratio",
+        "Median error of the last steps' estimated times, relative to the estimates.",
+        lambda m: m.median_error,
+        note="Absent before the first step.",
+    ),
+)

@@ -9,9 +9,11 @@ A streamed token costs some 0.6 µs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
-from ...messages.metrics import Histogram
+from ...messages.metrics import Histogram, Labelled
 from ...messages.outputs import FinishType, Phase, ReqError, ReqMeta, ReqText
+from ...runtime.metrics import Metrics, counter, histogram
 from .submission import Choice, Kind
 
 SHORT_SECONDS = (
@@ -137,3 +139,98 @@ class RequestMetrics:
     def dropped(self, choice: Choice, why: str) -> None:
         """A request ended without an answer of the engine's: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``."""
         (self.legs if choice.kind is Kind.LEG else self.finished)[why] += 1
+
+
+def _shown(names: Iterable[str], counts: Counter[str]) -> Labelled:
+    """Return the counts, with 0 for those of ``names`` that were not counted yet."""
+    return {name: counts[name] for name in dict.fromkeys((*names, *counts))}
+
+
+METRICS: Metrics[RequestMetrics] = (
+    counter("pdserve_generation_tokens_total", "Output tokens that clients were given.", lambda m: m.generation_tokens),
+    counter(
+        "pdserve_requests_finished_total",
+        "Requests of clients that are over, by why.",
+        lambda m: _shown(REASONS, m.finished),
+        "reason",
+        note="Reasons: `stop`, `length`, `abort`, `timeout` (`timeout_s` had passed), `error`, `client_gone`, `moved` "
+        "(they go on at another instance, which counts their end).",
+    ),
+    counter(
+        "pdserve_request_errors_total",
+        "Requests, and legs, that the engine ended in an error, by its type.",
+        lambda m: _shown(ERROR_TYPES, m.errors),
+        "type",
+        note="The type is that of the error's body. Streams, whose status was 200 already, count as well.",
+    ),
+    counter(
+        "pdserve_prefill_legs_finished_total",
+        "Prompts computed for other instances that are over, by how.",
+        lambda m: _shown(LEG_OUTCOMES, m.legs),
+        "outcome",
+        note="Outcomes: `handed_over`, `declined` (the decode computes the prompt itself; of a request for several "
+        "answers one leg, the others count as `handed_over` at once), `abort`, `timeout`, `error`, `client_gone`, "
+        "`moved`.",
+    ),
+    histogram(
+        "pdserve_time_to_first_token_seconds",
+        "From a request's arrival to its first token.",
+        lambda m: m.ttft,
+        note="Without a stream: to when the token was known.",
+    ),
+    histogram(
+        "pdserve_inter_token_latency_seconds",
+        "Time between two tokens of a stream.",
+        lambda m: m.inter_token,
+        note="Several that come together share their gap.",
+    ),
+    histogram(
+        "pdserve_time_per_output_token_seconds",
+        "A request's mean time between two tokens.",
+        lambda m: m.per_token,
+    ),
+    histogram("pdserve_e2e_request_latency_seconds", "From a request's arrival to its last token.", lambda m: m.e2e),
+    histogram(
+        "pdserve_request_queue_seconds",
+        "Waiting for memory and a turn, on all instances of a request.",
+        lambda m: m.queue,
+        note="The phase `queue` of [`timing`](http-api.md#timing).",
+    ),
+    histogram(
+        "pdserve_request_prefill_seconds",
+        "From the end of a request's queue to its first token.",
+        lambda m: m.prefill,
+        note="The phase `prefill`, on whichever instance computed the prompt.",
+    ),
+    histogram(
+        "pdserve_request_transfer_seconds",
+        "What a hand-over added to the time to the first token.",
+        lambda m: m.transfer,
+        note="The phase `transfer`; only of requests that were handed over.",
+    ),
+    histogram(
+        "pdserve_request_decode_seconds",
+        "From the first token to the last.",
+        lambda m: m.decode,
+        note="The phase `decode`. What the four phases leave of `pdserve_e2e_request_latency_seconds` is tokenizing "
+        "and the last token's way to HTTP.",
+    ),
+    histogram("pdserve_request_prompt_tokens", "Prompt lengths.", lambda m: m.prompt_length),
+    histogram("pdserve_request_generation_tokens", "Output lengths.", lambda m: m.output_length),
+    histogram(
+        "pdserve_prefill_leg_queue_seconds",
+        "Waiting for memory and a turn, of a leg.",
+        lambda m: m.leg_queue,
+        note="Without waiting for its decode.",
+    ),
+    histogram(
+        "pdserve_prefill_leg_prefill_seconds",
+        "From the end of a leg's queue to its first token.",
+        lambda m: m.leg_prefill,
+    ),
+    histogram(
+        "pdserve_prefill_leg_push_seconds",
+        "Time that the transfer engine spent on a leg's KV.",
+        lambda m: m.leg_push,
+    ),
+)

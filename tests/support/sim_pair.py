@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from pdserve.disaggregation.handover import receiver_table, sender_table
 from pdserve.disaggregation.handover.limits import HandoverLimits
 from pdserve.disaggregation.handover.peer import Peer, PeerState, Reading, Writing
 from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
@@ -30,7 +31,6 @@ from pdserve.messages.handover import (
     Withdraw,
     Withdrawn,
 )
-from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import (
     CancelSend,
     DisconnectPeer,
@@ -44,6 +44,7 @@ from pdserve.messages.worker import (
     SliceChecksum,
     VerifyPages,
 )
+from pdserve.runtime.metrics import read
 from support.sim import NO_WINDOW, SimInstance, SimWindow, make_options
 
 LIMITS = HandoverLimits(bootstrap=5.0, queue=20.0, transfer=5.0)
@@ -125,9 +126,9 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         self.senders.first_token(req, token, logprob)
 
-    def counts(self):
+    def metrics(self):
         """See ``KVManager``, whose peers these are not."""
-        return HandoverCounts(self.senders.counts(), self.receivers.counts(), peers=1, refused=0)
+        return read(sender_table.METRICS, self.senders) + read(receiver_table.METRICS, self.receivers)
 
     def transfer(self) -> None:
         """The oldest command that waits for no step."""

@@ -132,8 +132,8 @@ class Campaign:
 
     def places(self) -> tuple[int, int]:
         """Prompts that living instances decided to compute themselves, and those that they left to others."""
-        counts = [node.manager.counts().choices for node in self._nodes()]
-        return sum(c.here.prompts for c in counts), sum(c.there.prompts for c in counts)
+        choices = [node.manager._choice for node in self._nodes()]
+        return sum(c.here.prompts for c in choices), sum(c.there.prompts for c in choices)
 
     # --- instances ---
 

@@ -43,7 +43,7 @@ class Pair:
             self.nodes[epoch].submit(rid, prompt, self.rooms, PORTS["p"], max_new_tokens=4)
 
     def handed_over(self) -> int:
-        return self.nodes["d"].manager.counts().received.done
+        return self.nodes["d"].manager.receivers.done
 
     def peers(self) -> list[int]:
         return [len(node.manager.info()["peers"]) for node in self.nodes.values()]

@@ -57,8 +57,7 @@ def a_req() -> Req:
 def test_a_threshold_is_a_number_of_tokens_to_be_computed_here(threshold, uncached, short):
     choice = PlacementPolicy(threshold, Fixed(uncached=uncached))
     assert choice.is_short(a_req()) is short
-    counts = choice.counts()
-    assert (counts.here.prompts, counts.there.prompts) == (short, not short and threshold != "auto")
+    assert (choice.here.prompts, choice.there.prompts) == (short, not short and threshold != "auto")
     assert choice.asks == (threshold == "auto")
 
 
@@ -81,7 +80,7 @@ def test_the_sooner_one_is_taken_with_the_time_that_kv_needs():
     assert is_here(90.0, 10)
     assert not is_here(90.0, 2)
     assert not is_here(90.0, 10, "another prefill")
-    assert (choice.counts().here.prompts, choice.counts().there.prompts) == (2, 3)
+    assert (choice.here.prompts, choice.there.prompts) == (2, 3)
 
 
 def test_forecasts_are_corrected_by_how_they_came_out():
@@ -93,7 +92,7 @@ def test_forecasts_are_corrected_by_how_they_came_out():
         assert req.foreseen is None
     assert choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
     assert not choice.is_here(req, "another", 80.0, 0, 0, now=1.0)
-    assert choice.counts().there.actual_seconds == pytest.approx(0.16 * (choice.counts().there.prompts - 1))
+    assert choice.there.actual_seconds == pytest.approx(0.16 * (choice.there.prompts - 1))
 
 
 def test_what_was_learned_of_short_prompts_is_not_said_of_long_ones():
@@ -131,7 +130,7 @@ def test_who_hangs_is_not_thought_fast():
         assert req.foreseen is None
         tries += 1
     assert 0 < tries < 10
-    assert choice.counts().there.actual_seconds == 0
+    assert choice.there.actual_seconds == 0
 
 
 def test_slow_links_are_learned():
@@ -173,7 +172,7 @@ def test_a_prefill_that_is_behind_is_not_waited_for():
     assert pair.decode.tokens["b"] == reference_output(range(40, 70), 4)
     assert pair.decode.ends["b"].meta.route == "local"
     assert pair.prefill.ends["b"].finish.message.startswith("the decode instance computes")
-    assert pair.decode.choice.counts().here.prompts >= 1
+    assert pair.decode.choice.here.prompts >= 1
     assert_all_returned(pair)
 
 
@@ -261,7 +260,7 @@ def test_nothing_is_lost_whoever_computes(threshold, seed):
         limit = 12 if threshold == "12" else FAR
         # What is cached need not be computed; with these prompts that is a token or two.
         assert {rid for rid, prompt in prompts.items() if len(prompt) < limit} <= here
-        assert pair.decode.choice.counts().here.prompts == len(here)
+        assert pair.decode.choice.here.prompts == len(here)
     assert_all_returned(pair)
 
 
@@ -283,7 +282,7 @@ def test_the_prefill_s_leg_ends_well_also_where_it_comes_late(late):
     assert pair.prefill.ends["a"].finish.type == "declined"
     counters = pair.prefill.scheduler.counters
     assert (counters.declined, counters.moved, counters.handed_over) == (1, 0, 0)
-    assert pair.prefill.senders.counts().failed == pair.decode.receivers.counts().failed == 0
+    assert pair.prefill.senders.failed == pair.decode.receivers.failed == 0
     assert_all_returned(pair)
 
 

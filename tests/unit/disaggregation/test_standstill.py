@@ -217,7 +217,7 @@ def test_a_hand_over_by_a_slow_link_goes_through(monkeypatch) -> None:
     links = SlowLinks(monkeypatch, "prefill", "decode")
     links.submit("a", 120, 1)
     assert links.settle() > LANDING
-    received = links.there.manager.counts().received
+    received = links.there.manager.receivers
     assert (received.done, received.failed, received.recomputed) == (2, 0, 0)
 
 
@@ -229,7 +229,7 @@ def test_a_move_by_a_slow_link_goes_through(monkeypatch) -> None:
     links.there.migrate("a", 9000)
     assert links.settle() > LANDING
     assert [(told.moved, told.message) for told in links.there.told] == [(True, "")]
-    assert links.here.manager.counts().received.recomputed == 0
+    assert links.here.manager.receivers.recomputed == 0
 
 
 def test_kv_that_is_given_back_by_a_slow_link_arrives(monkeypatch) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from support.scrape import metrics_of
 from support.sim import SimInstance, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
@@ -17,7 +18,6 @@ from pdserve.messages.outputs import CachedBeyond
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers import store_engine
 from pdserve.scheduler import store_link
-from pdserve.scheduler.metrics_report import take_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -327,9 +327,10 @@ def test_a_client_is_told_from_where_its_cached_tokens_came():
     ask(sim, "again", prompt(1))
     meta = sim.ends["again"].meta
     assert (meta.cached_tokens, meta.cached_beyond) == (36, CachedBeyond(host=36, store=0))
-    metrics = take_metrics(sim.scheduler)
-    assert (metrics.tiers.hit_host, metrics.tiers.hit_store) == (36, 36)
-    assert 200 < metrics.tiers.store.tokens <= 4 * len(sim.store.kept)  # told once a second
+    page = metrics_of(sim.scheduler)
+    beyond = "pdserve_prefix_cache_beyond_tokens_total"
+    assert (page.total(beyond, tier="host"), page.total(beyond, tier="store")) == (36, 36)
+    assert 200 < page.total("pdserve_kv_store_tokens") <= 4 * len(sim.store.kept)  # told once a second
     alone = SimInstance()
     alone.submit("r", prompt(1), max_new_tokens=4)
     alone.run_until_idle()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.scrape import metrics_of
 from support.sim import SimInstance
 
 from pdserve.benchmark.gpu_check.record import Finding
@@ -16,7 +17,6 @@ from pdserve.messages.worker import StepResult
 from pdserve.model_files.spec import Activation
 from pdserve.model_runner.compile_watch import CompileWatch
 from pdserve.model_runner.process import _result
-from pdserve.scheduler.metrics_report import take_metrics
 
 
 def test_what_triton_compiles_is_logged_with_kernel_and_variant(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,7 +56,7 @@ def test_the_next_result_tells_and_the_scheduler_counts() -> None:
     sim.plan()
     step = sim.to_worker.messages.popleft()
     sim.scheduler.on_step_result(StepResult(step.step_id, pack_i32([1]), 1.0, compiled_kernels=3), sim.now)
-    assert take_metrics(sim.scheduler).compiled_kernels == 3
+    assert metrics_of(sim.scheduler).total("pdserve_compiled_kernels_total") == 3
     assert sim.scheduler.counters.info()["compiled_kernels"] == 3
 
 

@@ -8,10 +8,12 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.samples import Sample
 from support.fake_engine import FakeEngine, with_engine
 from support.scrape import Page, scheduler_metrics
 
@@ -24,6 +26,8 @@ from pdserve.runtime.web.paths import PathTable, Server
 from pdserve.server.http.metric_aliases import ALIASES
 
 DOCKER = Path(__file__).parents[3] / "docker"
+RECORDED = Path(__file__).with_name("recorded_metrics.txt")
+"""Samples of all pages as they were before metrics were declared with their counts; each has its type."""
 DASHBOARD = json.loads((DOCKER / "grafana" / "pdserve.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
@@ -34,7 +38,7 @@ SCRAPERS = {"instance", "job", "leg"}
 """Labels that a scrape adds: its target's own, and those of /metrics/targets."""
 
 
-def instance_page(mode: str) -> Page:
+def instance_page(mode: str, **options: str) -> Page:
     """Of an instance that has served something."""
 
     async def run(engine: FakeEngine) -> Page:
@@ -42,7 +46,7 @@ def instance_page(mode: str) -> Page:
         await engine.post("/generate", {"text": "a", "stream": True})
         return Page((await engine.get("/metrics")).text)
 
-    return with_engine(run, disaggregation_mode=mode)
+    return with_engine(run, disaggregation_mode=mode, **options)
 
 
 def router_page() -> Page:
@@ -106,6 +110,25 @@ def test_prometheus_scrapes_what_there_is() -> None:
     [discovery] = instances["http_sd_configs"]
     path = discovery["url"].removeprefix(f"http://127.0.0.1:{RouterOptions().port}")
     assert PathTable.of(Server.ROUTER).find(path) is not None
+
+
+def test_recorded_metrics_keep_their_types_names_and_labels() -> None:
+    """Dashboards and alarms outside this repository ask for them."""
+    pages = [instance_page("unified"), router_page()]
+    pages += [instance_page("unified", metrics_aliases=vocabulary) for vocabulary in ("vllm", "sglang")]
+    shown = {
+        f"{family.type} {sample.name}{{{labels_of(sample)}}}"
+        for page in pages
+        for family in page.families
+        for sample in family.samples
+    }
+    recorded = RECORDED.read_text(encoding="utf-8").replace("VERSION", version("pdserve"))
+    assert set(recorded.splitlines()) - shown == set()
+
+
+def labels_of(sample: Sample) -> str:
+    """Write the labels in one order, without the buckets of histograms."""
+    return ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()) if name != "le")
 
 
 def test_the_page_of_metrics_names_them_all_and_no_others() -> None:

@@ -257,6 +257,11 @@ def test_flags_page_is_up_to_date():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == render(), "run make docs"
 
 
+def test_tables_of_metrics_are_up_to_date():
+    render = runpy.run_path(str(ROOT / "docs" / "generate_metrics.py"))["render"]
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == render(), "run make docs"
+
+
 def test_tables_of_fields_are_up_to_date():
     render = runpy.run_path(str(ROOT / "docs" / "generate_fields.py"))["render"]
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")

@@ -1,0 +1,68 @@
+"""How a metric is declared: once, in the file of the count that it shows.
+
+A file that owns counts ends in a table of their metrics, one entry each::
+
+    METRICS: Metrics[Planner] = (
+        counter("pdserve_retractions_total", "Running requests that lost their memory.", lambda p: p.retractions),
+    )
+
+``read(METRICS, planner)`` gives the values as they are now. ``GET /metrics`` shows what was read, whichever process
+read it, and ``make docs`` writes all tables into docs/metrics.md. So nothing else names the metric.
+
+A name follows Prometheus' conventions: it ends in its unit (``_seconds``, ``_bytes``, ``_tokens``, ``_ratio``), and a
+counter's in ``_total``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from ..messages.metrics import Family, Histogram, Labelled, MetricInfo, MetricKind, Values
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class Metric(Generic[Owner]):
+    """Declaration of one metric of an ``Owner``."""
+
+    info: MetricInfo
+    read: Callable[[Owner], Values | None]
+    """Takes the values from the owner. None: the owner has no value now, and the metric is not shown."""
+    note: str = ""
+    """Markdown that docs/metrics.md adds to the help text: meanings of label values, links."""
+
+
+Metrics: TypeAlias = tuple[Metric[Owner], ...]
+
+
+def counter(
+    name: str, help: str, read: Callable[[Owner], Values | None], *labels: str, note: str = ""
+) -> Metric[Owner]:
+    """Declare a value that never falls; ``name`` ends in ``_total``."""
+    return Metric(MetricInfo(MetricKind.COUNTER, name, help, labels), read, note)
+
+
+def gauge(name: str, help: str, read: Callable[[Owner], Values | None], *labels: str, note: str = "") -> Metric[Owner]:
+    """Declare a value that rises and falls."""
+    return Metric(MetricInfo(MetricKind.GAUGE, name, help, labels), read, note)
+
+
+def histogram(name: str, help: str, read: Callable[[Owner], Histogram], *, note: str = "") -> Metric[Owner]:
+    """Declare values counted by size; ``name`` ends in their unit."""
+    return Metric(MetricInfo(MetricKind.HISTOGRAM, name, help), lambda owner: read(owner).copy(), note)
+
+
+def read(table: Metrics[Owner], owner: Owner | None) -> list[Family]:
+    """Read every metric of ``table`` from ``owner``. Without an owner there are none."""
+    if owner is None:
+        return []
+    values = ((metric.info, metric.read(owner)) for metric in table)
+    return [Family(info, value) for info, value in values if value is not None]
+
+
+def one_of(value: str, states: Iterable[str]) -> Labelled:
+    """Return 1 for ``value`` and 0 for the other ``states``."""
+    return {state: int(state == value) for state in states}
