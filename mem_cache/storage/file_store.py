@@ -9,6 +9,9 @@ Life of a file:
 
 A process that is killed leaves at most one unfinished file. The next one removes it when it is an hour old. Nothing is
 flushed to the disk: the checksum finds files that a loss of power has damaged.
+
+A file's name says how its page is framed. Instances with and without a key for sealed pages may share a folder. Neither
+reads, counts or removes files of the other kind.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from ...runtime.trusted_path import distrust, make_private_folder
 from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
 from .frame import BadFrame, Framing
 
-SUFFIX = ".page"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TOUCH_SECONDS = 60.0
 """A file read again within this time keeps its place in the order of eviction: a read need not be a write."""
@@ -158,7 +160,7 @@ class FileStore(PageStore):
 
     def _path(self, page_hash: bytes) -> Path:
         name = page_hash.hex()
-        return self._folder / name[:2] / (name + SUFFIX)
+        return self._folder / name[:2] / (name + self.framing.suffix)
 
     def _read(self, page_hash: bytes, page: memoryview) -> bool:
         path = self._path(page_hash)
@@ -258,7 +260,7 @@ class FileStore(PageStore):
                     state = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                if entry.name.endswith(SUFFIX):
+                if entry.name.endswith(self.framing.suffix):
                     yield _Found(state.st_mtime, state.st_size, entry.path)
 
     def _remove_abandoned(self) -> None:

@@ -47,6 +47,8 @@ class Framing(ABC):
 
     version: int
     header_bytes: int
+    suffix: str
+    """Ends the names of files with such pages, so that stores with different framings can share a folder."""
 
     @abstractmethod
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
@@ -62,6 +64,7 @@ class Checksummed(Framing):
 
     version = VERSION
     header_bytes = HEADER_BYTES
+    suffix = ".page"
 
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
         """See the base class."""

@@ -30,6 +30,7 @@ class Sealed(Framing):
 
     version = 2
     header_bytes = _HEADER.size
+    suffix = ".sealed"
 
     def __init__(self, ring: KeyRing) -> None:
         self._keys = ring.keys("stored pages")

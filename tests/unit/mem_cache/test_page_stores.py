@@ -84,8 +84,8 @@ def test_another_instance_finds_them(tmp_path):
     assert fetch(FileStore(tmp_path, PAGE, 1 << 30), 7) == pages(7)
 
 
-def _file(folder, i: int):
-    return folder / page_hash(i).hex()[:2] / f"{page_hash(i).hex()}.page"
+def _file(folder, i: int, suffix: str = ".page"):
+    return folder / page_hash(i).hex()[:2] / f"{page_hash(i).hex()}{suffix}"
 
 
 def _damages():
@@ -135,7 +135,7 @@ def sealed(request, tmp_path):
             return store
 
         def raw(store, i: int, change=None) -> bytes:
-            where = _file(tmp_path / "kv", i)
+            where = _file(tmp_path / "kv", i, store.framing.suffix)
             key = b"pdserve:kv:%d:" % store.framing.version + page_hash(i)
             now = where.read_bytes() if request.param == "file" else store._client.get(key)
             if change is not None:
@@ -177,6 +177,33 @@ def test_what_somebody_without_the_key_put_there_counts_as_not_there(sealed, wri
     assert store.usage().bad_pages >= 1
     keep(store, 1)
     assert fetch(store, 0, 1) == pages(0, 1)
+
+
+def test_stores_with_and_without_a_key_leave_each_others_pages_alone(sealed):
+    make, _ = sealed
+    plain, with_key = make(), make(OURS)
+    keep(plain, 0, 1)
+    keep(with_key, 1, 2)
+    for _ in range(2):
+        assert (fetch(plain, 0, 1), fetch(plain, 2)) == (pages(0, 1), [])
+        assert (fetch(with_key, 1, 2), fetch(with_key, 0)) == (pages(1, 2), [])
+    assert plain.usage().bad_pages == with_key.usage().bad_pages == 0
+    plain.remove([page_hash(1)])
+    assert (plain.exists([page_hash(1)]), fetch(with_key, 1, 2)) == (0, pages(1, 2))
+
+
+def test_a_limit_is_of_the_pages_with_or_without_a_key_and_drops_no_others(tmp_path):
+    with_key = make_store("file", str(tmp_path), PAGE, 1 << 30, 5.0, KeyRing([OURS]))
+    keep(with_key, *range(5))
+    plain = make_store("file", str(tmp_path), PAGE, 3 * FILE_BYTES, 5.0)
+    assert plain.usage().pages == 0
+    for i in range(20):
+        keep(plain, i)
+    assert plain.usage().evicted_pages > 0
+    assert plain.usage().nbytes <= 6 * FILE_BYTES
+    assert fetch(with_key, *range(5)) == pages(*range(5))
+    for store in (plain, with_key):
+        store.close()
 
 
 def _forgeries():
