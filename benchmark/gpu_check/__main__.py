@@ -26,7 +26,7 @@ from .install import describe, install, is_there, needed
 from .page import render
 from .record import PARTS, PartRecord, close_group, read_record, write_record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 520.0
 """Seconds of one part: nine minutes, less what it takes to install wheels."""
 LAST_SECONDS = 30.0

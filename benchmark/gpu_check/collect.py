@@ -25,7 +25,7 @@ from ...runtime.python import python_command
 from .install import needed
 from .tokenizer_file import TOKENIZER_FILE, write_tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 64 << 20
 """Bytes that may be taken along; the wheels themselves need not be unpacked before they are installed."""
 ON_THE_MACHINE = (

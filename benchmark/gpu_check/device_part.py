@@ -14,7 +14,7 @@ from ...runtime.python import python_command
 from .part import Part, run_group
 from .record import Check, Finding
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 6
 """Test processes that share the device."""
 SECONDS = 400.0
