@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .inverse_cdf import pick, pick_few, uniforms
-from .penalties import I64, Upload
-from .rows import RowParams
+from .logit_edits.base import Upload
+from .row_params import I64, RowParams
 from .top_tokens import top_tokens
 
 # A nucleus is looked for among this many best tokens first (their ids are found cheaply), then in the sorted

@@ -15,6 +15,7 @@ Shapes: N rows, V vocabulary, K candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from .draws import CANDIDATES, DrawnRows, find_kept, from_all, from_candidates, from_top_k, zero_below
 from .inverse_cdf import pick
-from .penalties import I64, LogitEdits, add_biases, apply_penalties, ban_tokens
-from .rows import RowParams
+from .logit_edits.base import RowsEdit, edited
+from .row_params import I64, RowParams
 from .top_tokens import top_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def sample(
     logits_NV: Tensor,
     params: RowParams,
     positions: I64,
-    edits: LogitEdits | None = None,
+    edits: Sequence[RowsEdit] = (),
     kernel: NativeSampler | None = None,
 ) -> Sampled:
     """Choose the token at ``positions[i]`` of each row's request. ``logits_NV``: float32, left as they are.
@@ -59,9 +60,9 @@ def sample(
     means nothing.
     """
     if kernel is not None:
-        tokens, finite = kernel.sample(_edited(logits_NV, params, edits), params, positions)
+        tokens, finite = kernel.sample(edited(logits_NV, params, edits), params, positions)
         return Sampled(torch.from_numpy(tokens), torch.from_numpy(finite))
-    if edits is None and params["greedy"].all():
+    if not edits and params["greedy"].all():
         tokens_N, max_N = _best(logits_NV)
         return Sampled(tokens_N, torch.isfinite(max_N))
     count, vocab = logits_NV.shape
@@ -69,13 +70,13 @@ def sample(
     parts = []
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
-        part_edits = None if edits is None else edits.of(part)
+        part_edits = [edit.part(part) for edit in edits]
         parts.append(_sample_chunk(logits_NV[part], params[part], positions[part], part_edits))
     return Sampled(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdits | None) -> Sampled:
-    logits_NV = _edited(logits_NV, params, edits)
+def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: Sequence[RowsEdit]) -> Sampled:
+    logits_NV = edited(logits_NV, params, edits)
     tokens_N, max_N = _best(logits_NV)
     finite_N = torch.isfinite(max_N)
     drawn = np.flatnonzero(~params["greedy"] & finite_N.cpu().numpy())
@@ -83,18 +84,6 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: L
         rows = DrawnRows.of(logits_NV, max_N, params, positions).take(drawn)
         tokens_N[torch.from_numpy(drawn).to(tokens_N.device)] = _draw(rows)
     return Sampled(tokens_N, finite_N)
-
-
-def _edited(logits_NV: Tensor, params: RowParams, edits: LogitEdits | None) -> Tensor:
-    """The logits with biases, penalties and bans applied: a copy where there are any."""
-    if edits is None:
-        return logits_NV
-    logits_NV = logits_NV.clone()
-    add_biases(logits_NV, edits.biases)
-    repetition, frequency, presence = (params[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
-    apply_penalties(logits_NV, edits.histories, repetition, frequency, presence)
-    ban_tokens(logits_NV, edits.banned)
-    return logits_NV
 
 
 def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,11 +39,12 @@ from .decode_graphs import DecodeGraphs
 from .device.base import Device, Fetch
 from .device_ops.choose import choose_ops
 from .forward_batch import ForwardBatch
+from .logit_edits.penalties import TokenHistory
 from .logprobs import Scored, listed, score
-from .penalties import TokenHistory
 from .queued_sampler.base import SampledRows
 from .queued_sampler.choose import choose_sampler
-from .rows import NO_LOGPROBS, RowParams, RowStates
+from .row_params import NO_LOGPROBS, RowParams
+from .rows import RowStates
 from .sampler import Sampled, sample
 from .step_arrays import DeviceArrays, StepArrays
 from .step_check import StepLimits, check_changes, check_entries

@@ -15,7 +15,7 @@ from .structs import StepTables
 if TYPE_CHECKING:
     from ...messages.worker import ForwardStep
     from ...runtime.layers_done import LayersDone
-    from ..rows import RowParams
+    from ..row_params import RowParams
     from .cpu_engine import CpuEngine
 
 _LEFT, _NO_MEMORY = -1, -2

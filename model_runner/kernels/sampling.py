@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..rows import ROW_PARAMS, RowParams
+from ..row_params import ROW_PARAMS, RowParams
 from .library import check_size, load_library
 from .team import Team
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...messages.worker import RowInit
 from ..logprobs import Scored
-from ..penalties import I64
-from ..rows import RowParams
+from ..row_params import I64, RowParams
 from ..sampler import Sampled
 
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...messages.base import unpack_i32
 from ...messages.worker import RowInit
 from ..device.base import Device
 from ..draws import CANDIDATES, DrawnRows, drop_tails, from_all, from_sorted, from_top_k
+from ..logit_edits.base import LogitEdit, edited, find_edits
+from ..logit_edits.device_penalties import DevicePenalties
 from ..logprobs import Scored, score
-from ..penalties import I64, LogitEdits, add_biases, ban_tokens
-from ..rows import RowParams, RowStates
+from ..row_params import I64, RowParams
+from ..rows import RowStates
 from ..sampler import Sampled
 from ..top_tokens import top_tokens
 from .base import QueuedSampler, SampledRows
-from .seen_tokens import SeenRows, SeenTokens
 
 
 class TorchSampler(QueuedSampler):
@@ -33,21 +33,19 @@ class TorchSampler(QueuedSampler):
     def __init__(self, device: Device, states: RowStates) -> None:
         self._device = device
         self._states = states
-        self._seen = SeenTokens(device, states.vocab_size)
+        self._penalties = DevicePenalties(device, states.vocab_size)
+        self._edits: tuple[LogitEdit, ...] = (states.bias, self._penalties, states.early_stop)
 
     def start(self, inits: Sequence[RowInit]) -> None:
         """See the base class."""
         for init in inits:
-            self._seen.stop(init.row)
-            if init.history is not None:
-                self._seen.start(init.row, unpack_i32(init.history), init.prompt_len)
+            self._penalties.start(init)
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
         """See the base class."""
         params = sampled.params
-        seen = self._seen.of(sampled.rows)
-        edits = self._states.edits(sampled.rows, params, sampled.positions)
-        logits_SV = self._edited(logits_SV, params, edits, seen)
+        edits = find_edits(self._edits, sampled.rows, params, sampled.positions)
+        logits_SV = edited(logits_SV, params, edits, self._device.upload)
         # Not argmax, which leaves open on some devices which of several largest it names.
         best = top_tokens(logits_SV, 1)
         tokens_S, max_S = best.ids[:, 0], best.values[:, 0]
@@ -56,26 +54,14 @@ class TorchSampler(QueuedSampler):
         if len(drawn):
             rows = DrawnRows.of(logits_SV, max_S, params, sampled.positions, self._device.upload)
             tokens_S = self._draw(tokens_S, rows, params, drawn)
-        if seen is not None:
-            seen.count(tokens_S)
+        for edit in edits:
+            edit.count(tokens_S)
         self._states.last_tokens.index_copy_(0, sampled.rows_there, tokens_S)
         return Sampled(tokens_S, finite_S)
 
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
         """See the base class."""
         return score(logits_NV, targets_N, most)
-
-    def _edited(self, logits_SV: Tensor, params: RowParams, edits: LogitEdits | None, seen: SeenRows | None) -> Tensor:
-        if edits is None and seen is None:
-            return logits_SV
-        logits_SV = logits_SV.clone()
-        if edits is not None:
-            add_biases(logits_SV, edits.biases, self._device.upload)
-        if seen is not None:
-            seen.penalise(logits_SV, params)
-        if edits is not None:
-            ban_tokens(logits_SV, edits.banned, self._device.upload)
-        return logits_SV
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
         """``tokens_S`` with those of the drawn rows."""

@@ -17,8 +17,8 @@ from ...messages.base import unpack_i32
 from ...messages.worker import RowInit
 from ..device.base import Device
 from ..logprobs import Scored, score
-from ..penalties import I64
-from ..rows import RowParams, RowStates
+from ..row_params import I64, RowParams
+from ..rows import RowStates
 from ..sampler import Sampled
 from ..triton_kernels.row_table import (
     NO_EDITS,
@@ -66,7 +66,7 @@ class TritonSampler(QueuedSampler):
         places = np.full(len(rows), NO_EDITS, dtype=np.int64)
         lists = []
         for i, init in enumerate(inits):
-            if self._states.is_edited(init):
+            if self._states.is_edited(init.row):
                 places[i] = self._places[init.row] = self._take()
                 lists.append(self._edits_of(init, int(places[i])))
         put = self._device.upload
@@ -103,8 +103,8 @@ class TritonSampler(QueuedSampler):
 
     def _edits_of(self, init: RowInit, place: int) -> EditLists:
         history = b"" if init.history is None else init.history
-        changes = self._states.changes_of(init.row)
-        return list_edits(place, unpack_i32(history).astype(np.int64), init.prompt_len, *changes)
+        stop_ids, bias = self._states.early_stop.of_row(init.row), self._states.bias.of_row(init.row)
+        return list_edits(place, unpack_i32(history).astype(np.int64), init.prompt_len, stop_ids, bias)
 
     def _words_of(self, inits: Sequence[RowInit], rows: I64) -> RowParams:
         """The rows' parameters. Those without a history are not penalised, as on the host: here, what they are given

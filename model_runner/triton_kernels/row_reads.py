@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..logit_edits.triton_rules import add_bias, ban_stops, penalise
 from .row_table import (
     EDITS,
     FREQUENCY,
@@ -70,26 +71,19 @@ def edited_logits(
     ids: tl.tensor,
     vocab: tl.tensor,
 ) -> tl.tensor:
-    """float32 of the row's tokens ``ids``; -inf where there are none. ``logits_ptr`` points to the row's first.
-
-    As ``penalties.py``, operation by operation: products go by float64, which holds them exactly, as a fused
-    multiply-add would round once where the CPU rounds twice.
-    """
+    """float32 of the row's tokens ``ids``; -inf where there are none. ``logits_ptr`` points to the row's first."""
     is_there = ids < vocab
     logits = tl.load(logits_ptr + ids, mask=is_there, other=-float("inf")).to(tl.float32)
     place = tl.load(words_ptr + row * WORDS + EDITS)
     if place >= 0:
         counts = tl.load(counts_ptr + place * vocab + ids, mask=is_there, other=0)
-        logits += tl.load(biases_ptr + place * vocab + ids, mask=is_there, other=0.0)
-        outputs = counts // ONE_OUTPUT
-        repetition = tl.zeros_like(logits) + float_word(words_ptr, row, REPETITION).to(tl.float32)
-        by_frequency = (float_word(words_ptr, row, FREQUENCY) * outputs.to(tl.float64)).to(tl.float32)
-        by_presence = tl.where(outputs > 0, float_word(words_ptr, row, PRESENCE).to(tl.float32), 0.0)
-        multiplied = (logits.to(tl.float64) * repetition.to(tl.float64)).to(tl.float32)
-        repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), multiplied)
+        logits = add_bias(logits, tl.load(biases_ptr + place * vocab + ids, mask=is_there, other=0.0))
+        repetition = float_word(words_ptr, row, REPETITION)
+        frequency = float_word(words_ptr, row, FREQUENCY)
+        presence = float_word(words_ptr, row, PRESENCE)
         is_seen = (counts & ~STOPS) != 0
-        logits = tl.where(is_seen, repeated - (by_frequency + by_presence), logits)
+        logits = penalise(logits, is_seen, counts // ONE_OUTPUT, repetition, frequency, presence)
         new_tokens = position - tl.load(words_ptr + row * WORDS + PROMPT_LEN)
         is_short = new_tokens < tl.load(words_ptr + row * WORDS + MIN_NEW_TOKENS)
-        logits = tl.where(is_short & ((counts & STOPS) != 0), -float("inf"), logits)
+        logits = ban_stops(logits, (counts & STOPS) != 0, is_short)
     return logits

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..penalties import F32, I64, TokenBias
-from ..rows import PARAM_NAMES, RowParams
+from ..logit_edits.bias import TokenBias
+from ..row_params import F32, I64, PARAM_NAMES, RowParams
 from .draw_math import MAX_VOCAB
 
 NO_EDITS = -1

@@ -11,7 +11,7 @@ import torch
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner import sampler
-from pdserve.model_runner.penalties import TokenBias
+from pdserve.model_runner.logit_edits.bias import TokenBias
 from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.triton_kernels.row_table import (
     NO_EDITS,

@@ -14,7 +14,7 @@ namespace pdserve {
 
 class Team;
 
-// ROW_PARAMS of rows.py, a NumPy dtype with C's alignment: fields of SamplingParams (messages/sampling.py), then others.
+// ROW_PARAMS of row_params.py, a NumPy dtype with C's alignment: fields of SamplingParams (messages/sampling.py), then others.
 struct RowParams {
   uint64_t seed;
   int64_t min_new_tokens;

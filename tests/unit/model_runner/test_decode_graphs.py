@@ -129,8 +129,8 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
     same(queue.collect(), expected.pop(0))
     assert set(sizes) == {1, 2, 3}
     # Counts go back with their requests.
-    assert all(steps._rows.table["penalised"][row] for row in steps._queued._seen._places)
-    assert len(steps._queued._seen.counts) <= 8  # of six rows
+    assert all(steps._rows.table["penalised"][row] for row in steps._queued._penalties._places)
+    assert len(steps._queued._penalties.counts) <= 8  # of six rows
 
 
 def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(folder, device, monkeypatch) -> None:

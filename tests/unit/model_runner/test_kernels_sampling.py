@@ -13,7 +13,8 @@ from support.sampler_reference import BORDER, make_row, reference
 from pdserve.model_runner.inverse_cdf import uniforms
 from pdserve.model_runner.kernels.build import levels_here
 from pdserve.model_runner.kernels.team import Team
-from pdserve.model_runner.rows import RowParams, RowStates
+from pdserve.model_runner.row_params import RowParams
+from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.sampler import sample
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")

@@ -9,9 +9,9 @@ from support.queued_samplers import Bench
 from support.recording_device import RecordingDevice
 
 from pdserve.model_runner.device.cpu import CpuDevice
+from pdserve.model_runner.logit_edits.device_penalties import DevicePenalties
 from pdserve.model_runner.queued_sampler import choose
 from pdserve.model_runner.queued_sampler.choose import choose_sampler
-from pdserve.model_runner.queued_sampler.seen_tokens import SeenTokens
 from pdserve.model_runner.queued_sampler.torch_sampler import TorchSampler
 from pdserve.model_runner.rows import RowStates
 
@@ -41,15 +41,19 @@ def test_only_what_computes_beside_the_host_needs_it_and_a_gpu_gets_triton_s(mon
     assert choose_sampler(device, states, torch.float32) == "torch"
 
 
+def rows_of(penalties: DevicePenalties, *rows: int):
+    return penalties.of(np.array(rows), np.empty(0), np.empty(0))
+
+
 def test_counts_are_the_next_request_s_when_a_row_is_taken_again() -> None:
-    seen = SeenTokens(RecordingDevice(), 10)
+    seen = DevicePenalties(RecordingDevice(), 10)
     for row in range(9):
-        seen.start(row, np.array([row, 3], dtype=np.int32), 1)
-    assert seen.counts[seen.of(np.array([7]))._places_M[0]].tolist() == [-1] * 3 + [1] + [-1] * 3 + [0, -1, -1]
+        seen.take(row, np.array([row, 3], dtype=np.int32), 1)
+    assert seen.counts[rows_of(seen, 7)._places_M[0]].tolist() == [-1] * 3 + [1] + [-1] * 3 + [0, -1, -1]
     seen.stop(7)
-    assert seen.of(np.array([7])) is None
-    seen.start(7, np.array([1, 1, 1], dtype=np.int32), 1)
-    place = seen.of(np.array([2, 7]))._places_M[1]
+    assert rows_of(seen, 7) is None
+    seen.take(7, np.array([1, 1, 1], dtype=np.int32), 1)
+    place = rows_of(seen, 2, 7)._places_M[1]
     assert seen.counts[place].tolist() == [-1, 2] + [-1] * 8
-    seen.of(np.array([7, 2])).count(torch.tensor([4, 1]))
+    rows_of(seen, 7, 2).count(torch.tensor([4, 1]))
     assert seen.counts[place].tolist() == [-1, 2, -1, -1, 1] + [-1] * 5

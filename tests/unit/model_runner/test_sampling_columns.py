@@ -10,7 +10,8 @@ import torch
 
 from pdserve.messages.sampling import COLUMNS, SamplingParams
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner.rows import ROW_PARAMS, RowStates
+from pdserve.model_runner.row_params import ROW_PARAMS
+from pdserve.model_runner.rows import RowStates
 from pdserve.server.http.request_fields import SamplingFields
 
 ROOT = Path(__file__).parents[3]

@@ -1,10 +1,9 @@
-"""What penalties count, on the device: which tokens each penalised row's request has seen, and how often it had them as
-output. The next token of a row is penalised before the host knows the one before.
+"""Penalties whose counts lie on the device: the next token of a row is penalised before the host knows the one before.
 
-A row of counts lives as long as the request's row: ``start`` at its ``RowInit``, ``stop`` at the next one. The host's
-own (``penalties.TokenHistory``) is for processors that are through with a step when it returns.
+Counted are the tokens that each penalised row's request has seen, and how often it had them as output. A row of counts
+lives as long as the request's row: from its ``RowInit`` to the next one.
 
-Shapes: S sampled rows, M of them penalised, V vocabulary, P rows of counts.
+Shapes: N sampled rows, M of them penalised, V vocabulary, P rows of counts.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...messages.base import unpack_i32
+from ...messages.worker import RowInit
 from ..device.base import Device
-from ..penalties import I64
-from ..rows import RowParams
+from ..row_params import I64, RowParams
+from .base import LogitEdit, RowsEdit, Upload
 
 UNSEEN = -1
 FIRST_ROWS = 4
 
 
-class SeenTokens:
+class DevicePenalties(LogitEdit):
     """``counts``: [P, V] int32, -1 for tokens that were not seen, else how often they were output."""
 
     def __init__(self, device: Device, vocab_size: int) -> None:
@@ -32,7 +33,15 @@ class SeenTokens:
         self._places: dict[int, int] = {}
         self._free: list[int] = []
 
-    def start(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
+    def start(self, init: RowInit) -> bool:
+        """See the base class."""
+        self.stop(init.row)
+        if init.history is None:
+            return False
+        self.take(init.row, unpack_i32(init.history), init.prompt_len)
+        return True
+
+    def take(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
         """The request in ``row`` has seen ``tokens``, those from ``prompt_len`` on as output."""
         self.stop(row)
         if not self._free:
@@ -49,8 +58,8 @@ class SeenTokens:
         if (place := self._places.pop(row, None)) is not None:
             self._free.append(place)
 
-    def of(self, rows: I64) -> SeenRows | None:
-        """Those of ``rows`` [S] that are penalised; None where none is."""
+    def of(self, rows: I64, params: RowParams, positions: I64) -> SeenRows | None:
+        """See the base class."""
         at = [i for i, row in enumerate(rows.tolist()) if row in self._places]
         if not at:
             return None
@@ -71,29 +80,27 @@ class SeenTokens:
         return self._device.upload(array)
 
 
-class SeenRows:
+class SeenRows(RowsEdit):
     """The penalised ones among the rows of one step."""
 
-    def __init__(self, seen: SeenTokens, at: I64, places: I64) -> None:
+    def __init__(self, seen: DevicePenalties, at: I64, places: I64) -> None:
         self._seen = seen
         self._rows = at
         self._at_M, self._places_M = seen.put(at), seen.put(places)
 
-    def penalise(self, logits_SV: Tensor, params: RowParams) -> None:
-        """Change the rows' logits in place; the arithmetic is ``penalties.apply_penalties``'s, operation by operation,
-        so that the same tokens come of it.
-        """
+    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
+        """Penalise the rows by the arithmetic of ``PenalisedRows``, operation by operation, for the same tokens."""
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         values = np.stack([params[name][self._rows] for name in names]).astype(np.float32)
         repetition_M1, frequency_M1, presence_M1 = self._seen.put(values).unsqueeze(2)
-        old_MV = logits_SV.index_select(0, self._at_M)
+        old_MV = logits_NV.index_select(0, self._at_M)
         counts_MV = self._seen.counts.index_select(0, self._places_M)
         output_MV = counts_MV.clamp(min=0).to(torch.float32)
         minus_MV = frequency_M1 * output_MV + presence_M1 * (output_MV > 0)
         new_MV = torch.where(old_MV > 0, old_MV / repetition_M1, old_MV * repetition_M1) - minus_MV
-        logits_SV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
+        logits_NV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
 
-    def count(self, tokens_S: Tensor) -> None:
+    def count(self, tokens_N: Tensor) -> None:
         """The rows' tokens were chosen."""
-        where = (self._places_M, tokens_S.index_select(0, self._at_M))
+        where = (self._places_M, tokens_N.index_select(0, self._at_M))
         self._seen.counts[where] = self._seen.counts[where].clamp(min=0) + 1
