@@ -1,8 +1,8 @@
-"""How much memory to keep back for the tokens that requests have yet to write, when another one wants some.
+"""How much memory to reserve for tokens that admitted requests will still generate, when another request wants some.
 
-Keeping back everything that they *may* write wastes the pool, as most stop early; keeping back nothing makes them
-retract each other. So their use of pages is simulated ahead (``page_forecast.py``) by output lengths that are learned
-(``output_lengths.py``), and a request is admitted where the use never exceeds the pool, as far as one can tell.
+Reserving everything that they *may* generate wastes the pool, as most stop early. Reserving nothing makes them retract
+each other. So their use of pages is simulated ahead (``page_forecast.py``) with learned output lengths
+(``output_lengths.py``). A request is admitted if the estimated use never exceeds the pool.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from .page_forecast import Held, extra_slots, moments
 from .req import Req, ReqState, Route
 
 SPREAD = 1.0
-"""Standard deviations of the use that are kept beside its mean: what waits for more room than that waits longer than
-the few that are retracted lose (docs/scheduling.md)."""
+"""Standard deviations of the use that are reserved beside its mean.
+
+With more, waiting requests would lose more time than the few retracted ones do (docs/scheduling.md).
+"""
 
 
 class Admission:
-    """Says what to keep back. ``conservativeness`` scales it (``--schedule-conservativeness``)."""
+    """Decides how much to reserve. ``conservativeness`` scales it (``--schedule-conservativeness``)."""
 
     def __init__(self, memory: KVMemory, conservativeness: float) -> None:
         self.lengths = OutputLengths()
@@ -28,8 +30,9 @@ class Admission:
         self._factor = conservativeness
 
     def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
-        """Slots that ``reqs``, who have memory, and ``newcomer``, who wants some for what it has to compute, will need
-        beyond that, here.
+        """Return the slots that the requests will need here beyond what they have to compute now.
+
+        ``reqs`` have memory, and ``newcomer`` wants some.
         """
         generating = [req for req in (*reqs, newcomer) if req.route is not Route.OUTGOING and req.wants_tokens]
         if not generating:
@@ -38,7 +41,7 @@ class Admission:
         up = self._memory.pages_up
         worst = sum(up(one.length + one.most) - up(one.length) for one in held)
         if worst * self._factor + up(newcomer.known_len) <= self._memory.obtainable:
-            return 0  # everybody can have all that he may ask for: nothing need be foreseen
+            return 0  # all of them can have all that they may ask for: no estimate is needed
         ahead = moments(max(one.most for one in held))
         most = [req.max_new_tokens for req in generating]
         have = [req.total_len - req.prompt_len for req in generating]
@@ -46,12 +49,12 @@ class Admission:
         return int(extra_slots(held, alive, ahead, self._memory.page_size, SPREAD) * self._factor)
 
     def learn(self, req: Req) -> None:
-        """The request has ended by itself, here."""
+        """Learn the output length of a request that has ended by itself, here."""
         if req.state is ReqState.FINISHED and req.route is not Route.OUTGOING and req.output_len:
             self.lengths.learn(req.max_new_tokens, req.output_len)
 
     def _held(self, req: Req) -> Held:
         length = max(req.total_len, req.prompt_len)
-        # What it began with may be others' as well, and stays.
+        # The cached prefix that it began with may be shared with others, and stays.
         own = self._memory.pages_up(length) - req.reused
         return Held(length, max(0, own), req.max_new_tokens - (req.total_len - req.prompt_len))

@@ -1,9 +1,9 @@
-"""What happened since the start: plain numbers, counted where it happens and shown elsewhere.
+"""Counts of events since the start: plain numbers, counted where the event happens and shown elsewhere.
 
-A prompt's tokens count when the step that computes them is done, on the instance that computes them; those that it
-found in its prefix cache count as cached there, when the request gets its memory. The other instance of a pair counts
-neither, and the instance that computes a prompt for another counts none of the output. So sums over a pair are what
-clients were told.
+A prompt's tokens count when the step that computes them is done, on the instance that computes them. Tokens found in
+its prefix cache count as cached there, when the request gets its memory. The other instance of a pair counts neither,
+and the instance that computes a prompt for another counts none of the output. So sums over a pair match what clients
+were told.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_SECONDS = (
 
 
 class Counters:
-    """For /server_info and metrics. Costs a microsecond a step, and an addition a token."""
+    """Counters for ``/server_info`` and metrics. They cost a microsecond a step, and an addition a token."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -42,7 +42,7 @@ class Counters:
         self.compiled_kernels = 0
 
     def step_done(self, step: InFlightStep, result: StepResult) -> None:
-        """A step's result is here."""
+        """Count a step with its result."""
         shape = step.foresight.shape
         self.steps += 1
         self.decode_tokens += shape.decodes
@@ -52,19 +52,19 @@ class Counters:
         self.compiled_kernels += result.compiled_kernels
 
     def ended(self, req: Req) -> None:
-        """The request is over, its state says how. A hand-over is the end of one leg, and no client's."""
+        """Count a request that has ended, by its state. A hand-over ends one leg here, not the client's request."""
         self.finished += req.state is ReqState.FINISHED and req.route is not Route.OUTGOING
-        # The forks of a prompt that is handed over end here, too, and are no hand-overs of their own.
+        # The forks of a prompt that is handed over end here, too. They are no hand-overs of their own.
         is_leg = req.route is Route.OUTGOING and not req.msg.fork_of
         self.handed_over += req.state is ReqState.FINISHED and is_leg
-        # Over here, and going on elsewhere: a leg whose decode computes the prompt, or a running request.
+        # Ended here and continuing elsewhere: a leg with a prompt that the decode computes, or a running request.
         self.declined += req.state is ReqState.MOVED and req.route is Route.OUTGOING
         self.moved += req.state is ReqState.MOVED and req.route is not Route.OUTGOING
         self.aborted += req.state is ReqState.ABORTED
         self.failed += req.state is ReqState.FAILED
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the counts, JSON-ready."""
         counts = {name: value for name, value in vars(self).items() if name != "step_seconds"}
         return counts | {"forward_seconds": round(self.step_seconds.total, 6)}
 

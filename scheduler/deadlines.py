@@ -1,4 +1,4 @@
-"""When requests have to be over: ``timeout_s`` of their clients, counted from when they came."""
+"""Deadlines of requests: ``timeout_s`` of their clients, counted from their arrival."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import math
 from .req import Req, Route
 
 SENDERS_GRACE = 1.0
-"""Seconds. Of a request that is handed over the instance that answers the client says when its time is over, and calls
-its sender off; a sender that hears nothing of it ends it a little later."""
+"""Seconds that the sender of a hand-over adds to the deadline.
+
+The instance that answers the client ends the request first, and cancels its sender. A sender that hears nothing of it
+ends the request a little later.
+"""
 FEW = 64
-"""Ended requests, with all their tokens, that may be kept beside as many as live."""
+"""Ended requests, with all their tokens, that may be kept beyond the number of live ones."""
 
 
 class Deadlines:
-    """Of those that live and have one. Requests that ended are dropped when their time comes, or are too many."""
+    """Deadlines of live requests. Ended requests are dropped when their time comes, or when they are too many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Req]] = []
         self._count = 0
         self._sweep_above = FEW
         self.expired = 0
-        """Since the start."""
+        """Number of requests that exceeded their deadline since the start."""
 
     def add(self, req: Req) -> None:
-        """The request has come; nothing to do where its client waits as long as it takes."""
+        """Add a request; does nothing if it has no timeout."""
         if not req.msg.timeout_s:
             return
         self._count += 1
@@ -37,7 +40,7 @@ class Deadlines:
             self._sweep_above = 2 * len(self._heap) + FEW
 
     def pop(self, now: float) -> list[Req]:
-        """Those whose time is over."""
+        """Return the live requests past their deadline, and remove them."""
         late: list[Req] = []
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].is_ended):
             req = heapq.heappop(self._heap)[2]
@@ -47,5 +50,5 @@ class Deadlines:
         return late
 
     def seconds_left(self, now: float) -> float:
-        """Until the next one's time is over, infinite where there is none; an ended one's may be told."""
+        """Return the seconds until the next deadline, infinity without one. It may be one of an ended request."""
         return max(0.0, self._heap[0][0] - now) if self._heap else math.inf

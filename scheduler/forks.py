@@ -1,8 +1,8 @@
-"""Several answers to one prompt: it is computed once, and the others begin from what the first has of it.
+"""Several answers to one prompt: it is computed once, and the others begin from the KV of the first.
 
-The first is a request like any other. The others wait until its prompt is computed, or has landed, and then find all
-but its last page in the prefix cache; what is behind that they compute themselves, as each samples a first token of its
-own. The prompt's logprobs are computed once, too.
+The first is a request like any other. The others wait until its prompt is computed, or has arrived. Then they find all
+but its last page in the prefix cache. They compute the rest themselves, as each samples a first token of its own. The
+prompt's logprobs are computed once, too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .req import Req, ReqState
 
 
 class Forks:
-    """Owner of the requests that wait for another one's prompt. ``reqs``: all that live."""
+    """Owner of the requests that wait for another one's prompt. ``reqs``: all live requests."""
 
     def __init__(self, reqs: Mapping[str, Req]) -> None:
         self._reqs = reqs
         self._waiting: dict[str, list[Req]] = {}
 
     def add(self, req: Req) -> bool:
-        """Let a request wait for the one that it is a fork of; False where there is nothing to wait for."""
+        """Let a request wait for the one that it is a fork of. Return False if there is nothing to wait for."""
         first = req.msg.fork_of
         if not self._has_to_wait(first):
             self._share_scores(req, first)
@@ -29,17 +29,17 @@ class Forks:
         return True
 
     def forget(self, req: Req) -> None:
-        """It waits no longer, and somebody else sees to it."""
+        """Remove a request that waits no longer and is handled elsewhere."""
         for waiting in self._waiting.values():
             if req in waiting:
                 waiting.remove(req)
 
     def release(self, enqueue: Callable[[Req], None]) -> None:
-        """Give on those that need wait no longer."""
+        """Enqueue the forks that need not wait any longer."""
         for first in [first for first in self._waiting if not self._has_to_wait(first)]:
             waiting = [req for req in self._waiting.pop(first) if not req.is_ended]
             if first not in self._reqs and waiting:
-                # Over before the others could begin from it: the next one computes the prompt for them.
+                # The first ended before the others could begin from it: the next one computes the prompt for them.
                 enqueue(waiting[0])
                 if len(waiting) > 1:
                     self._waiting[waiting[0].rid] = waiting[1:]
@@ -54,5 +54,5 @@ class Forks:
 
     def _has_to_wait(self, first: str) -> bool:
         req = self._reqs.get(first)
-        # Where the first is over, or was retracted, whoever computes the prompt next does it for the others.
+        # If the first has ended, or was retracted, the fork that computes the prompt next does it for the others.
         return req is not None and req.state is not ReqState.RUNNING and not req.retractions

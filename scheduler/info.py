@@ -1,4 +1,4 @@
-"""What ``/server_info`` tells of the scheduler."""
+"""The scheduler's part of ``/server_info``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class Verdict(NamedTuple):
-    """What the last check of the invariants said, and before which step it was made; -1: there was none yet.
+    """Result of the last check of the invariants, and the number of steps before it; -1: there was none yet.
 
-    A check walks every page and every request, so it is made while nobody waits for a step.
+    A check walks every page and every request, so it is made while no request waits for a step.
     """
 
     text: str | None = None
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
     @staticmethod
     def of(scheduler: Scheduler, last: Verdict) -> Verdict:
-        """A new one where ``scheduler`` is idle, else ``last``."""
+        """Return a new verdict if ``scheduler`` is idle, otherwise ``last``."""
         if not scheduler.is_idle:
             return last
         try:
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 
 def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str, Any]:
-    """JSON-ready: pools (tokens), queues (requests), counters since start, peers, options."""
+    """Return pools (tokens), queues (requests), counters since the start, peers and options, JSON-ready."""
     worker, counters = scheduler.worker, scheduler.counters
     states = Counter(str(r.state) for r in scheduler.reqs.values())
     manager, itl = scheduler.handovers, scheduler.planner.budget.itl
@@ -77,7 +77,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
 
 
 def _masked(name: str, value: Any) -> Any:
-    """An option's value without what is secret: a key, or what a URL has before its host."""
+    """Return an option's value without secrets: keys, and the part of a URL before its host."""
     if name == "api_key" and value:
         return MASK
     return CREDENTIALS.sub(f"{MASK}@", value) if isinstance(value, str) else value

@@ -1,19 +1,19 @@
-"""The promise on gaps: how long a step with prompt pieces in it may take.
+"""The limit on gaps between tokens: how long a step with prompt pieces in it may take.
 
-Everyone who decodes waits for the pieces that share the step. So a step may take ``--itl-budget-ms``; or, where the
-decodes alone are slow already, ``STRETCH`` times what they take. What pieces fit is the cost model's to say: on a
-processor that is bound by memory, tokens up to the knee of its curve cost next to nothing, and are all taken.
+Every decoding request waits for the pieces that share its step. So a step may take ``--itl-budget-ms``. If the decodes
+alone are slow already, it may take ``STRETCH`` times as long as they do. The cost model decides which pieces fit. On a
+processor that is bound by memory, tokens up to the knee of its curve cost next to nothing, so all are taken.
 
-What is promised is the time between two results, which the client sees, and it is promised for nearly every step, not
-for half of them as an estimate is. So the limit of the estimate is the promise, divided by a margin, less the time
-between steps. The margin is the factor that one outcome in a hundred exceeds: learned, too, and capped because none
-helps against others who use the processor for long.
+The promise is about the time between two results, which the client sees. It holds for nearly every step, not for half
+of them as an estimate does. So the limit of the estimate is the promise, divided by a margin, less the time between
+steps. The margin is the factor that one outcome in a hundred exceeds. It is learned, too, and capped, because no margin
+helps against other load that uses the processor for long.
 
-Where a step of one token takes as long as that already (a large model, whose weights are read at each step), prompts
-have a third of each step, and the machine reads the weights three times as often as it has to. So with
-``--ttft-target-ms`` a step may take up to ``MOST_STRETCH`` times what one of a single token takes, if first tokens are
-late: the factor follows how many times the target it will have taken the request that has waited longest. More would
-gain little, and nothing where small steps are cheap: there prompts have most of each step anyway.
+With a large model, a step of one token may take as long as that already, since it reads all weights. Then prompts have
+a third of each step, and the machine reads the weights three times as often as necessary. So with ``--ttft-target-ms``
+a step may take up to ``MOST_STRETCH`` times what one of a single token takes, if first tokens are late. The factor
+follows the oldest waiting request: its estimated TTFT divided by the target. More would gain little, and nothing where
+small steps are cheap: there prompts have most of each step anyway.
 """
 
 from __future__ import annotations
@@ -25,28 +25,33 @@ from .estimates.cost_model import CostModel
 from .estimates.step_shape import StepShape
 
 STRETCH, MOST_STRETCH, STRETCH_GAIN = 1.5, 6.0, 1.1
-"""Times that a step may take: what its decodes alone take; and, up to the second one, what a single token takes. That
-factor moves by at most ``STRETCH_GAIN`` from step to step.
+"""Factors on the time of a step. It may take ``STRETCH`` times what its decodes alone take.
+
+With a TTFT target it may take up to ``MOST_STRETCH`` times what a single token takes. That factor changes by at most
+``STRETCH_GAIN`` from step to step.
 """
 FIRST_MARGIN, MAX_MARGIN = 1.25, 1.6
 MARGIN_GAIN, EXCEEDING = 0.05, 0.01
-"""Where one outcome in 100 is above the margin, steps up of 0.99 × the gain and steps down of 0.01 × it balance."""
+"""Gain of the margin's steps, and the share of outcomes above it.
+
+With one outcome in 100 above the margin, steps up of 0.99 × the gain and steps down of 0.01 × the gain balance.
+"""
 
 
 SINGLE = StepShape(decodes=1)
 
 
 class Promise(NamedTuple):
-    """Of one step. ``estimate_ms`` and ``limit_ms``: of the time between the result before it and its own."""
+    """Estimate and limit of the time between the result before a step and its own."""
 
     estimate_ms: float
     limit_ms: float
 
 
 class ItlBudget:
-    """The limit of each step with prompt pieces, and the books on how it was kept.
+    """The limit of each step with prompt pieces, and counts of how it was kept.
 
-    ``ttft_target_ms``: 0 for none. ``stretch``: so many times as long as one of a single token, a step may take anyway.
+    ``ttft_target_ms``: 0 for none. ``stretch``: factor on a single token's step that a step may take in any case.
     """
 
     def __init__(self, budget_ms: float, model: CostModel, ttft_target_ms: float = 0.0) -> None:
@@ -63,27 +68,27 @@ class ItlBudget:
         self._worst_ms = 0.0
 
     def limit_ms(self, decodes: StepShape) -> float:
-        """What is promised to these decodes."""
+        """Return the limit that is promised to these decodes, in milliseconds."""
         estimate, overhead_ms = self._model.estimate, self._model.overhead_ms
         limit_ms = max(self.budget_ms, STRETCH * (estimate(decodes) + overhead_ms))
         return max(limit_ms, self.stretch * (estimate(SINGLE) + overhead_ms)) if self.ttft_target_ms else limit_ms
 
     def relax(self, first_token_ms: float) -> None:
-        """Move the factor towards what suits a request that will have waited so long for its first token."""
+        """Move ``stretch`` towards what suits a request with this estimated time to its first token."""
         wanted = STRETCH * max(1.0, first_token_ms / self.ttft_target_ms)
         wanted = min(wanted, MOST_STRETCH, self.stretch * STRETCH_GAIN)
         self.stretch = max(wanted, self.stretch / STRETCH_GAIN)
 
     def forward_ms(self, limit_ms: float) -> float:
-        """The largest estimate of ``forward_ms`` for a step to be within ``limit_ms``."""
+        """Return the largest estimate of ``forward_ms`` that keeps a step within ``limit_ms``."""
         return limit_ms / self.margin - self._model.overhead_ms
 
     def promise(self, estimate_ms: float, limit_ms: float) -> Promise:
-        """Of a step that was planned, by the estimate of its ``forward_ms``."""
+        """Return the promise of a planned step from the estimate of its ``forward_ms``."""
         return Promise(estimate_ms + self._model.overhead_ms, limit_ms)
 
     def learn(self, promise: Promise, outcome_ms: float) -> None:
-        """How it came out."""
+        """Learn from the outcome of a step."""
         exceeds = outcome_ms > self.margin * promise.estimate_ms
         self.margin *= 1 + MARGIN_GAIN * ((1 - EXCEEDING) if exceeds else -EXCEEDING)
         self.margin = min(max(self.margin, 1.0), MAX_MARGIN)
@@ -97,7 +102,7 @@ class ItlBudget:
             self._worst, self._worst_ms = promise, outcome_ms
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready: steps with prompt pieces since the start, those of them that broke the promise, milliseconds."""
+        """Return limits, margin and broken promises since the start, times in milliseconds, JSON-ready."""
         over = max(self.steps_over, 1)
         return {
             "budget_ms": self.budget_ms,

@@ -1,17 +1,17 @@
-"""Lets prompts that come together begin to decode together, where their first tokens come sooner for it.
+"""Lets prompts that come together begin to decode together, if their first tokens come sooner on average.
 
-While nobody decodes, a step is full of prompt tokens. As soon as one request decodes, the ITL budget leaves the prompts
-behind it a part of each step: half or a third where a step is bound by reading the weights. So of a batch that arrives
-at once, the first few get their first tokens early, and all others wait several times as long as their prompts take.
+While no request decodes, a step is full of prompt tokens. As soon as one request decodes, the ITL budget leaves later
+prompts a part of each step. That is half or a third if reading the weights bounds a step. So of a batch that arrives at
+once, the first few get their first tokens early. All others wait several times as long as their prompts take.
 
-Here the requests whose prompts would be complete are held back, by the last token of their prompts, while the others
-are computed at full speed. With ``ready`` requests held for as long as the ``others`` take at full speed, and a factor
-``slowdown`` by which these would be slower beside the decodes, the sum of all times to the first token is shorter if
+This module holds back prompts that would be complete, by their last token, while the others are computed at full speed.
+Let ``ready`` requests be held for as long as the ``others`` take at full speed. Let ``slowdown`` be the factor by which
+these would be slower beside the decodes. Then the sum of all TTFTs is shorter if
 
     ready < others × (slowdown - 1)
 
-No gap grows, since none has begun. Nobody is held for prompts that are much longer than its own, nor longer than
-``MOST_SECONDS`` after its arrival, or ``MOST_TIMES`` as long as its own prompt takes.
+No gap grows, since none has begun. A request is not held for prompts that are much longer than its own. Nor is it held
+longer than ``MOST_SECONDS`` after its arrival, or ``MOST_TIMES`` as long as its own prompt takes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from .req import Req, Route
 from .step_budget import StepBudget, StepRoom
 
 MOST_SECONDS, MOST_TIMES = 4.0, 16.0
-"""Nobody is held whose first token would then come so long after its arrival, or so many times as long as its own
-prompt takes, whichever is later.
+"""Latest first token of a request that is held, after its arrival: seconds, and a multiple of its own prompt's time.
+
+The later of the two counts.
 """
 ALIKE = 4.0
-"""Nobody is held for a prompt of which more than so many times the tokens of its own are left."""
+"""A request is not held for a prompt with more than this many times its own tokens left."""
 LEAST_GAIN, MOST_OTHERS = 0.1, 16
-"""Smaller slowdowns are not worth a look at the queue, nor more requests than so many."""
+"""Minimum slowdown that makes a look at the queue worthwhile, and the maximum number of requests looked at."""
 
 
 class JointStart:
-    """Decides for each step in which nobody decodes whether prompts may be completed in it."""
+    """Decides, for each step without decodes, whether prompts may be completed in it."""
 
     def __init__(self, budget: StepBudget, model: CostModel) -> None:
         self._budget = budget
         self._model = model
 
     def holds(self, room: StepRoom, prompts: Iterable[Req], now: float) -> bool:
-        """Whether the step that has this ``room`` should leave the last token of each prompt to a later one.
+        """Return whether the step with this ``room`` should leave the last token of each prompt to a later one.
 
         ``prompts``: those that are to be computed here, in order, as far as they may have memory.
         """
@@ -74,7 +75,7 @@ class JointStart:
         return False
 
     def _slowdown(self, ready: list[Req], token_ms: float) -> float:
-        """How many times as long a prompt takes beside the decodes of those that are ``ready``."""
+        """Return the factor by which prompts are slower beside the decodes of the ``ready`` requests."""
         decodes = StepShape(len(ready), sum(req.total_len for req in ready))
         room = self._budget.room(decodes, awaited=False, refused=0)
         piece = self._budget.fitting(room, decodes, 0, room.tokens)
@@ -87,5 +88,5 @@ class JointStart:
 
 
 def _will_decode(req: Req) -> bool:
-    """Whether the request goes on to decode here, and nobody reads its output yet."""
+    """Return whether the request goes on to decode here and has no output yet."""
     return req.route is Route.LOCAL and not req.output_len and req.max_new_tokens > 1

@@ -1,11 +1,12 @@
-"""KV pages that somebody wants to find in the store later, and waits to hear that they are there.
+"""KV pages that are to stay in the store for later, and the callers that wait for the confirmation.
 
-A wish is SAVING (its pages are on their way to the host and the store) → READY → KEEPING (the store is asked which it
-has, and to keep them) → done. Where the store lacks some that the host has, they are sent once more. Whoever waits is
-told after ``MOST_SECONDS`` at the latest: a store that is slow or dead costs the pages, and nobody's answer.
+An order is SAVING → READY → KEEPING → done. While SAVING, its pages are on their way to the host and the store. While
+KEEPING, the store is asked which it has, and to keep them. If the store lacks some that the host has, they are sent
+once more. The caller gets its answer after ``MOST_SECONDS`` at the latest: a store that is slow or dead costs the
+pages, but not the answer.
 
-A turn looks at what is due in it, however many wait: a wish that is SAVING waits for one page at a time, and goes on to
-the next when that has ``left`` the way to the store.
+A tick looks only at what is due in it, however many orders wait. An order that is SAVING waits for one page at a time.
+It moves to the next page when that one has ``left``.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ TRIES = 2
 
 
 class Kept(NamedTuple):
-    """So many of the first pages are in the store; ``problem`` where those are not all."""
+    """Number of the first pages that are in the store; ``problem`` is set if those are not all."""
 
     pages: int
     problem: str = ""
 
 
 class SavesPages(Protocol):
-    """What is asked of the tiers."""
+    """Interface to the tiers that save the pages."""
 
     def is_saving(self, page_hash: bytes) -> bool:
-        """Whether it is yet on its way to the store."""
+        """Return whether the page is still on its way to the store."""
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
-        """The store has none of these, whatever it was thought to have."""
+        """Save these pages again: the store has none of them, whatever the records say."""
 
     def tell_store(self, message: KeepPages) -> None:
-        """Send it."""
+        """Send the message to the store."""
 
     def problem(self, now: float) -> str:
-        """What is wrong with the store, "" for nothing."""
+        """Return what is wrong with the store, "" for nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,45 +51,45 @@ class _Wish:
     until: float
     deadline: float
     done: Callable[[Kept], None] | None
-    """None once it was called."""
+    """Callback for the result; None after it was called."""
     saved: int = 0
-    """How many of the first are on their way no more."""
+    """Number of the first pages that are no longer on their way."""
     tries: int = 0
     asked: int = 0
-    """The latest ``KeepPages``."""
+    """Id of the latest ``KeepPages``."""
 
 
 class KeptPages:
-    """Owner of what is waited for. ``next_id``: of messages to the worker."""
+    """Owner of the open orders. ``next_id`` returns ids for messages to the worker."""
 
     def __init__(self, tiers: SavesPages, next_id: Callable[[], int]) -> None:
         self._tiers = tiers
         self._next_id = next_id
         self._wishes: deque[_Wish] = deque()
-        """As they came, so as their time will be over; those that are done go when they are the first."""
+        """Orders by arrival, hence by deadline. Orders that are done are removed when they are first."""
         self._saving: dict[bytes, set[_Wish]] = {}
-        """By the page that each waits for."""
+        """Orders that are SAVING, by the page that each waits for."""
         self._ready: list[_Wish] = []
         self._keeping: dict[int, _Wish] = {}
 
     def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
-        """``done`` is called once, with what has become of these pages, which are being saved."""
+        """Keep these pages, which are being saved, until ``until``. ``done`` is called once with the result."""
         wish = _Wish(hashes, until, now + MOST_SECONDS, done)
         self._wishes.append(wish)
         self._wait(wish)
 
     def release(self, hashes: list[bytes]) -> None:
-        """They may go."""
+        """Let the store evict these pages."""
         self._tiers.tell_store(KeepPages(self._next_id(), b"".join(hashes), 0.0))
 
     def left(self, hashes: Iterable[bytes]) -> None:
-        """These are on their way no more, whatever has become of them."""
+        """Note that these pages are no longer on their way, whatever has become of them."""
         for page_hash in hashes:
             for wish in self._saving.pop(page_hash, ()):
                 self._wait(wish)
 
     def advance(self, now: float) -> None:
-        """Ask for what has been saved; give up what has taken too long. Once a turn."""
+        """Ask the store for what has been saved, and give up what has taken too long. Called once a tick."""
         while self._wishes and (self._wishes[0].done is None or now > self._wishes[0].deadline):
             wish = self._wishes.popleft()
             if wish.done is not None:
@@ -103,7 +104,7 @@ class KeptPages:
                 self._tiers.tell_store(KeepPages(wish.asked, b"".join(wish.hashes), wish.until))
 
     def on_kept(self, event: PagesKept) -> None:
-        """The store says what it has."""
+        """Take the store's answer: which pages it has."""
         wish = self._keeping.pop(event.id, None)
         if wish is None:
             return
@@ -116,11 +117,14 @@ class KeptPages:
         self._end(wish, Kept(event.count, short))
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until somebody has waited too long; None: nobody waits. One that is done may be told for a while."""
+        """Return the seconds until the next deadline, None without orders.
+
+        An order that is done may count for a while.
+        """
         return max(0.0, self._wishes[0].deadline - now) if self._wishes else None
 
     def _wait(self, wish: _Wish) -> None:
-        """For the next of its pages that is on its way."""
+        """Wait for the next of its pages that is still on its way, or make the order ready."""
         while wish.saved < len(wish.hashes):
             page_hash = wish.hashes[wish.saved]
             if self._tiers.is_saving(page_hash):

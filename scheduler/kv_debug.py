@@ -1,16 +1,16 @@
 """Finds out where KV changes that should not (``--kv-debug``).
 
-The worker hashes whole pages, layer by layer, at each turning point of their life; here it is remembered, by the page's
-name (its hash over the tokens), what each held when it was last known to be right, and compared. Life of a question::
+The worker hashes whole pages, layer by layer, at each transition of their life. This module remembers, by the page's
+name (its hash over the tokens), what each held when it was last known to be right, and compares. Life of a question::
 
     hash ──▶ (with ``planned``: waits for the step) ──▶ HashPages ──▶ PagesHashed ──▶ remembered | compared, reported
 
-What a step has computed is right by definition; where it computes a page again that is known, the two are compared as
-well (``PREFILL``). KV that is found wrong elsewhere is condemned: nobody finds it in the cache any more, and who has it
-goes on with it; but for what was handed over, which is not used.
+What a step has computed is right by definition. Where it recomputes a page that is known, the two are compared as well
+(``PREFILL``). KV that is found wrong elsewhere is condemned: no request finds it in the cache any more. Requests that
+have it continue with it. Wrong KV of a hand-over is not used.
 
-The table is bounded: what is forgotten is not compared. Lossy tiers are not compared either, by nature: what they bring
-back is remembered as it came.
+The table is bounded: forgotten pages are not compared. Nor are lossy tiers, by nature: what they bring back is
+remembered as it came.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ log = logging.getLogger(__name__)
 
 TABLE_BYTES = 64 << 20
 MOST_LINES = 8
-"""Of one question: pages that are wrong are mostly wrong in every layer."""
+"""Maximum lines logged for one question: wrong pages are mostly wrong in every layer."""
 MOST_NAMESPACES = 256
 NAMES_BYTES = 128
-"""What an entry of the table takes beside its hashes, about."""
+"""Approximate bytes of a table entry beside its hashes."""
 
 Row = tuple[bytes, ...]
-"""The hashes of a page: of each group of the layout, layer by layer, part by part."""
+"""Hashes of a page: of each group of the layout, layer by layer, part by part."""
 
 
 class Place(StrEnum):
-    """Where a page was looked at."""
+    """Event at which a page was hashed."""
 
     PREFILL = "prefill"
     TRANSFER = "transfer"
@@ -86,14 +86,14 @@ AT_SENDER = "at the instance that computed it"
 
 
 class Known(NamedTuple):
-    """What a page held, and when it was seen so."""
+    """Hashes of a page, and when it had them."""
 
     row: Row
     when: str
 
 
 class Difference(NamedTuple):
-    """Two hashes that should be one."""
+    """Two hashes that should be equal."""
 
     layer: int
     part: str
@@ -103,9 +103,11 @@ class Difference(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """``first``: the number of the first page within the request. ``pages``: full pages of the pool. ``brought``: names
-    of those that the store has brought. ``theirs``: what the pages held at the instance that computed them, as far as
-    it said. ``done``: told what is wrong, and when; without it what is wrong is condemned.
+    """Pages of a request that the worker is asked to hash.
+
+    ``first``: number of the first page within the request. ``pages``: full pages of the pool. ``brought``: names of
+    those that the store has brought. ``theirs``: hashes at the instance that computed the pages, as far as it reported
+    them. ``done``: called with what is wrong, and the time. Without it, wrong KV is condemned.
     """
 
     req: Req
@@ -118,21 +120,21 @@ class _Question:
     done: Callable[[str, float], None] | None = None
 
     def place_of(self, name: bytes) -> Place:
-        """Of one page: what comes from other tiers need not all come from the same one."""
+        """Return the place of one page: pages from other tiers need not all come from the same one."""
         if self.req.restored and self.place in (Place.HOST, Place.REUSE):
             return Place.RESTORE
         return Place.STORE if name in self.brought else self.place
 
 
 class _Glance(NamedTuple):
-    """Pages that somebody asks about. ``tell`` gets the answer."""
+    """Pages to hash for a question from outside. ``tell`` gets the answer."""
 
     pages: I32
     tell: Callable[[PagesHashed], None]
 
 
 class KVDebug:
-    """See the module. ``send``: to the worker, in one order with its steps."""
+    """Page hashes of the instance, and their comparison. ``send`` sends to the worker, in one order with its steps."""
 
     def __init__(
         self, options: ServerOptions, worker: WorkerReady, names: PageNames, send: Callable[[HashPages], None]
@@ -147,15 +149,15 @@ class KVDebug:
         self._ids = itertools.count(1)
         self._newest = 0
         self._open: dict[int, _Question | _Glance] = {}
-        """Those without an answer, in the order of their numbers."""
+        """Unanswered questions, in the order of their numbers."""
         self._planned: list[int] = []
-        """Those that wait for the step that is being planned."""
+        """Numbers of the questions that wait for the step that is being planned."""
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self.windows: WindowPages | None = None
         self.condemn: Callable[[Req, int], None] = lambda req, start: None
-        """``KVMemory``'s, both."""
+        """Attributes of ``KVMemory``: its window pages and its ``condemn``."""
         self.namespaces: OrderedDict[str, None] = OrderedDict()
-        """Those of the last requests."""
+        """Namespaces of the last requests."""
         self.compared: Counter[Place] = Counter()
         self.mismatches: Counter[Place] = Counter()
         self._last = ""
@@ -163,11 +165,12 @@ class KVDebug:
     # --- questions ---
 
     def look(self, place: Place, req: Req, row: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()) -> None:
-        """Have the worker look at the request's whole pages that end before ``end`` and were not looked at since it got
-        its memory. ``row``: its slots. ``brought``: names of pages that the store has brought.
+        """Have the worker hash the request's whole pages before ``end`` that were not hashed since it got its memory.
 
-        ``planned``: the step that is being planned writes some of them, or copies before it do; else what was sent has,
-        and this is asked before anything else is. What it computes on KV that is not verified is none of its own.
+        ``row``: its slots. ``brought``: names of pages that the store has brought. ``planned``: the step that is being
+        planned writes some of them, or copies before it do. Otherwise steps that were sent have written them, and this
+        is sent before anything else. Pages computed on KV that is not verified are skipped: they are not right by
+        definition.
         """
         hold, size = req.hold, self._names.page_size
         assert hold is not None
@@ -182,13 +185,16 @@ class KVDebug:
     def landed(
         self, req: Req, hold: KVHold, first: int, pages: I32, theirs: bytes, done: Callable[[str, float], None]
     ) -> None:
-        """The same of ``pages`` that a peer has written, the request's from the ``first`` on, which are in ``hold``;
-        ``theirs``: as in ``TransferDone``. ``done`` is told what is wrong with them, "" for nothing, and when.
+        """Have the worker hash ``pages`` that a peer has written, which are the request's from page ``first`` on, in
+        ``hold``.
+
+        ``theirs``: as in ``TransferDone``. ``done`` is called with what is wrong with them ("" for nothing), and the
+        time.
         """
         last = first + len(pages)
         hold.hashed = max(hold.hashed, last * self._names.page_size)
         size = sum(self._row_bytes)
-        # A peer says this: what is not as long as it should be says nothing.
+        # This comes from a peer: hashes of the wrong length are ignored.
         ends = range(size, len(theirs) + 1, size) if size and len(theirs) == size * len(pages) else ()
         told = [self._split(theirs[end - size : end]) for end in ends]
         names = self._names.of(req, last * self._names.page_size, first)
@@ -199,11 +205,11 @@ class KVDebug:
         return tuple(row[end - size : end] for end, size in zip(ends, self._row_bytes, strict=True))
 
     def told(self, req: Req, first: int, last: int) -> bytes:
-        """What pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
+        """Return what pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
         return self.told_of(self._names.of(req, last * self._names.page_size, first))
 
     def told_of(self, names: Sequence[bytes]) -> bytes:
-        """The same of pages by their names; b"" where they are too many."""
+        """Return what the pages of these names held, as in ``TransferDone``; b"" if they are too many."""
         none = bytes(sum(self._row_bytes))
         if len(none) * len(names) > MAX_HASH_BYTES:
             log.info("%d pages have more hashes than a message takes: they are not told", len(names))
@@ -212,8 +218,9 @@ class KVDebug:
         return b"".join(none if page is None else b"".join(page.row) for page in known)
 
     def expect(self, names: Sequence[bytes], told: bytes) -> None:
-        """These pages may come back, and somebody has written down what they held, as in ``told_of``. What was seen
-        here counts more.
+        """Take in what pages held according to a session's snapshot, as in ``told_of``: they may come back.
+
+        Hashes that were seen here take precedence.
         """
         size = sum(self._row_bytes)
         for i, name in enumerate(names[: len(told) // size if size else 0]):
@@ -222,7 +229,7 @@ class KVDebug:
                 self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
-        """Have the worker look at any pages, behind all that was sent."""
+        """Have the worker hash any pages, after everything that was sent."""
         self._ask(_Glance(pages, tell), planned=False)
 
     def _ask(self, question: _Question | _Glance, *, planned: bool) -> None:
@@ -239,7 +246,7 @@ class KVDebug:
             self._tell(self._newest)
 
     def flush(self) -> None:
-        """Ask what waited for a step, which was sent, and so were copies before it."""
+        """Send the questions that waited for a step; the step and the copies before it were sent."""
         for number in self._planned:
             self._tell(number)
         self._planned = []
@@ -248,7 +255,7 @@ class KVDebug:
         pages = self._open[number].pages
         packed = [pack_i32(pages)]
         if self.windows is not None:
-            # As it is now: what a window has left may be another's in the step that was sent.
+            # The table as it is now: a window page that a request has left may be another's in the step that was sent.
             packed.append(pack_i32(self.windows.page_of[pages]))
         self._send(HashPages(number, packed))
 
@@ -256,15 +263,15 @@ class KVDebug:
 
     @property
     def newest(self) -> int:
-        """The number of the last question."""
+        """Number of the last question."""
         return self._newest
 
     def is_past(self, number: int) -> bool:
-        """Whether all questions up to this one are answered: nobody looks at their pages any more."""
+        """Return whether all questions up to this one are answered: their pages are not read any more."""
         return next(iter(self._open), number + 1) > number
 
     def when_past(self, number: int, call: Callable[[], None]) -> bool:
-        """Whether they are; else ``call`` is made once they are."""
+        """Return whether all questions up to this one are answered; if not, call ``call`` once they are."""
         if self.is_past(number):
             return True
         self._waiting.append((number, call))
@@ -273,7 +280,7 @@ class KVDebug:
     # --- answers ---
 
     def on_hashed(self, event: PagesHashed, now: float) -> None:
-        """The worker has looked."""
+        """Compare or pass on the hashes that the worker has computed."""
         question = self._open.pop(event.id)
         if isinstance(question, _Glance):
             question.tell(event)
@@ -317,7 +324,7 @@ class KVDebug:
         )
 
     def _known(self, question: _Question, index: int) -> Known | None:
-        """What a page of the question is to be compared with, None for nothing."""
+        """Return what a page of the question is to be compared with, or None for nothing."""
         if question.place is Place.TRANSFER:
             theirs = question.theirs[index] if question.theirs else ()
             return Known(theirs, AT_SENDER) if any(any(part) for part in theirs) else None
@@ -334,7 +341,7 @@ class KVDebug:
     def _differences(self, now: Row, before: Row) -> list[Difference]:
         found = []
         for group, a, b in zip(self._groups, now, before, strict=True):
-            # Zeros: the page behind a window was not there, then or now.
+            # Zeros: the page of the windowed layers was not there, then or now.
             if a != b and any(a) and any(b):
                 found += _between(group, a, b)
         return found
@@ -357,12 +364,12 @@ class KVDebug:
 
     @property
     def problem(self) -> str:
-        """What somebody should look after, "" for nothing."""
+        """Problem that an operator should look at, "" for none."""
         count = sum(self.mismatches.values()) - self.mismatches[Place.PREFILL]
         return f"--kv-debug has found {count} hashes of KV that differ; the last request: {self._last}" if count else ""
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the JSON-ready part of ``/server_info``."""
         return {
             "remembered_pages": len(self._table),
             "compared_pages": _by_place(self.compared),
@@ -381,7 +388,7 @@ def _between(group: KVGroup, now: bytes, before: bytes) -> list[Difference]:
 
 
 def make_kv_debug(options: ServerOptions, worker: WorkerReady, tiers: KVTiers | None, outbox: Outbox) -> KVDebug | None:
-    """None without ``--kv-debug``."""
+    """Return the hash checks of this instance, None without ``--kv-debug``."""
     if not options.kv_debug:
         return None
     seed = model_seed(worker.fingerprint, worker.layout)

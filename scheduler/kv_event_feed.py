@@ -1,7 +1,7 @@
-"""Publishes what the prefix cache stores and loses (``messages/kv_events.py`` says how), and replays it.
+"""Publishes what the prefix cache stores and loses (format: ``messages/kv_events.py``), and replays it.
 
-Nobody is waited for: who reads too slowly misses batches, sees the gap and asks again. What comes from the sockets is
-hostile: one request of 8 bytes is all that is understood, and a turn sends few batches.
+The feed waits for no reader: a slow one misses batches, sees the gap and asks again. Input from the sockets is hostile:
+only requests of 8 bytes are understood, and a tick sends few batches.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..runtime.options import ServerOptions
 log = logging.getLogger(__name__)
 
 REQUESTS_A_TURN, BATCHES_A_TURN, MOST_REPLAYS = 8, 64, 64
-"""The scheduler serves replays between two of its turns: neither many nor long ones hold it up."""
+"""Limits per tick. The scheduler serves replays between two ticks, so neither many nor long ones may hold it up."""
 LONGEST_REQUEST = 64
-"""Bytes: anything longer ends the connection."""
+"""Maximum bytes of a request: anything longer ends the connection."""
 
 
 class KVEventFeed:
-    """Owner of both sockets. Raises ``zmq.ZMQError`` where an address can't be had."""
+    """Owner of both sockets. Raises ``zmq.ZMQError`` if an address can't be bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ServerOptions, events: KVEventLog) -> None:
         self._events = events
@@ -33,13 +33,13 @@ class KVEventFeed:
         self._kept: deque[Frame] = deque(maxlen=options.kv_events_buffer)
         self._next = 0
         self._replays: dict[bytes, int] = {}
-        """Who waits for batches, from which number on; in turn."""
+        """Replays under way: the connection and the number of its next batch, in round-robin order."""
         assert options.kv_events_endpoint is not None
         self._pub = context.socket(zmq.PUB)
         self._pub.linger = 0
         self._pub.bind(options.kv_events_endpoint)
         self.replay: zmq.Socket[bytes] | None = None
-        """Whoever has a poller registers it."""
+        """Socket of the replays; None without. The loop registers it with its poller."""
         if options.kv_events_replay_endpoint is not None:
             self.replay = context.socket(zmq.ROUTER)
             self.replay.linger = 0
@@ -49,16 +49,16 @@ class KVEventFeed:
 
     @property
     def addresses(self) -> tuple[str, str | None]:
-        """Where both are bound."""
+        """Addresses to which the two sockets are bound."""
         return _bound(self._pub), _bound(self.replay) if self.replay is not None else None
 
     @property
     def newest_seq(self) -> int:
-        """Of what was published last, -1: nothing yet."""
+        """Number of the last batch that was published, -1 before the first."""
         return self._next - 1
 
     def turn(self) -> None:
-        """Tell what has happened since the last one, and answer who asks for a replay."""
+        """Publish the events since the last tick, and answer replay requests."""
         if events := self._events.take():
             frame = Frame(self._next, encode_batch(KVEventBatch(time.time(), events)))
             self._next += 1
@@ -70,7 +70,7 @@ class KVEventFeed:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the next turn has something to do, though nothing comes."""
+        """Whether the next tick has something to do even if no message comes."""
         return bool(self._replays)
 
     def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
@@ -84,12 +84,13 @@ class KVEventFeed:
                 first = unpack_seq(number)
             except ValueError:
                 continue
-            # Who asks again before it was answered begins anew; of too many, the last ones have to ask again.
+            # A connection that asks again before it was answered starts anew. If there are too many, the last ones have
+            # to ask again.
             if who in self._replays or len(self._replays) < MOST_REPLAYS:
                 self._replays[who] = first
 
     def _replay_some(self, socket: zmq.Socket[bytes]) -> None:
-        """A few batches, to those who wait for them in turn."""
+        """Send a few batches to the waiting connections, round-robin."""
         for _ in range(min(BATCHES_A_TURN, len(self._kept) + 1)):
             if not self._replays:
                 return
@@ -107,7 +108,7 @@ class KVEventFeed:
                 self._replays[who] = at + 1
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Close the sockets."""
         self._pub.close()
         if self.replay is not None:
             self.replay.close()

@@ -1,4 +1,4 @@
-"""Tells an engineer what the KV pool holds of a prompt, as hashes: two instances are compared by what they say."""
+"""Reports what the KV pool holds of a prompt, as hashes, so that an engineer can compare two instances."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ NO_DEBUG = "this instance takes no hashes of its KV; start it with --kv-debug"
 
 
 def tell_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
-    """Answer once the worker has looked. What is found counts as used, and no step waits for it but for the looking."""
+    """Answer with the hashes of a prompt's cached pages once the worker has computed them.
+
+    The pages count as used. Steps wait only for the hashing itself.
+    """
     if memory.debug is None:
         outbox.answer(KVHashes(ask.id, 501, NO_DEBUG))
         return
     size, tokens = memory.page_size, unpack_i32(ask.input_ids)
-    # Anybody's tokens, of which no more are cached than the pool has: the loop is not to be held up by the others.
+    # The tokens may be anything, and no more than the pool holds are cached: the rest must not hold up the loop.
     tokens = tokens[: min(len(tokens), memory.max_total_tokens) // size * size]
     namespaces = ["", *memory.debug.namespaces] if ask.extra_key is None else [ask.extra_key]
     namespaces = [name for name in namespaces if memory.cached_len(tokens[:size], name)] or namespaces[:1]

@@ -1,21 +1,22 @@
-"""Memory that is given back to the system while nobody needs this instance, and taken again.
+"""Memory that is given back to the system while this instance is not needed, and taken again (the memory saver).
 
 ::
 
-    HELD ─release─▶ EMPTYING ─nothing runs─▶ PARTING ─no peer can write─▶ RELEASING ─the worker's word─▶ RELEASED
-      ▲                 │ still running after wait_s    │ a link that stays                                  │
-      ├─────────────────┴───────────────────────────────┘                                                 resume
-      └─────────────────────────────────── RESUMING ◀────────────────────────────────────────────────────────┘
+    HELD ─release─▶ EMPTYING ─nothing runs─▶ PARTING ─no peer can write─▶ RELEASING ─worker confirms─▶ RELEASED
+      ▲                 │ still running after wait_s    │ a link that stays                               │
+      ├─────────────────┴───────────────────────────────┘                                              resume
+      └─────────────────────────────────── RESUMING ◀─────────────────────────────────────────────────────┘
 
-- Running and queued requests are never cut short: a release waits ``wait_s`` for their end (0: not at all), and is
-  refused with 409 where they go on. From the moment that it is asked for until all is held again, requests that come
-  are refused with 503, and ``/health`` says why: a router asks somebody else.
-- An instance that lacks memory exchanges no KV, whichever part it is: it withdraws its registration, parts from all
-  peers and takes none in; once the last link is down nobody can write to the pool. It is found again when all is held.
-- Giving up the pool empties the prefix cache: what a host tier has stays there, and saves are done first. Weights
-  alone leave it as it is, as they come back the same or not at all.
-- What was given back can be had in parts, and more can be given back; a part that is there already, or gone already,
-  is a 409, and so is anything while a change is under way.
+- Running and queued requests are never cut short. A release waits ``wait_s`` for their end (0: not at all), and is
+  refused with 409 if they continue. From the release order until all memory is held again, new requests are refused
+  with 503. ``/health`` says why, so that a router asks another instance.
+- An instance that lacks memory exchanges no KV, whichever part of it is missing. It withdraws its registration,
+  disconnects from all peers and refuses new ones. Once the last link is down no peer can write to the pool. The
+  instance registers again when all memory is held.
+- Giving up the pool empties the prefix cache. What a host tier has stays there, and saves are done first. Giving up
+  only the weights leaves the cache as it is, as they come back unchanged or not at all.
+- Memory can be resumed in parts, and more can be released. A part that is there already, or gone already, is a 409. So
+  is any order while a change is under way.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from .scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 PARTING_SECONDS = 10.0
-"""For peers to let go of their links; a library's own limits are shorter."""
+"""Seconds for peers to release their links; a transfer library's own limits are shorter."""
 ORDERS = {True: "release", False: "resume"}
 PATHS = {True: "POST /release_memory_occupation", False: "POST /resume_memory_occupation"}
 
 
 class MemoryState(StrEnum):
-    """See the module."""
+    """State of the memory; the module shows the transitions."""
 
     HELD = "held"
     EMPTYING = "emptying"
@@ -76,14 +77,14 @@ class MemorySaver:
         self._until = math.inf
         self.state = MemoryState.HELD
         self.released: list[MemoryTag] = []
-        """What is not there."""
+        """Memory that is released now."""
         scheduler.withheld = lambda: (
             Refusal(503, self.refusal, BUSY, code=UNAVAILABLE) if self.refusal is not None else None
         )
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing is computed here, None where all is there and shall stay."""
+        """Reason why nothing is computed here; None if all memory is held and shall stay."""
         if self.state is MemoryState.HELD:
             return None
         if self.state is MemoryState.RESUMING:
@@ -93,11 +94,11 @@ class MemorySaver:
         return f"memory was given back ({', '.join(self.released)}); {PATHS[False]} takes it again"
 
     def seconds_left(self, now: float) -> float:
-        """Until ``advance`` has something to do by itself; infinity where it hasn't."""
+        """Return the seconds until ``advance`` has something to do by itself; infinity if it has not."""
         return min(max(0.0, self._until - now), self.resize.seconds_left(now))
 
     def ask_resize(self, order: ResizeReq, now: float) -> None:
-        """Another size of the KV pool, where there is one."""
+        """Resize the KV pool, unless memory is released."""
         if (refusal := self.refusal) is not None:
             tokens = self._scheduler.memory.max_total_tokens
             self._scheduler.outbox.answer(ResizeResult(order.id, 409, tokens, tokens, refusal))
@@ -105,7 +106,7 @@ class MemorySaver:
             self.resize.ask(order, now)
 
     def ask(self, order: MemoryReq, now: float) -> None:
-        """Begin with it, or say why not; ``now``: ``time.monotonic()``."""
+        """Begin with a release or resume order, or answer why not; ``now``: ``time.monotonic()``."""
         tags = self._meant(order)
         problem = self._problem(order, tags)
         if problem is not None:
@@ -121,7 +122,7 @@ class MemorySaver:
             self.advance(now)
 
     def advance(self, now: float) -> None:
-        """One turn of whatever is under way."""
+        """Advance the change that is under way, once a tick."""
         self.resize.advance(now)
         scheduler, handovers = self._scheduler, self._scheduler.handovers
         if self.state is MemoryState.EMPTYING:
@@ -142,7 +143,7 @@ class MemorySaver:
             self._release()
 
     def on_changed(self, changed: MemoryChanged) -> None:
-        """The worker has done as told, or has not."""
+        """Take the worker's report on the change, and answer the order."""
         order, self._order = self._order, None
         assert order is not None
         self.released = changed.released
@@ -156,12 +157,12 @@ class MemorySaver:
         )
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the JSON-ready part of ``/server_info``."""
         resizing = {"resizing_to": self.resize.aim}
         return {"state": self.state, "released": self.released, "unreleasable": self._kept, **resizing}
 
     def _meant(self, order: MemoryReq) -> list[MemoryTag]:
-        """The tags that the order names, once each; without any, what there is to do."""
+        """Return the tags that the order names, once each; without any, all that it can apply to."""
         if order.tags:
             return [tag for tag in ALL_TAGS if tag in order.tags]
         return [tag for tag in ALL_TAGS if (tag in self.released) != order.release]
@@ -190,7 +191,7 @@ class MemorySaver:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether nothing computes, and no hand-over has memory of ours."""
+        """Whether nothing computes, and no hand-over has memory of this instance."""
         handovers = self._scheduler.handovers
         return self._scheduler.is_idle and not (handovers is not None and handovers.pinned())
 
@@ -204,7 +205,7 @@ class MemorySaver:
             dropped = scheduler.memory.empty()
             log.info("the prefix cache is empty, of %d tokens", dropped)
             if scheduler.tiers is not None:
-                # In the worker's order: pages are saved before their memory goes.
+                # Pages are saved before their memory goes: the worker keeps the order of messages.
                 scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
         self._tell_worker(ReleaseMemory(self._tags), MemoryState.RELEASING)
 
@@ -213,7 +214,7 @@ class MemorySaver:
         self._scheduler.outbox.to_worker(command)
 
     def _stay(self, why: str) -> None:
-        """Go on as before."""
+        """Undo the release, and refuse its order."""
         order, self._order = self._order, None
         assert order is not None
         self.state, self._until = MemoryState.HELD, math.inf

@@ -1,4 +1,4 @@
-"""What is said about KV memory: how large it is, what others need of it, until when it may be touched."""
+"""Terms of KV memory: its size, what others need of it, and until when it may be touched."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ..runtime.metrics import Metrics, gauge
 
 
 class PoolSizes(NamedTuple):
-    """Tokens that the pools hold, ``window_tokens`` of them behind a window of ``window`` tokens; 0: there is none.
+    """Sizes of the pools in tokens: ``tokens``, and ``window_tokens`` for layers with a window of ``window`` tokens (0:
+    none).
 
-    ``most``: tokens that they have addresses for, and may grow to; as many ``window_tokens`` belong to that.
+    ``most``: tokens for which addresses are reserved, so the pool may grow to it. ``window_tokens`` belongs to that
+    size.
     """
 
     tokens: int
@@ -24,21 +26,21 @@ class PoolSizes(NamedTuple):
 
     @classmethod
     def of(cls, worker: WorkerReady) -> PoolSizes:
-        """Those of a worker."""
+        """Return the sizes of a worker's pools."""
         group = worker.layout.window_group
         window = group.window if group is not None else 0
         return cls(worker.max_total_tokens, window, worker.max_window_tokens, worker.limit_tokens)
 
 
 class Reserve(NamedTuple):
-    """What must stay obtainable for others: slots, pages to be promised behind windows, and request rows."""
+    """Memory that must stay obtainable for others: slots, window pages and request rows."""
 
     slots: int = 0
     window_pages: int = 0
     rows: int = 0
 
     def plus(self, other: Reserve) -> Reserve:
-        """Both together."""
+        """Return the sum of both."""
         return Reserve(self.slots + other.slots, self.window_pages + other.window_pages, self.rows + other.rows)
 
 
@@ -46,9 +48,7 @@ NO_RESERVE = Reserve()
 
 
 class Fence(NamedTuple):
-    """A step, copies between the tiers, and looks at pages (``kv_debug.py``), up to which what was planned may touch
-    memory that was let go of.
-    """
+    """Latest work that may touch released memory: a step, copies between the tiers, hash checks (``kv_debug.py``)."""
 
     step: int = 0
     copies: int = 0
@@ -59,8 +59,10 @@ NO_FENCE = Fence()
 
 
 def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool) -> dict[str, int]:
-    """Tokens: total now, most that it can become, free, ``cached`` (evictable), in use (more than the total where the
-    pool has just become smaller than that), the same of window pages; rows: total, in use.
+    """Return the use of the pools in tokens, and of the rows.
+
+    Keys: total now, the most it can become, free, ``cached`` (evictable), in use; likewise for window pages; rows in
+    all and in use. More than the total may be in use just after the pool has become smaller.
     """
     size, available, rows, windows = (
         allocator.page_size,

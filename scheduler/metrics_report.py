@@ -1,7 +1,7 @@
-"""Tells the HTTP process what the scheduler counts: pushed, so that a scrape never waits for a busy loop.
+"""Sends the scheduler's counts to the HTTP process: pushed, so that a scrape never waits for a busy loop.
 
-While requests run, at most every ``REPORT_SECONDS``; when the last one has ended, with the turn's tokens, so that a
-client that has its answer finds it counted. A turn between two reports costs a comparison.
+While requests run, that is at most every ``REPORT_SECONDS``. When the last one has ended, the report goes with the
+tick's tokens, so a client that has its answer finds it counted. A tick between two reports costs a comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE_OF = attrgetter("state")
 
 
 class MetricsReport:
-    """Sends ``SchedulerMetrics`` where something has changed. Called once a turn of the loop."""
+    """Sends ``SchedulerMetrics`` if something has changed. Called once a tick of the loop."""
 
     def __init__(self, scheduler: Scheduler, outbox: Outbox, occupation: MemorySaver | None = None) -> None:
         self._scheduler = scheduler
@@ -36,7 +36,7 @@ class MetricsReport:
         self._sent_at = float("-inf")
 
     def turn(self, now: float) -> None:
-        """``now``: ``time.monotonic()``."""
+        """Send a report if one is due and something has changed; ``now``: ``time.monotonic()``."""
         self.pressure.turn(now)
         if self._scheduler.reqs and now - self._sent_at < REPORT_SECONDS:
             return

@@ -1,7 +1,7 @@
-"""What the scheduler has to say, collected over one turn of its loop and sent as one frame for each receiver.
+"""Outgoing messages of the scheduler, collected over one tick and sent as one frame for each receiver.
 
-Not every token is worth a message, which detokenizer, HTTP, router and client all have to handle. So a request's tokens
-wait in ``Req.untold`` until ``news_interval`` of them are there, or until the request ends or is retracted.
+A message for every token would burden detokenizer, HTTP, router and client. So a request's tokens wait in
+``Req.untold`` until there are ``news_interval`` of them, or until the request ends or is retracted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PROMPT_TAIL = 8
 """Prompt tokens that the detokenizer gets as context of the first output token."""
 
 QUIET_INTERVAL = 32
-"""Tokens told at a time where nobody sees them before the end. Not all at once: the end would wait for their text."""
+"""Tokens sent at a time if no client sees them before the end. Not all at once: the end would wait for their text."""
 
 
 def news_interval(msg: GenerateReq, stream_interval: int) -> int:
-    """How many of a request's tokens are told at a time.
+    """Return how many tokens of a request are sent at a time.
 
-    Only the detokenizer finds stop strings, and what is computed behind one is wasted. So they are looked for after
-    each token, unless the client streams and has chosen to hear less often (``stream_interval``).
+    Only the detokenizer finds stop strings, and what is computed after one is wasted. So it gets each token at once,
+    unless the client streams and has chosen to hear less often (``stream_interval``).
     """
     if msg.stream:
         return stream_interval
@@ -33,7 +33,7 @@ def news_interval(msg: GenerateReq, stream_interval: int) -> int:
 
 
 def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
-    """Return what the client is told of a request's life up to ``now``."""
+    """Return what the client is told about a request's course up to ``now``."""
     return ReqMeta(
         prompt_tokens=req.prompt_len,
         completion_tokens=req.output_len,
@@ -49,7 +49,7 @@ def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
 class Outbox:
     """Messages to the worker, to its transfer engine and to the detokenizer, each in order.
 
-    ``transfer`` None: of an instance that exchanges no KV.
+    ``transfer`` is None if the instance exchanges no KV.
     """
 
     def __init__(
@@ -63,31 +63,31 @@ class Outbox:
         self._to_detokenizer: list[Message] = []
 
     def to_worker(self, message: Message) -> None:
-        """Queue for the worker."""
+        """Queue a message for the worker."""
         self._to_worker.append(message)
 
     def all_to_worker(self, messages: list[Message]) -> None:
-        """The same of several, in order."""
+        """Queue messages for the worker, in order."""
         self._to_worker += messages
 
     def to_transfer(self, message: Message) -> None:
-        """Queue for the worker's transfer engine, past the steps that the worker has to do."""
+        """Queue a message for the worker's transfer engine; it overtakes the steps that the worker has to do."""
         self._to_transfer.append(message)
 
     def answer(self, message: Message) -> None:
-        """Queue an answer for HTTP; it travels behind the tokens that were queued before."""
+        """Queue an answer for HTTP; it is sent after the tokens that were queued before."""
         self._to_detokenizer.append(message)
 
     def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
-        """Queue a request's untold tokens, and its end if there is one; neighbours share one ``TokenBatch``."""
+        """Queue a request's pending output, and its end if there is one; neighbours share one ``TokenBatch``."""
         init = prompt = None
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
             sampling = req.msg.sampling
             init = DetokenizeInit(sampling.stop, sampling.skip_special_tokens, tail, sampling.min_new_tokens)
-            # A router drops what the prefill of a pair answers: the decode tells the same.
+            # A router drops what the prefill of a pair answers: the decode reports the same.
             is_dropped = req.msg.bootstrap is not None and req.msg.bootstrap.leg == "prefill"
-            # Whole by now: prompt logprobs are there before the first output token is.
+            # Complete by now: prompt logprobs are there before the first output token.
             if (req.msg.return_prompt or req.input_logprobs is not None) and not is_dropped:
                 ids = req.msg.input_ids if req.msg.return_prompt else b""
                 prompt = PromptReport(ids, req.input_logprobs)
@@ -97,7 +97,7 @@ class Outbox:
         if req.untold_logprobs:
             req.untold_logprobs = []
         last = self._to_detokenizer[-1] if self._to_detokenizer else None
-        # What is told of a prompt may be long: such an item is a message of its own, which a frame can hold or not.
+        # The report on a prompt may be long. Such an item is a message of its own, which a frame can hold or not.
         if isinstance(last, TokenBatch) and prompt is None and last.items[-1].prompt is None:
             last.items.append(item)
         else:
@@ -108,7 +108,7 @@ class Outbox:
         self._to_detokenizer.append(error)
 
     def flush(self) -> list[str]:
-        """Send everything. Returns the rids of requests that ended because no frame could hold what there was to tell.
+        """Send everything. Return the rids of requests that ended because their report fits into no frame.
 
         Their clients have been told.
         """
