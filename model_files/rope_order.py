@@ -1,8 +1,8 @@
 """The order of a head's elements in which every engine rotates: pair ``i`` lies at ``i`` and ``head_dim / 2 + i``.
 
-Checkpoints pair other elements, or rotate a part of each head only. The elements of q and k can be put in any order, as
-long as it is the same for both: their product is the same sum. So loaders bring rows into this one, and the elements
-that are not rotated fill the rest, pairs that turn by an angle of 0. Values keep their order.
+Checkpoints pair other elements, or rotate only a part of each head. The elements of q and k can have any order that is
+the same for both, because their product is the same sum. So loaders bring rows into this order. Elements that are not
+rotated fill the rest, as pairs that turn by an angle of 0. Values keep their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Order = npt.NDArray[np.int64]
 
 
 def head_order(rope: RopeSpec, head_dim: int) -> Order:
-    """[head_dim]: which of the checkpoint's elements comes where in ours."""
+    """Return [head_dim]: for each of our elements, the checkpoint's element."""
     half = rope.rotary_dim // 2
     pairs = np.arange(half)
     if rope.pairing == Pairing.NEIGHBOURS:
@@ -29,7 +29,7 @@ def head_order(rope: RopeSpec, head_dim: int) -> Order:
 
 
 def latent_order(spec: ModelSpec, attention: MLASpec, what: str) -> Order | None:
-    """``row_order`` of a projection of latent attention: what is rotated lies behind what is not."""
+    """Return the ``row_order`` of a projection of latent attention: rotated elements follow the others."""
     heads, still = attention.heads, attention.qk_nope_head_dim
     if what == "kv_a_proj":
         heads, still = 1, attention.kv_lora_rank
@@ -43,7 +43,7 @@ def latent_order(spec: ModelSpec, attention: MLASpec, what: str) -> Order | None
 
 
 def row_order(spec: ModelSpec, name: str) -> Order | None:
-    """Which of the checkpoint's rows comes where in our tensor ``name``; None where they stay as they are."""
+    """Return the checkpoint's row for each row of our tensor ``name``; None if rows keep their order."""
     part = name.split(".")
     if part[0] != "layers":
         return None

@@ -25,7 +25,7 @@ class SamplingDefaults(NamedTuple):
 
     @property
     def given(self) -> dict[str, float | int]:
-        """Those that there are, by name."""
+        """The defaults that are given, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -33,7 +33,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
-    """The defaults beside the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
+    """Read the defaults beside the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
 
     Values that a request could not have are left out, like transformers' top_k of 0, which means all tokens.
     """

@@ -1,12 +1,12 @@
-"""One model on several tensor-parallel ranks (Megatron-LM, Shoeybi et al., 2019): what each computes and reads of it.
+"""One model on several tensor-parallel ranks (Megatron-LM, Shoeybi et al., 2019): the part of each rank.
 
-Query heads, and with them their KV heads, the inner rows of the MLP and the vocabulary of the head are divided; the
-embedding, the norms and the residual are on every rank. A layer's two products that lead back to the residual (o_proj,
-down_proj) have their columns divided, so that each rank gets a part of a sum; who adds the parts up does so in the
-order of the ranks. Their biases belong to rank 0.
+Query heads with their KV heads, the inner rows of the MLP, and the vocabulary of the head are divided. The embedding,
+the norms and the residual are on every rank. Two products of a layer lead back to the residual: o_proj and
+down_proj. Their columns are divided, so each rank gets a part of a sum. The parts are added up in the order of the
+ranks. Biases of these products belong to rank 0.
 
-Experts are divided like an MLP, each of them: every rank has the router, chooses the same, and computes its part of
-what was chosen. Whole experts on some ranks would leave the others idle where a few tokens choose.
+Each expert is divided like an MLP. Every rank has the router, chooses the same experts, and computes its part of them.
+With whole experts on some ranks, the others would be idle for a few tokens.
 
 Does not import torch.
 """
@@ -56,7 +56,7 @@ class Shard:
     vocab: Slice
 
     def slice_of(self, name: str) -> Slice | None:
-        """What this rank reads of our tensor ``name`` (``tensor_names.py``); None: all of it."""
+        """Return the part of our tensor ``name`` (``tensor_names.py``) that this rank reads; None: all of it."""
         if name == "lm_head.weight":
             return self.vocab
         parts = name.split(".")
@@ -68,8 +68,9 @@ class Shard:
         return self._of_attention(layer.attention, path[0]) or self._of_mlp(layer.mlp, path)
 
     def kv_heads(self) -> tuple[int, int]:
-        """``[begin, end)`` of the model's KV heads that are on this rank. Where there are fewer of them than ranks,
-        some ranks have the same one.
+        """Return ``[begin, end)`` of the model's KV heads that are on this rank.
+
+        If there are fewer heads than ranks, some ranks have the same one.
         """
         return _kv_heads(self.whole.num_kv_heads, self.rank, self.size)
 
@@ -95,7 +96,7 @@ class Shard:
         return None
 
     def _of_mlp(self, mlp: MLPSpec | ExpertsSpec, path: list[str]) -> Slice | None:
-        """``path``: the dotted name within a layer."""
+        """Return the part of a tensor of an MLP; ``path`` is its dotted name within a layer."""
         network = mlp.shared if isinstance(mlp, ExpertsSpec) and path[0] == "shared" else mlp
         if network is None or len(path) < 2:
             return None
@@ -108,7 +109,7 @@ class Shard:
         return None
 
     def _of_latent(self, attention: MLASpec, what: str) -> Slice | None:
-        """Of what a head has to itself: what leads to the latents is on every rank, as they are."""
+        """Return the part of a projection by heads. Projections to the latents are on every rank, like the latents."""
         size = {
             "q_proj": attention.qk_head_dim,
             "q_b_proj": attention.qk_head_dim,
@@ -130,7 +131,7 @@ def _own_heads(attention: AttentionSpec | MLASpec, size: int) -> AttentionSpec |
 
 
 def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
-    """``rank``'s part of the model; raises ``UnsupportedModel`` where it can't be divided by ``size``."""
+    """Return ``rank``'s part of the model; raises ``UnsupportedModel`` if ``size`` does not divide it."""
     for layer in spec.layers:
         _check(layer, size)
     layers = tuple(

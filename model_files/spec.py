@@ -38,9 +38,9 @@ class RopeType(StrEnum):
 
 
 class Pairing(StrEnum):
-    """Which elements of a head a checkpoint rotates together.
+    """The elements of a head that a checkpoint rotates together.
 
-    Engines know the first alone, over whole heads: loaders put the rows of q and k in that order (``rope_order.py``).
+    Engines only know the first, over whole heads. Loaders put the rows of q and k into that order (``rope_order.py``).
     """
 
     HALVES = "halves"
@@ -53,10 +53,10 @@ class Pairing(StrEnum):
 class RopeSpec:
     """Rotary embedding of the first ``rotary_dim`` elements of each head: frequencies, and the stretch of the context.
 
-    ``freq_factors`` (rotary_dim / 2 values, or none) divide the frequencies one by one: longrope, and how a GGUF spells
-    llama3. ``long_factors`` are to take their place where more than ``original_context`` tokens are served: engines see
-    the outcome in ``freq_factors`` (``context_length.py``), as cached keys must not depend on how long a text becomes.
-    ``attention_factor`` (None: what the type has by itself) multiplies cosines and sines.
+    ``freq_factors`` (rotary_dim / 2 values, or none) divide the frequencies one by one, for longrope, and for llama3 in
+    a GGUF. ``long_factors`` replace them if more than ``original_context`` tokens are served. The choice is made once
+    (``context_length.py``), because cached keys must not depend on the length of a text. Engines only read
+    ``freq_factors``. ``attention_factor`` (None: the type's own) multiplies cosines and sines.
     """
 
     rotary_dim: int
@@ -139,10 +139,12 @@ class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): a token keeps one latent row for all heads.
 
     The row is [norm(c), rope(k)] with c, k = kv_a(x), of ``kv_lora_rank`` and ``qk_rope_head_dim`` elements. A head's
-    query is [q, rope(q')] with q, q' = q_b(norm(q_a(x))), of ``qk_nope_head_dim`` and ``qk_rope_head_dim`` elements, or
-    a plain projection of x where ``q_lora_rank`` is None. Of each row a head makes a key [k_b c, rope(k)] and a value
-    v_b c of ``v_head_dim`` elements, and attends as in ``AttentionSpec``; engines apply k_bᵀ to queries and v_b to
-    sums of rows instead. ``a_bias``: q_a and kv_a have biases.
+    query is [q, rope(q')] with q, q' = q_b(norm(q_a(x))), of ``qk_nope_head_dim`` and ``qk_rope_head_dim`` elements.
+    If ``q_lora_rank`` is None, it is a plain projection of x.
+
+    From each row a head makes a key [k_b c, rope(k)] and a value v_b c of ``v_head_dim`` elements, and attends as in
+    ``AttentionSpec``. Engines apply k_bᵀ to queries and v_b to sums of rows instead. With ``a_bias``, q_a and kv_a have
+    biases.
     """
 
     heads: int
@@ -153,7 +155,7 @@ class MLASpec:
     v_head_dim: int
     scale: float
     norm: NormSpec
-    """Of both latents."""
+    """Norm of both latents."""
     rope: int = 0
     a_bias: bool = False
     o_bias: bool = False
@@ -186,13 +188,13 @@ class MLASpec:
 
 
 class Activation(StrEnum):
-    """Of the gate of a feed-forward network."""
+    """Activation of the gate of a feed-forward network."""
 
     SILU = "silu"
     GELU = "gelu"
-    """By the error function."""
+    """GELU with the error function."""
     GELU_TANH = "gelu_tanh"
-    """By the approximation with tanh."""
+    """GELU approximated with tanh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,7 @@ class ExpertScoring(StrEnum):
 
 
 class GroupScore(StrEnum):
-    """By what groups of experts are compared."""
+    """Score by which groups of experts are compared."""
 
     LARGEST = "largest"
     """The largest score in it."""
@@ -225,15 +227,16 @@ class GroupScore(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, whose outputs are added up.
+    """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, and outputs are added up.
 
-    scores = scoring(router(x)), in float32. Chosen are the largest scores (with the ``choice_bias`` added, which counts
-    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups; of equal ones the first. Their
-    weights are the scores, divided by their sum where ``normalised``, times ``weight_scale``. (A softmax over the
+    scores = scoring(router(x)), in float32. The largest scores are chosen, among the ``groups_chosen`` best of
+    ``groups`` equal groups; of equal scores, the first. The ``choice_bias`` only counts for this choice. The weights of
+    the chosen are their scores, divided by their sum if ``normalised``, times ``weight_scale``. (A softmax over the
     chosen alone is the normalised one.)
-    ``limit``: GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with ``gate' = min(gate, limit)`` and
-    ``up'`` within ±limit; None: ``MLPSpec``'s. ``shared`` is a network for every token, its output times
-    ``sigmoid(shared_gate · x)`` where ``shared_gate``.
+
+    With ``limit``, experts are GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with
+    ``gate' = min(gate, limit)`` and ``up'`` within ±limit. If it is None, they are that of ``MLPSpec``. ``shared`` is a
+    network for every token. With ``shared_gate``, its output is multiplied by ``sigmoid(shared_gate · x)``.
     """
 
     count: int
@@ -353,7 +356,7 @@ class ModelSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of every layer: elements of what is kept of a token, by KV head."""
+        """Number of elements that every layer keeps of a token for each KV head."""
         return self.layers[0].attention.head_dim
 
     @property

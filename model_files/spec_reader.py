@@ -14,7 +14,7 @@ from .spec import ModelSpec
 
 
 def read_spec(source: ModelSource) -> ModelSpec:
-    """The model at ``source``; raises ``UnsupportedModel`` or ``InvalidWeights``."""
+    """Read the model at ``source``; raises ``UnsupportedModel`` or ``InvalidWeights``."""
     return _read_gguf(source.path) if source.kind == "gguf" else _read_hf(source.path)
 
 

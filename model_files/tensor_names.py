@@ -1,16 +1,17 @@
-"""Our names of a model's tensors, and which of them lie in a checkpoint's.
+"""Our names of a model's tensors, and the checkpoint's tensors that contain them.
 
-Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and of a layer ``layers.3.q_proj.weight``: the
-linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``, and the norms
-q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp; and ``layers.3.sinks``, a score a head.
-Latent attention has q_a_proj and q_b_proj (or q_proj alone), kv_a_proj, k_b_proj and v_b_proj, and the norms q_a_norm
-and kv_a_norm.
+Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and for each layer names like
+``layers.3.q_proj.weight``:
 
-In the place of an MLP's, a layer with experts has a router, some a ``router.choice_bias``, ``experts.7.gate_proj`` and
-the like, and where there is a shared expert ``shared.gate_proj`` and the like, some with a shared_gate.
+- the linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``;
+- the norms q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp;
+- ``layers.3.sinks``, a score for each head;
+- for latent attention q_a_proj and q_b_proj (or only q_proj), kv_a_proj, k_b_proj, v_b_proj, q_a_norm and kv_a_norm;
+- for experts instead of an MLP a router, some with ``router.choice_bias``, and names like ``experts.7.gate_proj``;
+- for a shared expert names like ``shared.gate_proj``, some with a shared_gate.
 
-Checkpoints have other names for them, and some lay several in one tensor, one below the other or expert by expert:
-``ModelSpec.tensors`` says which.
+Checkpoints have other names. Some put several of our tensors into one, one below the other or expert by expert, as
+``ModelSpec.tensors`` says.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HF_LINEAR: dict[str, tuple[str, ...] | Stack] = {
     "mlp.up_proj": ("up_proj",),
     "mlp.down_proj": ("down_proj",),
 }
-"""Of a Hugging Face layer, what all families call alike."""
+"""Names in a layer of Hugging Face that all families have in common."""
 HF_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 HF_LATENT = {
     "self_attn.q_a_proj": ("q_a_proj",),
@@ -45,7 +46,7 @@ HF_LATENT = {
     "self_attn.kv_a_layernorm": ("kv_a_norm",),
     "self_attn.kv_b_proj": ("k_b_proj", "v_b_proj"),
 }
-"""Of latent attention; see ``model_runner/loader/latent.py`` for the last."""
+"""Names of latent attention; ``model_runner/loader/latent.py`` explains the last one."""
 HF_LLAMA = HF_LINEAR | {"input_layernorm": ("before_attention",), "post_attention_layernorm": ("before_mlp",)}
 HF_EXPERTS: dict[str, tuple[str, ...] | Stack] = {
     "mlp.gate": ("router",),
@@ -136,7 +137,7 @@ class Part(NamedTuple):
 
 
 def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
-    """What lies in the checkpoint's tensor ``name``, from top to bottom; nothing where its name is not known."""
+    """Return the parts of the checkpoint's tensor ``name``, from top to bottom; none for an unknown name."""
     bare = _PREFIX.sub("", name)
     if bare in _GLOBAL:
         return (Part(_GLOBAL[bare]),)
@@ -164,13 +165,13 @@ def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
 
 
 def is_draft(spec: ModelSpec, name: str) -> bool:
-    """Whether the tensor is of a layer behind the last that predicts tokens further ahead."""
+    """Return whether the tensor is of a draft layer: one after the last, which predicts tokens further ahead."""
     found = _LAYER.fullmatch(_PREFIX.sub("", name))
     return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.draft_layers
 
 
 def is_not_needed(name: str) -> bool:
-    """Whether a checkpoint's tensor is one that the config says already, or that only other inputs than texts need."""
+    """Return whether a checkpoint's tensor repeats the config, or is only for other inputs than text."""
     return bool(_NOT_READ.search(name) or _NOT_TEXT.match(name))
 
 

@@ -47,7 +47,7 @@ SOFTMAX, SIGMOID = (None, 0, 1), (2,)
 
 
 def v2_from_hf(config: HFConfig) -> ModelSpec:
-    """V2: experts by softmax, of all or of the groups that have the best one."""
+    """Read V2: experts are chosen by softmax, among all or in the groups with the best expert."""
     _expect(config, "scoring_func", "softmax")
     # transformers leaves the weights as they are whatever this says; DeepSeek's own code does not.
     _expect(config, "norm_topk_prob", False)
@@ -61,7 +61,7 @@ def v2_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def v3_from_hf(config: HFConfig) -> ModelSpec:
-    """V3: experts by sigmoid, chosen with a bias that balances them, of the groups that have the best two."""
+    """Read V3: experts are chosen by sigmoid and a balancing bias, in the groups with the best two experts."""
     _expect(config, "scoring_func", "sigmoid")
     _expect(config, "topk_method", "noaux_tc")
     experts = replace(
@@ -79,7 +79,7 @@ def v3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Both; neighbours rotate together, and cosines and sines are as they are in every file."""
+    """Read both. Neighbours rotate together, and cosines and sines are not scaled."""
     rope = config.rope(Pairing.NEIGHBOURS)
     if rope.type is RopeType.YARN:
         rope = replace(rope, attention_factor=1.0)
@@ -144,7 +144,7 @@ def _from_hf(config: HFConfig, experts: ExpertsSpec, pairing: Pairing) -> ModelS
 
 
 def _experts(config: HFConfig) -> ExpertsSpec:
-    """What both have; the shared ones are as many times as wide as one of the others, in one network."""
+    """Read the experts of both. The shared ones form one network, as wide as all of them together."""
     mlp, inner = config.mlp(), config.integer("moe_intermediate_size")
     return ExpertsSpec(
         count=config.integer("n_routed_experts"),
@@ -163,7 +163,7 @@ def _shared(one: MLPSpec, count: int) -> MLPSpec | None:
 def _layers(
     attention: MLASpec, mlp: MLPSpec, experts: ExpertsSpec, norm: NormSpec, dense: int, count: int
 ) -> list[LayerSpec]:
-    """``count`` layers, the first ``dense`` of them without experts."""
+    """Make ``count`` layers, the first ``dense`` of them without experts."""
     networks = [mlp if i < dense else experts for i in range(count)]
     return [LayerSpec(attention=attention, mlp=n, before_attention=norm, before_mlp=norm) for n in networks]
 
@@ -180,7 +180,7 @@ def _is_absorbed(config: GGUFConfig) -> bool:
 
 
 def _expect(config: HFConfig, key: str, value: object) -> None:
-    """A config need not have the key, but it must not say otherwise."""
+    """Refuse a config that has the key with another value."""
     said = config.get(key)
     if said not in (None, value):
         raise UnsupportedModel(f"{key} {said!r} is not supported for a {config.family!r} model")

@@ -45,9 +45,11 @@ GEMMA3_DEFAULTS = {
     "sliding_window_pattern": 6,
 }
 LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Layers of the family's 27B model, whose scores are scaled by another size than head_dim; a GGUF does not say so."""
+"""Number of layers of the family's 27B model. Its scores are scaled by another size than head_dim, and a GGUF does not
+say so.
+"""
 PATTERNS = {"gemma2": 2, "gemma3": 6}
-"""In a GGUF, where only the last of so many layers sees the whole context."""
+"""Period of the layers in a GGUF: only the last one of each period sees the whole context."""
 LOCAL_THETA = 10000.0
 
 
@@ -91,7 +93,7 @@ def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 
 def sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
-    """Layers with a window turn by the second rope."""
+    """Give the layers that slide a window and the second rope."""
     local = replace(attention, window=window, rope=1)
     return [local if is_sliding else attention for is_sliding in slides]
 

@@ -56,12 +56,12 @@ class GGUFConfig:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """What ``key`` says; None where it isn't there."""
+        """Return the value of ``key``; None if it is missing."""
         self._read.add(key)
         return self._meta.get(key)
 
     def integer(self, key: str) -> int:
-        """A key that must be there, of one value for all layers."""
+        """Return the value of a key that must be there, with one value for all layers."""
         self._read.add(key)
         value = self._meta[key]
         if isinstance(value, Sequence):
@@ -71,12 +71,12 @@ class GGUFConfig:
         return int(value)
 
     def number(self, key: str, default: float) -> float:
-        """A key that may be missing."""
+        """Return the value of a key that may be missing."""
         value = self.get(key)
         return default if value is None else float(value)
 
     def has(self, name: str) -> bool:
-        """Whether the file has the tensor ``name``."""
+        """Return whether the file has the tensor ``name``."""
         return name in self._file.tensors
 
     @property
@@ -98,11 +98,11 @@ class GGUFConfig:
         return head_dim
 
     def norm(self) -> NormSpec:
-        """Every norm of the model; a file's weights have the family's offset in them already."""
+        """Read the norm of all layers. A file's weights contain the family's offset already."""
         return NormSpec(eps=float(self.number("attention.layer_norm_rms_epsilon", 1e-6)))
 
     def attention(self) -> AttentionSpec:
-        """Of a layer, plain: everything in the same rope, no window; the file's first layer says what has a bias."""
+        """Read the plain attention of a layer: one rope, no window. The file's first layer decides about biases."""
         kv_heads = self.integer("attention.head_count_kv") if self.get("attention.head_count_kv") else self.heads
         return AttentionSpec(
             heads=self.heads,
@@ -114,11 +114,11 @@ class GGUFConfig:
         )
 
     def mlp(self) -> MLPSpec:
-        """Of a layer."""
+        """Read the MLP of a layer."""
         return MLPSpec(inner=self.integer("feed_forward_length"), bias=self.has("blk.0.ffn_up.bias"))
 
     def experts(self, inner: str = "expert_feed_forward_length", *, normalised: bool = True) -> ExpertsSpec:
-        """Of a layer, plain; ``inner``: the key of their size. ``normalised``: where the file does not say."""
+        """Read the plain experts of a layer. ``inner`` is the key of their size; ``normalised`` is the default."""
         said = self.get("expert_weights_norm")
         return ExpertsSpec(
             count=self.integer("expert_count"),
@@ -132,7 +132,7 @@ class GGUFConfig:
         )
 
     def rope(self, pairing: Pairing = Pairing.HALVES) -> RopeSpec:
-        """The rope of the layers that see the whole context."""
+        """Read the rope of the layers that see the whole context."""
         context = self.integer("context_length")
         name = str(self.get("rope.scaling.type") or "none")
         if name not in ROPE_TYPES:
@@ -163,9 +163,9 @@ class GGUFConfig:
         tensors: Mapping[str, tuple[str, ...] | Stack] = GGUF_LAYER,
         **fields: Any,
     ) -> ModelSpec:
-        """The model of ``layers``; ``fields``: what it has besides.
+        """Make the model of ``layers`` with other ``fields``.
 
-        Raises ``UnsupportedModel`` for whatever the metadata say that nobody asked for.
+        Raises ``UnsupportedModel`` for metadata that were never read.
         """
         spec = ModelSpec(
             family=self.family,

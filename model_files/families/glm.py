@@ -24,12 +24,12 @@ HF_TENSORS = HF_LINEAR | {
 
 
 def glm_from_hf(config: HFConfig) -> ModelSpec:
-    """The one of 2024."""
+    """Read the model of 2024."""
     return _from_hf(config, None)
 
 
 def glm4_from_hf(config: HFConfig) -> ModelSpec:
-    """The one of 2025."""
+    """Read the model of 2025."""
     return _from_hf(config, config.norm())
 
 

@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 THETA = 150000.0
 LIMIT = 7.0
-"""Of both models; a GGUF does not say it."""
+"""Limit of the experts' activations in both models; a GGUF does not say it."""
 GATE_UP = ("gate_proj.weight", "up_proj.weight")
 DOWN = ("down_proj.weight",)
 HF_TENSORS = HF_LLAMA | {
@@ -49,11 +49,11 @@ HF_TENSORS = HF_LLAMA | {
 }
 GGUF_TENSORS = GGUF_LAYER | GGUF_EXPERTS | {"attn_sinks.weight": ("sinks",), "post_attention_norm": ("before_mlp",)}
 PERIOD = 2
-"""The first of so many layers has the window."""
+"""Period of the layers: the first one of each period has the window."""
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Weights in MXFP4 are dequantised as they are read."""
+    """Read a config. Weights in MXFP4 are dequantised when they are loaded."""
     config.allow_quantised("mxfp4")
     windows = config.windows(_slides(config.num_layers))
     attentions = [replace(_with_sinks(config.attention()), window=window) for window in windows]

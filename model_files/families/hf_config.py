@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
 }
 CLAMPED_GAIN = 1.702
-"""Of the sigmoid in ``ExpertsSpec.limit``'s network."""
+"""Gain of the sigmoid in the network of ``ExpertsSpec.limit``."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "is_encoder_decoder"), (None, False)),
     **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "lm_head_bias"), (None, False)),
@@ -43,11 +43,11 @@ class HFConfig(HFValues):
     """
 
     def norm(self, offset: float = 0.0) -> NormSpec:
-        """Every norm of the model."""
+        """Read the norm of all layers."""
         return NormSpec(eps=self.number("rms_norm_eps", 1e-6), offset=offset)
 
     def attention(self) -> AttentionSpec:
-        """Of a layer, plain: everything in the same rope, no window; ``attention_bias`` is for all projections."""
+        """Read the plain attention of a layer: one rope, no window. ``attention_bias`` is for all projections."""
         bias = bool(self.get("attention_bias"))
         return AttentionSpec(
             heads=self.heads,
@@ -59,14 +59,14 @@ class HFConfig(HFValues):
         )
 
     def activation(self, key: str = "hidden_act") -> Activation:
-        """What ``key`` names, silu where there is none."""
+        """Read the activation that ``key`` names; silu if it is missing."""
         name = self.get(key) or "silu"
         if name not in ACTIVATIONS:
             raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def mlp(self, activation: str = "hidden_act") -> MLPSpec:
-        """Of a layer; ``activation``: the key that names it."""
+        """Read the MLP of a layer. ``activation`` is the key that names its activation."""
         return MLPSpec(
             inner=self.integer("intermediate_size"),
             activation=self.activation(activation),
@@ -74,9 +74,10 @@ class HFConfig(HFValues):
         )
 
     def experts(self, inner: str = "intermediate_size") -> ExpertsSpec:
-        """Of a layer, plain: a softmax over the chosen, no biases, no shared one; ``inner``: the key of their size.
+        """Read the plain experts of a layer: a softmax over the chosen ones, no biases, no shared expert.
 
-        How many there are has two names, the older and the newer; a file has one of them.
+        ``inner`` is the key of their size. The key of their number has an older and a newer name; a file has one of
+        them.
         """
         older = self.get("num_experts")
         return ExpertsSpec(
@@ -87,11 +88,11 @@ class HFConfig(HFValues):
         )
 
     def rope(self, **changes: Any) -> RopeSpec:
-        """The model's only rope; see ``read_rope``."""
+        """Read the model's only rope; see ``read_rope``."""
         return read_rope(self, **changes)
 
     def slides(self, default: Sequence[bool]) -> list[bool]:
-        """Which layers slide a window: ``layer_types`` says so, or ``default`` where that key is missing."""
+        """Return for each layer whether it slides a window: as ``layer_types`` says, or as ``default`` without it."""
         types = self.get("layer_types")
         if types is None:
             return list(default)
@@ -101,14 +102,14 @@ class HFConfig(HFValues):
         return [name == "sliding_attention" for name in types[: self.num_layers]]
 
     def windows(self, default: Sequence[bool]) -> list[int | None]:
-        """Each layer's window; ``default``: see ``slides``."""
+        """Read each layer's window; ``slides`` explains ``default``."""
         window = self.get("sliding_window")
         return [int(window) if window and slides else None for slides in self.slides(default)]
 
     def model(self, layers: Sequence[LayerSpec], *ropes: RopeSpec, **fields: Any) -> ModelSpec:
-        """The model of ``layers``; ``fields``: what it has besides, ``tensors`` at least.
+        """Make the model of ``layers`` with other ``fields``, at least ``tensors``.
 
-        Raises ``UnsupportedModel`` for whatever the config says that nobody asked for.
+        Raises ``UnsupportedModel`` for parts of the config that were never read.
         """
         spec = ModelSpec(
             family=self.family,
@@ -124,7 +125,7 @@ class HFConfig(HFValues):
         return spec
 
     def allow_quantised(self, method: str) -> None:
-        """The family's loader reads weights that are quantised by ``method``."""
+        """Allow weights that are quantised by ``method``, because the family's loader reads them."""
         quantised = self.raw.get("quantization_config") or {}
         if quantised.get("quant_method") == method:
             self.read.add("quantization_config")

@@ -28,10 +28,10 @@ def read_rope(
     pairing: Pairing = Pairing.HALVES,
     aliases: Mapping[str, str] = ALIASES,
 ) -> RopeSpec:
-    """The rope, of layers of ``layer_type`` where the types have different ones.
+    """Read the rope, of layers of ``layer_type`` if the types have different ones.
 
-    ``theta``, ``partial`` (the share of a head that is rotated): where the file says nothing; a family whose
-    ``partial`` is None rotates whole heads, and a file that says otherwise is refused.
+    ``theta`` and ``partial`` (the rotated share of a head) are defaults. A family with ``partial`` None rotates whole
+    heads, and a file with another value is refused.
     """
     params = rope_parameters(config, layer_type)
     name = str(params.get("rope_type") or params.get("type") or "default")
@@ -55,7 +55,7 @@ def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
 
 
 def rope_parameters(config: HFValues, layer_type: str | None = None) -> dict[str, Any]:
-    """What the config says of the rope, in either spelling; ``layer_type``: see ``read_rope``."""
+    """Return the config's parameters of the rope, in either spelling; ``read_rope`` explains ``layer_type``."""
     params = config.get("rope_parameters")
     if params is None:
         # The older spelling stretches the layers that see the whole context alone.
@@ -127,5 +127,5 @@ def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, 
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-    """What LongRoPE (Ding et al., 2024) multiplies cosines and sines by, for a context ``factor`` times as long."""
+    """Return LongRoPE's factor of cosines and sines (Ding et al., 2024) for a context ``factor`` times as long."""
     return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))

@@ -7,10 +7,10 @@ from typing import Any
 
 
 class HFValues:
-    """What is asked for is remembered, so that what nobody asked for can be refused.
+    """Values of a config.json. Keys that were read are remembered, so that others can be refused.
 
-    A key that is not there has the value in ``defaults``: the family's, as transformers has them. One that is there
-    with a null keeps it. Methods raise ``KeyError``, ``TypeError`` or ``ValueError``.
+    A missing key has the value in ``defaults``: those of the family in transformers. A null is not replaced. Methods
+    raise ``KeyError``, ``TypeError`` or ``ValueError``.
     """
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -18,22 +18,22 @@ class HFValues:
         self.read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """What ``key`` says; None where it isn't there."""
+        """Return the value of ``key``; None if it is missing."""
         self.read.add(key)
         return self.raw.get(key)
 
     def integer(self, key: str) -> int:
-        """A key that must be there."""
+        """Return the value of a key that must be there."""
         self.read.add(key)
         return int(self.raw[key])
 
     def number(self, key: str, default: float) -> float:
-        """A key that may be missing or null."""
+        """Return the value of a key that may be missing or null."""
         value = self.get(key)
         return default if value is None else float(value)
 
     def cap(self, key: str) -> float | None:
-        """A soft cap; null and 0 are none."""
+        """Return a soft cap; null and 0 mean none."""
         return self.number(key, 0.0) or None
 
     @property

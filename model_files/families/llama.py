@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec | ExpertsSpec, norm: NormSpec) -> list[LayerSpec]:
-    """Layers that normalise what goes into attention and into the network, and nothing else."""
+    """Make layers that only normalise the inputs of attention and network."""
     return [LayerSpec(attention=a, mlp=mlp, before_attention=norm, before_mlp=norm) for a in attentions]
 
 
@@ -33,7 +33,7 @@ def mistral_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """All of them, Mixtral too; their rows of q and k are written such that neighbours rotate together."""
+    """Read metadata of all of them, also Mixtral. Rows of q and k are stored so that neighbours rotate together."""
     window = int(config.number("attention.sliding_window", 0)) or None
     attentions = [replace(config.attention(), window=window)] * config.num_layers
     has_experts = config.number("expert_count", 0) > 0

@@ -27,7 +27,7 @@ TENSORS = (
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """One window over all layers, where there is one."""
+    """Read a config. All layers have the window, if there is one."""
     windows = config.windows([True] * config.num_layers)
     attentions = [replace(config.attention(), window=window) for window in windows]
     layers = pre_normed(attentions, config.experts(), config.norm())

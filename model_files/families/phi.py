@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: a Llama whose projections lie in two tensors, that may rotate a part of each head, by longrope."""
+"""Phi-3 and Phi-4: a Llama with its projections in two tensors. It may rotate a part of each head, by longrope."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """The window, where there is one, is over all layers."""
+    """Read a config. All layers have the window, if there is one."""
     windows = config.windows([True] * config.num_layers)
     attentions = [replace(config.attention(), window=window) for window in windows]
     # The first files called what became longrope by these names.
@@ -26,7 +26,7 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """The same; llama.cpp writes the window and does not use it, the model was trained with it."""
+    """Read metadata. llama.cpp writes the window and does not use it, but the model was trained with it."""
     window = int(config.number("attention.sliding_window", 0)) or None
     attentions = [replace(config.attention(), window=window)] * config.num_layers
     layers = pre_normed(attentions, config.mlp(), config.norm())

@@ -18,25 +18,25 @@ QWEN3_DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
 
 def qwen2_from_hf(config: HFConfig) -> ModelSpec:
-    """Qwen2: biases of q, k and v, whatever ``attention_bias`` says."""
+    """Read Qwen2, with biases of q, k and v whatever ``attention_bias`` says."""
     attention = replace(config.attention(), qkv_bias=True, o_bias=False)
     return _from_hf(config, attention)
 
 
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
-    """Qwen3: heads of q and k are normalised."""
+    """Read Qwen3, with normalised heads of q and k."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     return _from_hf(config, attention)
 
 
 def qwen2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Qwen2; llama.cpp knows no windows of it."""
+    """Read Qwen2, for which llama.cpp has no windows."""
     attentions = [config.attention()] * config.num_layers
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope())
 
 
 def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Qwen3."""
+    """Read Qwen3."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     layers = pre_normed([attention] * config.num_layers, config.mlp(), config.norm())
     return config.model(layers, config.rope())

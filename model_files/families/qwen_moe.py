@@ -34,7 +34,7 @@ QWEN2_TENSORS = QWEN3_TENSORS | {
 
 
 def qwen2_from_hf(config: HFConfig) -> ModelSpec:
-    """Qwen2-MoE: of the layers below ``max_window_layers`` every other one has the window, where it is meant at all."""
+    """Read Qwen2-MoE: every other layer below ``max_window_layers`` has the window, if windows are enabled."""
     attention = replace(config.attention(), qkv_bias=bool(config.get("qkv_bias")), o_bias=False)
     first = config.integer("max_window_layers")
     windows = _windows(config, [i % 2 == 0 and i < first for i in range(config.num_layers)])
@@ -45,7 +45,7 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
-    """Qwen3-MoE: heads of q and k are normalised; a window is over all layers."""
+    """Read Qwen3-MoE, with normalised heads of q and k. All layers have the window, if there is one."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     windows = _windows(config, [True] * config.num_layers)
     layers = _layers(config, attention, windows, _experts(config))
@@ -53,14 +53,14 @@ def qwen3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def qwen2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Qwen2-MoE; llama.cpp knows no windows of it, and no layers without experts."""
+    """Read Qwen2-MoE, for which llama.cpp has no windows and no layers without experts."""
     shared = MLPSpec(inner=config.integer("expert_shared_feed_forward_length"))
     experts = replace(config.experts(normalised=False), shared=shared, shared_gate=True)
     return _from_gguf(config, config.attention(), experts)
 
 
 def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Qwen3-MoE; likewise."""
+    """Read Qwen3-MoE, for which llama.cpp has no windows and no layers without experts."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     return _from_gguf(config, attention, config.experts())
 
@@ -78,7 +78,7 @@ def _experts(config: HFConfig) -> ExpertsSpec:
 def _layers(
     config: HFConfig, attention: AttentionSpec, windows: Sequence[int | None], experts: ExpertsSpec
 ) -> list[LayerSpec]:
-    """With experts in every layer whose number the step divides, but for those that the config names."""
+    """Make the layers. Experts are in each layer with a number that the step divides, unless the config excludes it."""
     layers = pre_normed([replace(attention, window=window) for window in windows], experts, config.norm())
     step, without = config.integer("decoder_sparse_step"), config.get("mlp_only_layers") or ()
     is_dense = [i in without or (i + 1) % step != 0 for i in range(config.num_layers)]

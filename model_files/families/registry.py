@@ -42,9 +42,9 @@ HF = {
     "deepseek_v2": HFFamily(deepseek.v2_from_hf, deepseek.V2_DEFAULTS),
     "deepseek_v3": HFFamily(deepseek.v3_from_hf, deepseek.V3_DEFAULTS),
 }
-"""By ``model_type`` of config.json."""
+"""Families by the ``model_type`` of config.json."""
 TEXT_OF = {"gemma3": "gemma3_text"}
-"""Models of texts and images, and the family of their ``text_config``: the text's part of them is served."""
+"""Family of the ``text_config`` of models for texts and images. Only their text part is served."""
 GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
     "llama": llama.from_gguf,
     "qwen2": qwen.qwen2_from_gguf,
@@ -62,16 +62,16 @@ GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
     "gpt-oss": gpt_oss.from_gguf,
     "deepseek2": deepseek.from_gguf,
 }
-"""By ``general.architecture``."""
+"""Families by the ``general.architecture`` of a GGUF."""
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family here."""
+    """Return whether a config.json is of a family here."""
     return raw.get("model_type") in (HF.keys() | TEXT_OF.keys())
 
 
 def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
-    """What a config.json means; raises ``UnsupportedModel``, or for a broken one ``KeyError`` and the like."""
+    """Read the model of a config.json; raises ``UnsupportedModel``, or ``KeyError`` and others for a broken one."""
     name = str(raw.get("model_type", "(none)"))
     if name in TEXT_OF:
         name = TEXT_OF[name]
@@ -82,7 +82,7 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def spec_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """What a file's metadata mean; raises ``UnsupportedModel`` or ``KeyError``."""
+    """Read the model of a file's metadata; raises ``UnsupportedModel`` or ``KeyError``."""
     if config.family not in GGUF:
         raise _unknown(config.family, GGUF)
     return GGUF[config.family](config)

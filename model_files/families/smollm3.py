@@ -19,7 +19,7 @@ INTERVAL = 4
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """A window, where it is meant, is over the layers without positions unless ``layer_types`` says otherwise."""
+    """Read a config. Layers without positions have the window, if there is one, unless ``layer_types`` differs."""
     interval, ropes = config.integer("no_rope_layer_interval"), config.get("no_rope_layers")
     if ropes is None:
         ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
@@ -37,6 +37,6 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """The same; a file does not say which layers know no positions."""
+    """Read metadata, which do not say which layers have no positions."""
     attentions = [replace(config.attention(), rope=0 if (i + 1) % INTERVAL else None) for i in range(config.num_layers)]
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(Pairing.NEIGHBOURS))

@@ -1,8 +1,9 @@
-"""What bytes each token stands for.
+"""The bytes that each token stands for.
 
-The tokenizers of today's models are byte-level (each character of a token is one byte in disguise) or SentencePiece
-with byte fallback ("▁" is a space, "<0x0A>" one byte). For both, a token reads the same wherever it stands, apart from
-one space at the very start of a text, so a table of bytes replaces the tokenizer's decoder. Other decoders have none.
+The tokenizers of today's models are of two kinds. In byte-level ones, each character of a token encodes one byte.
+SentencePiece with byte fallback has "▁" for a space and "<0x0A>" for a byte. For both, the text of a token does not
+depend on its neighbours, except for one space at the very start. So a table of bytes replaces the tokenizer's decoder.
+Other decoders have none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ByteTable(NamedTuple):
 
 
 def byte_level_alphabet() -> dict[int, str]:
-    """GPT-2's disguise of each byte: bytes that print stand for themselves, the others for U+0100 and on."""
+    """Return GPT-2's character for each byte: printable bytes stand for themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {byte: chr(byte) for byte in printable}
     hidden = [byte for byte in range(0x100) if byte not in alphabet]
@@ -33,7 +34,7 @@ def byte_level_alphabet() -> dict[int, str]:
 
 
 def byte_level_table(tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable:
-    """The table of a byte-level tokenizer. A token with a character outside the alphabet stands for its own text."""
+    """Make the table of a byte-level tokenizer. A token with a character outside the alphabet stands for its text."""
     byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
     pieces = []
     for token in tokens:
@@ -47,7 +48,7 @@ def byte_level_table(tokens: Sequence[str | None], special_ids: frozenset[int]) 
 def byte_fallback_table(
     tokens: Sequence[str | None], special_ids: frozenset[int], *, strip_first_space: bool
 ) -> ByteTable:
-    """The table of a SentencePiece tokenizer with byte fallback."""
+    """Make the table of a SentencePiece tokenizer with byte fallback."""
     pieces = [_sentencepiece_bytes(token or "") for token in tokens]
     return ByteTable(pieces, special_ids, strip_first_space)
 
@@ -62,7 +63,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def table_for_decoder(decoder: Any, tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable | None:
-    """The table for a tokenizer.json's ``decoder`` section, or None where a token's text depends on its neighbours."""
+    """Make the table for a tokenizer.json's ``decoder`` section; None if a token's text depends on its neighbours."""
     steps = _flatten(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:

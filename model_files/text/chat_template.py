@@ -48,15 +48,15 @@ class ChatTemplate:
             raise TokenizerLoadError(f"the chat template is wrong in line {e.lineno}: {e}; see --chat-template") from e
 
     def render(self, chat: Conversation) -> str:
-        """The text that the model is to continue; raises ``PromptError`` with its own words."""
+        """Render the text that the model continues; raises ``PromptError`` with the template's own message."""
         if chat.continue_final_message:
             return self._cut_in_final_message(chat)
         return self._render(chat, [_turn(message) for message in chat.messages])
 
     def _cut_in_final_message(self, chat: Conversation) -> str:
-        """Up to the end of the last message's content, wherever the template puts it.
+        """Render up to the end of the last message's content, wherever the template puts it.
 
-        A mark at that end is looked for in the text: the content itself may have been trimmed, or stand there twice.
+        A mark at that end is searched in the text. The content itself may have been trimmed, or occur twice.
         """
         turns = [_turn(message) for message in chat.messages]
         mark = secrets.token_hex(16)
@@ -95,7 +95,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _turn(message: ChatMessage) -> dict[str, str]:
-    """The message as templates know it; what was not given is not there, as they ask whether it is defined."""
+    """Make the message that templates see. Missing fields are left out, because templates ask for defined ones."""
     turn = {"role": message.role, "content": message.content}
     if message.name is not None:
         turn["name"] = message.name
@@ -115,7 +115,7 @@ class _GenerationBlock(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that published templates are written for."""
+    """Make the environment that published templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )

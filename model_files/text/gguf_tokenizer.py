@@ -65,7 +65,7 @@ NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", 
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> FastTokenizer:
-    """The tokenizer that the file carries; raises ``TokenizerLoadError``, naming what is supported, for other kinds."""
+    """Make the file's tokenizer; raises ``TokenizerLoadError``, which names the supported kinds, for others."""
     splitting = _find_splitting(metadata)
     tokens = metadata.strings("tokenizer.ggml.tokens")
     types = metadata.integers("tokenizer.ggml.token_type")

@@ -14,12 +14,12 @@ from .text_tokenizer import vocabulary_tokens
 
 
 def backend_byte_table(backend: Tokenizer, decoder: Any, special_ids: frozenset[int]) -> ByteTable | None:
-    """The byte table of a tokenizer whose ``decoder`` section is given."""
+    """Make the byte table of a tokenizer with this ``decoder`` section."""
     return table_for_decoder(decoder, vocabulary_tokens(backend), special_ids)
 
 
 def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Every id that the folder's files name as end of text: generation config, model config, tokenizer."""
+    """Return all ids that the folder's files name as end of text: generation config, model config, tokenizer."""
     ids: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         value = read_json_object(folder / name).get("eos_token_id")
@@ -32,7 +32,7 @@ def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``, {} where there is no such file; raises ``TokenizerLoadError``."""
+    """Read the JSON object in ``file``, {} if there is no such file; raises ``TokenizerLoadError``."""
     if not file.is_file():
         return {}
     try:

@@ -33,7 +33,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def tokenizer_from_folder(folder: Path) -> TextTokenizer:
-    """The folder's tokenizer; raises ``TokenizerLoadError``."""
+    """Make the folder's tokenizer; raises ``TokenizerLoadError``."""
     config = read_json_object(folder / "tokenizer_config.json") | read_json_object(folder / "special_tokens_map.json")
     named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     template = _find_chat_template(folder, config)
@@ -60,7 +60,7 @@ def tokenizer_from_folder(folder: Path) -> TextTokenizer:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token in a config is a string, or an object with its content."""
+    """Return the text of a token in a config, which is a string, or an object with its content."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -85,7 +85,7 @@ def _add_missing_tokens(backend: Tokenizer, config: dict[str, Any]) -> set[int]:
 
 
 def _find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
+    """Find the default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -100,7 +100,7 @@ class LimitedTemplate:
         self._is_ready = True
 
     def _reason(self, error: Exception) -> str:
-        """Why the process, which has been ended, did not answer."""
+        """Explain why the process, which has been ended, did not answer."""
         if self._process.returncode == -signal.SIGPROF:
             return f"it takes more than {self._limits.cpu_seconds:g} s of a processor"
         if isinstance(error, TimeoutError):

@@ -15,7 +15,7 @@ from .text_tokenizer import TextTokenizer
 
 
 def load_tokenizer(options: ServerOptions) -> TextTokenizer:
-    """The tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelError``."""
+    """Load the tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelError``."""
     source = _find_tokenizer(options)
     if source.kind == "gguf":
         return tokenizer_from_gguf(read_gguf_metadata(source.path))
@@ -23,7 +23,7 @@ def load_tokenizer(options: ServerOptions) -> TextTokenizer:
 
 
 def find_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> str | None:
-    """The template that the options name, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
+    """Return the template of the options, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
     if options.chat_template is None:
         return tokenizer.chat_template
     try:

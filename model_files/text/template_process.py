@@ -1,4 +1,4 @@
-"""The process that renders a model's chat template, whose author is unknown, within limits.
+"""The process that renders a model's chat template within limits, because its author is unknown.
 
 Each message that it gets may take ``RenderLimits.cpu_seconds`` of its time: after that the kernel ends it (SIGPROF).
 Memory that it may not have is a ``MemoryError``, which refuses the conversation. It ends when the other end is closed.

@@ -33,11 +33,11 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids; ids without a token are left out."""
+        """Return the text of the ids; ids without a token are left out."""
 
     @abstractmethod
     def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Whether ``decode`` reads as if this id were not there, whatever stands around it."""
+        """Return whether ``decode`` ignores this id, whatever its neighbours are."""
 
     @property
     @abstractmethod
@@ -53,8 +53,8 @@ class TextTokenizer(ABC):
 class FastTokenizer(TextTokenizer):
     """A tokenizer of the ``tokenizers`` library.
 
-    ``make_backend`` and ``make_byte_table`` run when first needed: the tokenizer process uses the one, the detokenizer
-    process mostly the other, and either takes a good part of the process's start-up time.
+    ``make_backend`` and ``make_byte_table`` run when first needed, because each takes a good part of a process's start.
+    The tokenizer process uses the first, and the detokenizer process mostly the second.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class FastTokenizer(TextTokenizer):
 
 
 def vocabulary_tokens(backend: Tokenizer) -> list[str | None]:
-    """Tokens by id, added ones included; None where an id has no token."""
+    """Return the tokens by id, added ones included; None for an id without a token."""
     vocab = backend.get_vocab(with_added_tokens=True)
     tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():

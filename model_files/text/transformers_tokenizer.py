@@ -47,7 +47,7 @@ class PythonTokenizer(TextTokenizer):
 
 
 def tokenizer_from_transformers(folder: Path, named: Mapping[str, str], template: str | None) -> TextTokenizer:
-    """The tokenizer of ``folder``; ``named`` tokens and ``template`` found there complete what the library knows."""
+    """Make the tokenizer of ``folder``; ``named`` tokens and ``template`` complete what the library knows."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as e:
