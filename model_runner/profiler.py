@@ -7,6 +7,7 @@ bytes, and the folder in profiles.
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import logging
 import os
@@ -126,12 +127,15 @@ class RankProfiler:
         except RuntimeError as e:
             raise ProfileError(f"torch.profiler does not start: {_first_line(e)}") from e
         self._profile, self.steps = recording, ProfiledSteps(self._plain)
+        # A process that ends while it records would end by a segmentation fault, whatever its own reason is.
+        atexit.register(self._drop)
 
     def stop(self) -> None:
         """End the recording and write it. Raises ``ProfileError``, and then there is no file."""
         recording, self._profile, self.steps = self._profile, None, self._plain
         if recording is None:
             raise ProfileError(f"rank {self._rank} records no profile")
+        atexit.unregister(self._drop)
         whole = self._path.with_suffix("")
         try:
             recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -149,6 +153,11 @@ class RankProfiler:
             raise ProfileError(f"the trace of rank {self._rank} was not written: {_first_line(e)}") from e
         finally:
             whole.unlink(missing_ok=True)
+
+    def _drop(self) -> None:
+        """End the recording without a file."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class Profiler:

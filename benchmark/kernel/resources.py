@@ -70,10 +70,7 @@ def programs_that_fit(capability: int, num_warps: int, registers: int, shared_by
     """Return how many programs a multiprocessor runs at a time; 0 if one takes more than there is."""
     # A warp's registers are given out 256 at a time, 8 to a thread.
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * num_warps) if registers else WARPS[90]
-    room = _of(SHARED_BYTES, capability)
-    if shared_bytes > room:
-        return 0
-    by_shared = (room + SHARED_RESERVED) // (shared_bytes + SHARED_RESERVED)
+    by_shared = (_of(SHARED_BYTES, capability) + SHARED_RESERVED) // (shared_bytes + SHARED_RESERVED)
     return min(by_registers, by_shared, _of(WARPS, capability) // num_warps)
 
 

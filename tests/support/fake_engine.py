@@ -36,6 +36,7 @@ from pdserve.messages.outputs import (
     TextBatch,
     Timing,
 )
+from pdserve.messages.profiling import ProfileReq, ProfileResult
 from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
@@ -175,6 +176,8 @@ class FakeEngine:
             self._soon(msgspec.structs.replace(self.snapshot, id=question.id))
         elif isinstance(question, KVHashesReq):
             self._soon(msgspec.structs.replace(self.kv_hashes, id=question.id))
+        elif isinstance(question, ProfileReq):
+            self._soon(ProfileResult(question.id, ended_by="request"))
         elif isinstance(question, TransfersReq):
             self._soon(Transfers(question.id, len(self.transfers), self.transfers))
         elif isinstance(question, LimitsReq):

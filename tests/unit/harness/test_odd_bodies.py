@@ -17,7 +17,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.control import RoleReq, RoleResult
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from pdserve.messages.moves import MigrateReq, MigrateResult
-from pdserve.messages.profiling import ProfileReq, ProfileResult
+from pdserve.messages.profiling import ProfileReq
 from pdserve.router.app import GENERATION_PATHS, TEXT_PATHS
 from pdserve.server.http.app import MOVED_PATH, ORDERS, SESSION_PATH, SLOTS_PATH
 
@@ -107,8 +107,6 @@ class Instance(FakeEngine):
             self._soon(RoleResult(question.id, question.role, "unified"))
         elif isinstance(question, MigrateReq):
             self._soon(MigrateResult(question.id, moved=True))
-        elif isinstance(question, ProfileReq):
-            self._soon(ProfileResult(question.id, ended_by="request"))
         else:
             super()._answer(question)
 

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import subprocess
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from support.fake_engine import FakeEngine, with_engine
+from support.machine import limit
 from support.sim import Sent
 from support.tiny_model import CONFIG
 
@@ -37,6 +39,7 @@ from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.python import python_command
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.server.http.answers import ProfileStarted as StartAnswer
@@ -274,6 +277,21 @@ def test_what_can_not_be_recorded_leaves_nothing_behind(tmp_path: Path, monkeypa
     assert (full.status, "remove some" in full.error) == (409, True)
     # After all of that it still computes.
     assert len(worker.step(1, [5, 6, 7])) == 4
+
+
+@pytest.mark.parametrize("stack", ["False", "True"])
+def test_a_process_that_ends_while_it_records_ends_by_its_own_reason(tmp_path: Path, stack: str) -> None:
+    code = f"""if True:
+        import pathlib, sys, torch
+        from pdserve.messages.profiling import StartProfile
+        from pdserve.model_runner.profiler import RankProfiler
+        rank = RankProfiler(pathlib.Path({str(tmp_path)!r}), 0, torch.device("cpu"), None)
+        rank.start(StartProfile("a", ["CPU"], {stack}, False))
+        torch.ones(3).sum()
+        sys.exit(7)
+    """
+    done = subprocess.run(python_command("-c", code), capture_output=True, timeout=limit(60), check=False)
+    assert done.returncode == 7, done.stderr
 
 
 def test_a_folder_where_others_may_write_is_refused(tmp_path: Path) -> None:
