@@ -1,8 +1,8 @@
 """``python -m pdserve.server.child_cli PARENT_PID``: the command line, as a process that dies with its parent.
 
-The words of the command line come from standard input, a JSON list: they may hold the API key, and every user of the
-host can read arguments. What ``pdserve up`` starts runs under it. A user's own ``pdserve server`` doesn't: it may
-outlive the shell.
+The words of the command line come from standard input as a JSON list. They may contain the API key, and every user of
+the host can read arguments. Processes of ``pdserve up`` run under it. A user's own ``pdserve server`` does not, because
+it may outlive the shell.
 """
 
 from __future__ import annotations

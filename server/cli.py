@@ -46,7 +46,7 @@ TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS, CALIBRATE_DEFAULTS = (
 
 
 def _show_default(value: Any) -> Any:
-    """A flag that is off, or a list that is empty, needs no "[default: …]"."""
+    """Format a default for ``--help``. A flag that is off, and an empty list, need no "[default: …]"."""
     return None if value is False or value == [] else value
 
 
@@ -258,7 +258,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
         For bash: eval "$(pdserve completion bash)". README.md says where the others want it.
     """
     script = app.generate_completion(shell=shell)
-    # Where the script knows nothing, as for --model-path, bash then offers file names.
+    # If the script has no suggestions, as for --model-path, bash then offers file names.
     print(script.replace("\ncomplete -F ", "\ncomplete -o default -F "))
     return 0
 
@@ -277,7 +277,7 @@ def _refuse(command: str, error: ValueError) -> int:
 
 
 def main() -> None:
-    """The console script ``pdserve``."""
+    """Run the console script ``pdserve``."""
     for word in map(os.fsencode, sys.argv[1:]):
         try:
             word.decode()

@@ -1,9 +1,15 @@
 """``pdserve up``: a whole cluster on this host.
 
-Lifecycle: plan (ports, cores, memory) → start every instance and the router at once → wait until each answers /health
-with 200, within ``startup_timeout``; a death now ends the cluster → watch. A process that dies later is started again
-on the same ports, after a pause that doubles; one that dies too often in a minute ends the cluster. SIGTERM, SIGINT or
-SIGHUP: the router finishes what runs, then the instances end; a second signal kills all. All die with this process.
+Lifecycle:
+
+- plan ports, cores and memory;
+- start every instance and the router at once;
+- wait until each answers /health with 200, within ``startup_timeout``. A death in this phase ends the cluster;
+- watch. A process that dies is started again on the same ports, after a pause that doubles. One that dies too often in
+  a minute ends the cluster.
+
+After SIGTERM, SIGINT or SIGHUP the router finishes running requests, and then the instances end. A second signal kills
+all. All processes die with this one.
 """
 
 from __future__ import annotations
@@ -162,7 +168,7 @@ class Cluster:
             self._end(self._all, KILL_GRACE)
 
     def _end(self, processes: Iterable[ClusterProcess], grace: float) -> None:
-        """``STOP``, then SIGKILL to those that are still there after ``grace`` seconds, or after a second signal."""
+        """Send ``STOP``, then SIGKILL to processes that still run after ``grace`` seconds or a second signal."""
         deadline = time.monotonic() + grace
         left = [p for p in processes if p.running]
         for process in left:
@@ -175,7 +181,7 @@ class Cluster:
                 process.kill()
 
     def summary(self) -> str:
-        """What a user needs to know once the cluster is up, and where the start-up's time went."""
+        """Describe the started cluster for its user, with the times of the start."""
         url, options = self._router.plan.url, self._options
         keys = read_keys(options)
         own_key = next(iter((*keys.users.values(), *keys.unnamed)), None)
@@ -199,7 +205,7 @@ class Cluster:
 
 
 def answers(client: httpx.Client, url: str) -> bool:
-    """Whether ``GET /health`` says 200."""
+    """Return whether ``GET /health`` has status 200."""
     try:
         return client.get(url + "/health").status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -207,7 +213,7 @@ def answers(client: httpx.Client, url: str) -> bool:
 
 
 def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
-    """What an instance's start-up spent where; empty for what doesn't say."""
+    """Return the times of an instance's start by phase; empty if it does not report them."""
     try:
         response = client.get(url + "/server_info")
         told = response.json().get("load_seconds", {}) if response.is_success else {}
@@ -217,13 +223,13 @@ def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th…"""
+    """Format a number as 1st, 2nd, 3rd, 4th…"""
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
 
 
 def run_cluster(options: ClusterOptions) -> int:
-    """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
+    """Run a cluster until it is told to stop (``pdserve up``); return the exit code."""
     harden(allow_dumps=options.allow_core_dumps)
     setproctitle.setproctitle(f"pdserve up:{options.port}")
     configure_logging("up", options.log_level, options.log_format, never_blocks=True)
@@ -253,9 +259,9 @@ def run_cluster(options: ClusterOptions) -> int:
 
 @contextlib.contextmanager
 def private_file(name: str, text: str) -> Iterator[str]:
-    """The path of a new file without a name, for this process and those that inherit its descriptor.
+    """Make a file without a name, and yield its path for this process and those that inherit its descriptor.
 
-    Not in a folder for temporary files, which others tidy up while the cluster runs.
+    Folders for temporary files would not do: other programs clean them up while the cluster runs.
     """
     with open(os.memfd_create(name), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)

@@ -100,11 +100,11 @@ class ClusterOptions(RoutingOptions, ServerOptions):
             raise ClusterOptionsError(str(exc)) from None
 
     def instance_options(self, **changes: Any) -> ServerOptions:
-        """The options of one instance: these, with ``changes``."""
+        """Return the options of one instance: these, with ``changes``."""
         common = {item.name: getattr(self, item.name) for item in fields(ServerOptions)}
         return ServerOptions(**{**common, **changes})
 
     def router_options(self, **changes: Any) -> RouterOptions:
-        """The router's options: these, with ``changes``, which name its targets."""
+        """Return the router's options: these, with ``changes``, which name its targets."""
         common = {item.name: getattr(self, item.name) for item in fields(RouterOptions) if item.name not in changes}
         return RouterOptions(**common, **changes)

@@ -106,7 +106,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
 
 
 def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]]) -> ProcessPlan:
-    """The router in front of ``targets``."""
+    """Plan the router for ``targets``."""
     router = options.router_options(prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"])
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = http_url(host, router.port)
@@ -114,18 +114,18 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
 
 
 def child_command(name: str, url: str, command: str, flags: list[str], secret_file: str | None) -> ProcessPlan:
-    """A process that runs ``pdserve COMMAND`` and dies with this one."""
+    """Plan a process that runs ``pdserve COMMAND`` and dies with this one."""
     argv = ("-m", "pdserve.server.child_cli", str(os.getpid()))
     return ProcessPlan(name, argv, url, (command, *flags), inherited_descriptors(secret_file))
 
 
 def instance_flags(options: ServerOptions) -> list[str]:
-    """The flags that say ``options``; defaults are left out."""
+    """Return the flags for ``options``; defaults are left out."""
     return [flag for item in fields(options) if (flag := _flag(item.name, getattr(options, item.name), item.default))]
 
 
 def router_flags(options: RouterOptions) -> list[str]:
-    """The flags that say ``options``; defaults are left out."""
+    """Return the flags for ``options``; defaults are left out."""
     lists = [item.name for item in fields(RouterTargets)]
     flags = [word for name in lists if (values := getattr(options, name)) for word in (f"--{name}", *values)]
     single = [item for item in fields(options) if item.name not in lists]
@@ -133,7 +133,7 @@ def router_flags(options: RouterOptions) -> list[str]:
 
 
 def _flag(name: str, value: object, default: object) -> str:
-    """One flag; "" when it says nothing new. ``--name=value``, because a value may begin with a dash."""
+    """Format one flag; "" for the default. The form is ``--name=value``, because a value may begin with a dash."""
     if value == default or value is None:
         return ""
     flag = "--" + name.replace("_", "-")
@@ -141,7 +141,7 @@ def _flag(name: str, value: object, default: object) -> str:
 
 
 def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tuple[list[CoreShare], str]:
-    """Each instance's share, and why. Raises ``ClusterOptionsError`` when ``--cpus`` names a missing core."""
+    """Return each instance's share, and the reason. Raises ``ClusterOptionsError`` if ``--cpus`` has a missing core."""
     quota = machine.quota
     if options.cpus is not None:
         nodes = named_cores(options.cpus, machine)
@@ -170,7 +170,7 @@ def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tu
 
 
 def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
-    """The cores that ``cpus`` names, by NUMA node. Raises ``ClusterOptionsError`` when one is not there."""
+    """Return the cores that ``cpus`` names, by NUMA node. Raises ``ClusterOptionsError`` if one is missing."""
     wanted = parse_cpus(cpus)
     if missing := sorted(set(wanted) - machine.allowed):
         raise ClusterOptionsError(
@@ -182,10 +182,10 @@ def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
 
 
 def prefill_nice(options: ClusterOptions) -> int | None:
-    """Niceness of the prefills' compute threads.
+    """Return the niceness of the prefills' compute threads.
 
-    All processes of the cluster, and its clients, want a core for a moment at each token. A prefill's steps take long
-    and hold up few streams, mostly none: it is there that others are to run, and not on the cores of a decode.
+    All processes of the cluster, and its clients, want a core for a moment at each token. They should run on the cores
+    of a prefill, not of a decode: a prefill's steps are long and delay few streams, mostly none.
     """
     if options.compute_nice is not None or not options.decode or _on_gpu(options):
         return options.compute_nice
@@ -193,12 +193,12 @@ def prefill_nice(options: ClusterOptions) -> int | None:
 
 
 def exchanges_kv(options: ClusterOptions) -> bool:
-    """Whether unified instances take part in hand-overs beside pairs."""
+    """Return whether unified instances take part in hand-overs beside pairs."""
     return options.handover == "on" or (options.handover == "auto" and options.prefill > 0 and not _on_gpu(options))
 
 
 def memory_share(options: ClusterOptions, instances: int) -> float | None:
-    """Each instance's ``mem_fraction_static``; None leaves it the default, which is meant for one that is alone."""
+    """Return each instance's ``mem_fraction_static``; None leaves it the default, which is meant for a single one."""
     if instances == 1 or options.max_total_tokens is not None:
         return options.mem_fraction_static
     total = options.mem_fraction_static

@@ -1,11 +1,13 @@
-"""Which cores of a host each instance's model worker gets.
+"""The division of a host's cores among the instances' model workers.
 
-With at least as many cores as instances, no two instances share one: a prefill's long steps then never stretch a
-decode's short ones. No instance straddles two NUMA nodes: each is put on the node that has most cores left for it. A
-node's cores are divided evenly in runs of neighbours, and the bigger shares go to the first instances (prefills come
-first: only they are limited by arithmetic alone). With fewer cores than instances the cores are dealt out in turn, one
-each, so that as few instances as possible share one; it works, and latencies suffer. An instance that is to have more
-threads than cores of its own is bound to none.
+With at least as many cores as instances, no two instances share one. Then a prefill's long steps never stretch a
+decode's short ones. No instance uses cores of two NUMA nodes: each is put on the node with most cores left for it.
+
+A node's cores are divided evenly in runs of neighbours. The larger shares go to the first instances. Prefills come
+first, because only they are limited by arithmetic alone.
+
+With fewer cores than instances, each gets one core in turn, so that as few instances as possible share one. This works,
+but latencies suffer. An instance with more threads than cores of its own is bound to none.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 
 def split_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
-    """The cores of each instance; every instance gets at least one. ``cores`` must not be empty."""
+    """Divide ``cores``, which must not be empty, among instances. Each gets at least one."""
     if len(cores) < instances:
         return [[cores[i % len(cores)]] for i in range(instances)]
     split = []
@@ -26,7 +28,7 @@ def split_cores(cores: Sequence[int], instances: int) -> list[list[int]]:
 
 
 def split_nodes(nodes: Iterable[Sequence[int]], instances: int) -> list[list[int]]:
-    """The same for the cores of several NUMA nodes, none of them empty."""
+    """Divide the cores of several NUMA nodes, none of them empty, among instances."""
     nodes = list(nodes)
     guests = [0] * len(nodes)
     for _ in range(instances):
@@ -37,6 +39,6 @@ def split_nodes(nodes: Iterable[Sequence[int]], instances: int) -> list[list[int
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` whole numbers that differ by one at most, the bigger ones first."""
+    """Divide ``total`` into ``parts`` whole numbers that differ by one at most, the larger ones first."""
     share, extra = divmod(total, parts)
     return [share + (i < extra) for i in range(parts)]

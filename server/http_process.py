@@ -92,7 +92,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
 
 
 def main() -> None:
-    """Entry point of the child process."""
+    """Run the HTTP process until it is stopped."""
     ctx = start_child(sys.argv)
     return_freed_memory()
     allow_many_connections()

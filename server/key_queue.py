@@ -13,7 +13,7 @@ class KeyQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._items: dict[str, deque[T]] = {}
-        """Waiting items by key, the key whose turn is next first. A key without items is not there."""
+        """Waiting items by key; the key that is next comes first. A key without items is not there."""
 
     def __bool__(self) -> bool:
         return bool(self._items)
@@ -23,7 +23,7 @@ class KeyQueue(Generic[T]):
         self._items.setdefault(key, deque()).append(item)
 
     def pop(self) -> T:
-        """Remove and return the item whose turn it is. Raises ``KeyError`` if the queue is empty."""
+        """Remove and return the next item. Raises ``KeyError`` if the queue is empty."""
         if not self._items:
             raise KeyError("the queue is empty")
         key = next(iter(self._items))

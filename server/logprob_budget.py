@@ -1,8 +1,8 @@
-"""How many log-probabilities one request may ask for.
+"""The limit on log-probabilities of one request.
 
-Each is some 20 bytes in every message and 160 bytes in a process, and three processes pass them on: a prompt of 128k
-tokens with 128 alternatives to each would be gigabytes. An entry is one log-probability: a token's own, or that of an
-alternative to it.
+An entry is one log-probability: a token's own, or that of an alternative to it. Each takes some 20 bytes in every
+message and 160 bytes in a process, and three processes pass them on. A prompt of 128k tokens with 128 alternatives each
+would take gigabytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNLIMITED = 2**31 - 1
 def fit_logprobs(
     sampling: SamplingParams, logprobs: LogprobOptions | None, prompt_tokens: int, answers: int, limit: int
 ) -> SamplingParams:
-    """Return ``sampling`` for a prompt whose ``answers`` have at most ``limit`` entries together.
+    """Return ``sampling`` so that a prompt's ``answers`` have at most ``limit`` entries together.
 
     A request that leaves the length to the context gets as many tokens as fit. Raises ``PromptError`` if it asks for
     more.

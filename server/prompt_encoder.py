@@ -13,7 +13,7 @@ from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
 
-# Hardly any text has so many characters in each of its tokens.
+# Hardly any text has this many characters in each of its tokens.
 PROBE_CHARACTERS_PER_TOKEN = 16
 PIECE_CHARACTERS = 1 << 16
 """Characters that are encoded at a time while the tokens of a long text are counted."""
@@ -64,9 +64,9 @@ class PromptEncoder:
         return encoded
 
     def _is_hopeless(self, text: str, most: int) -> bool:
-        """Whether a long text has far more than ``most`` tokens, found without encoding all of it.
+        """Return whether a long text has far more than ``most`` tokens, without encoding all of it.
 
-        Where it is cut, a word may encode otherwise than in the whole text, hence the factor of two.
+        A word that is cut may encode differently than in the whole text, hence the factor of two.
         """
         if len(text) <= PIECE_CHARACTERS:
             return False
@@ -81,11 +81,11 @@ class PromptEncoder:
         return False
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """The ids of texts that have been checked."""
+        """Encode texts that have been checked."""
         return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens) if texts else []
 
     def chat_text(self, chat: Conversation) -> str:
-        """The text that the model's template makes of the conversation."""
+        """Render the conversation by the model's template."""
         field = "messages"
         if self._template is None:
             raise PromptError(
@@ -97,7 +97,7 @@ class PromptEncoder:
         return self.checked(field, self._template.render(chat))
 
     def checked(self, field: str, text: str) -> str:
-        """``text`` itself, if it may fit the context. ``field`` names it in errors."""
+        """Return ``text`` itself, if it may fit the context. ``field`` names it in errors."""
         self._check_size(field, len(text))
         try:
             self._check_size(field, len(text.encode()))
@@ -111,7 +111,7 @@ class PromptEncoder:
         return text
 
     def _check_size(self, field: str, size: int) -> None:
-        """``size``: UTF-8 bytes, or characters, which are at most as many."""
+        """Check a size in UTF-8 bytes, or in characters, which are at most as many."""
         if size > self._max_text_bytes:
             raise PromptError(
                 field,
@@ -120,9 +120,9 @@ class PromptEncoder:
             )
 
     def _check_beginning(self, field: str, text: str) -> None:
-        """Refuse a text whose beginning alone is far too long.
+        """Refuse a text if its beginning alone is far too long.
 
-        Where the beginning is cut, a word may encode otherwise than in the whole text, hence the factor of two.
+        A word that is cut may encode differently than in the whole text, hence the factor of two.
         """
         beginning = PROBE_CHARACTERS_PER_TOKEN * self._context_length
         if len(text) <= beginning:

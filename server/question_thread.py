@@ -1,8 +1,8 @@
 """The thread that answers questions about text in the tokenizer process.
 
-A question may take a large part of a second. The tokenizer library lets other threads run meanwhile, so requests and
-health checks wait for a few milliseconds at most: until this thread has built a list of ids. How many questions wait
-here is up to the HTTP process, which sends few at a time (``http/question_queue.py``).
+A question may take a large part of a second. The tokenizer library lets other threads run meanwhile. So requests and
+health checks wait for a few milliseconds at most, until this thread has built a list of ids. The HTTP process limits
+the number of questions that wait here (``http/question_queue.py``).
 """
 
 from __future__ import annotations

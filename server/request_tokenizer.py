@@ -160,7 +160,7 @@ class RequestTokenizer:
 
 
 def _clamp_output(sampling: SamplingParams, room: int) -> SamplingParams:
-    """Output that the context has no room for can't be made: the request ends with finish reason "length" there."""
+    """Limit the output to the rest of the context, where the request then ends with finish reason "length"."""
     if sampling.max_new_tokens <= room and sampling.min_new_tokens <= room:
         return sampling
     return msgspec.structs.replace(

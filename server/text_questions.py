@@ -40,7 +40,7 @@ class TextQuestions:
         self._read = _TokenTexts(tokenizer)
 
     def answer(self, question: TextQuestion) -> TextAnswer:
-        """One answer."""
+        """Answer one question."""
         if isinstance(question, LimitsReq):
             return Limits(question.id, self._limits.context_length, self._limits.vocab_size)
         if isinstance(question, DecodeReq):

@@ -1,13 +1,13 @@
-"""What the tokenizer process handles next.
+"""The order in which the tokenizer process handles messages.
 
 A prompt of a megabyte takes the tokenizer a large part of a second, and a batch of thousands takes longer. No other
 request waits for all of that:
 
     arrived ──▶ handled in this turn: frames of little work, up to TURN_MESSAGES and SLICE_WORK
-       └──────▶ set aside: frames of much work; one slice of them a turn, in the order of their arrival
+       └──────▶ parked: frames of much work; one slice of them a turn, in the order of their arrival
 
-Frames that come meanwhile overtake what is set aside. Messages that name a request that is set aside do not: an abort
-must never overtake the request that it ends.
+Frames that come meanwhile overtake parked ones. Messages that name a parked request do not: an abort must never
+overtake the request that it ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 TURN_MESSAGES = 256
 """Maximum number of messages of short frames in one turn."""
 SLICE = 32
-"""Maximum number of set-aside messages in one turn. A frame with more messages is set aside."""
+"""Maximum number of parked messages in one turn. A frame with more messages is parked."""
 SLICE_WORK = 1 << 16
-"""Maximum work of one slice, and of the short frames of one turn, in characters or token ids: some 25 ms. A frame of
-more is set aside. A single prompt of more is a slice of its own, as a tokenizer can't be interrupted."""
+"""Maximum work of one slice, and of the short frames of one turn, in characters or token ids: some 25 ms.
+
+A larger frame is parked. A single larger prompt is a slice of its own, because a tokenizer cannot be interrupted.
+"""
 
 
 def work_of(message: ToTokenizer) -> int:
@@ -47,7 +49,7 @@ class TokenizerInbox:
         self._receiver = receiver
         self._aside: deque[ToTokenizer] = deque()
         self._rids: set[str] = set()
-        """Rids of the answers whose requests are set aside."""
+        """Rids of the answers of parked requests."""
 
     def next_turn(self) -> list[ToTokenizer]:
         """Return the messages to handle now, in this order. Waits while there is nothing to do."""
@@ -67,7 +69,7 @@ class TokenizerInbox:
                 work += frame_work
             for message in arrived:
                 if isinstance(message, AbortReq) and not message.rid:
-                    # It aborts all requests: those set aside are aborted as well, each in its place.
+                    # It aborts all requests. Parked ones are aborted as well, each in its place.
                     self._aside.extend(AbortReq(rid, message.reason) for rid in sorted(self._rids))
                     messages.append(message)
                 elif is_long or getattr(message, "rid", None) in self._rids:
@@ -83,7 +85,7 @@ class TokenizerInbox:
             self._rids.update(message.rids)
 
     def _next_slice(self) -> list[ToTokenizer]:
-        """Return the first messages of those set aside: as many as make a slice, but at least one."""
+        """Return the first parked messages: as many as make a slice, but at least one."""
         messages: list[ToTokenizer] = []
         work = 0
         while self._aside and len(messages) < SLICE:

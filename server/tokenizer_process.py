@@ -1,10 +1,10 @@
 """The tokenizer process: HTTP → here → scheduler.
 
-A ``TokenizeReq`` becomes a ``GenerateReq`` (or a ``ForkedReq``, if several answers are wanted) for the scheduler, or a
-``ReqError`` for each of its answers, which goes straight back to HTTP.
-Conversations are rendered, and questions about text answered, on threads of their own. Everything else (aborts,
-questions) is passed to the scheduler unchanged and in its place, so that an abort never overtakes the request that it
-ends.
+A ``TokenizeReq`` becomes a ``GenerateReq`` for the scheduler, or a ``ForkedReq`` if it has several answers. A bad one
+becomes a ``ReqError`` for each of its answers, which goes straight back to HTTP.
+
+Conversations are rendered, and questions about text answered, on threads of their own. All other messages pass to the
+scheduler unchanged and in order, so that an abort never overtakes the request that it ends.
 """
 
 from __future__ import annotations
