@@ -1,4 +1,4 @@
-"""Claims that no request depends on, of which a turn looks at few."""
+"""Claims that no request depends on. A tick looks at only a few of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .req import Req
 from .waiting import WaitingQueue
 
 MOST_OPTIONAL = 8
-"""Optional claims that may be in the queue's order, and so are tried in one turn."""
+"""Maximum optional claims in the queue's order, and so tried in one tick."""
 
 
 class _Place(NamedTuple):
-    """The order among optional claims. ``number`` differs, so requests are not compared."""
+    """Sort key among optional claims. ``number`` differs, so requests are not compared."""
 
     rank: int
     turn: float
@@ -22,8 +22,10 @@ class _Place(NamedTuple):
 
 
 class OptionalClaims:
-    """The optional claims, by rank and then by arrival. The first ``MOST_OPTIONAL`` of them are in the order of the
-    waiting queue. The others are parked there, so that ten thousand cost a turn as much as eight.
+    """The optional claims, by rank and then by arrival.
+
+    The first ``MOST_OPTIONAL`` of them are in the order of the waiting queue. The others are parked there, so that ten
+    thousand cost a tick as much as eight.
     """
 
     def __init__(self, waiting: WaitingQueue) -> None:
@@ -46,8 +48,9 @@ class OptionalClaims:
             self._waiting.park(last.req)
 
     def remove(self, rid: str) -> bool:
-        """Return whether there was an optional claim of that name. Another one takes its place in the order, so the
-        order must not be under way.
+        """Remove an optional claim, and return whether there was one of that rid.
+
+        Another one takes its position in the order, so the order must not be iterated meanwhile.
         """
         place = self._places.pop(rid, None)
         if place is None:

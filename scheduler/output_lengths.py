@@ -1,12 +1,12 @@
-"""How long outputs become, learned from those that were: what admission foresees memory by.
+"""Learns how long outputs become, so that admission can estimate their memory.
 
-Clients ask for a most (``max_new_tokens``) and mostly use a part of it, how much depends on who they are. So requests
-are told apart by their most, in classes of powers of two, and for each class there is a *survival curve*: which share
-of its outputs is longer than so many tokens. It is estimated as life tables are (Kaplan and Meier): of the requests
-that came as far as a length, how many ended there. Those that still run count among those that came as far as they are;
-to go by the finished ones alone would take long outputs for rare for as long as the first ones run.
+Clients ask for a maximum (``max_new_tokens``) and mostly use a part of it; how much depends on the client. So requests
+are divided into classes by their maximum, in powers of two. Each class has a *survival curve*: the share of its outputs
+that is longer than a number of tokens. It is estimated as life tables are (Kaplan and Meier): of the requests that
+reached a length, how many ended there. Running requests count among those that reached their present length. With the
+finished ones alone, long outputs would seem rare for as long as the first ones run.
 
-Before anything is known every length up to the most (or ``CLIP`` tokens) is taken to be as likely, with the weight of
+Before anything is known, every length up to the maximum (or ``CLIP`` tokens) is equally likely, with the weight of
 ``PRIOR`` requests. That fades, as all that is known does, over ``MEMORY`` requests of its class.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 
 EDGES: F64 = np.unique(np.round(2 ** (np.arange(0, 69) / 4))).astype(np.float64)
-"""Lengths at which curves are kept: 1, 2, 3 … a quarter more each, to 131,072."""
+"""Lengths at which curves are kept: 1, 2, 3 … each a quarter more than the one before, up to 131,072."""
 CLIP = 4096
 PRIOR = 4.0
 MEMORY = 256
@@ -29,22 +29,22 @@ FROM_ZERO: F64 = np.concatenate([[0.0], EDGES])
 
 
 class OutputLengths:
-    """Curves by class. ``died`` [E]: outputs that are longer than the edge before, and not than this one."""
+    """Survival curves by class. ``died`` [E]: outputs that are longer than the edge before, and not than this one."""
 
     def __init__(self) -> None:
         self._died: dict[int, F64] = {}
 
     def learn(self, max_new_tokens: int, length: int) -> None:
-        """A request that might have generated so many tokens has ended by itself after ``length`` (at least 1)."""
+        """Learn from a request with this maximum that ended by itself after ``length`` tokens (at least 1)."""
         name = max_new_tokens.bit_length()
         died = self._died.setdefault(name, self._prior(name))
         died *= 1 - 1 / MEMORY
         died[min(int(np.searchsorted(EDGES, length)), len(EDGES) - 1)] += 1
 
     def survival(self, most: Sequence[int], have: Sequence[int], ahead: F64) -> F64:
-        """[N, T]: how likely each of N running requests goes on for more than ``ahead`` [T] further tokens.
+        """Return [N, T]: how likely each of N running requests goes on for more than ``ahead`` [T] further tokens.
 
-        ``most`` [N]: their ``max_new_tokens``, ``have`` [N]: what they have generated so far.
+        ``most`` [N]: their ``max_new_tokens``. ``have`` [N]: what they have generated so far.
         """
         tops, done = np.array(most, dtype=np.int64), np.array(have, dtype=np.float64)
         classes = np.array([m.bit_length() for m in most], dtype=np.int64)
@@ -59,18 +59,19 @@ class OutputLengths:
         return alive
 
     def mean(self, max_new_tokens: int) -> float:
-        """The expected length of such a request's output."""
+        """Return the expected output length of a request with this maximum."""
         alive = np.exp(self._log_curve(max_new_tokens.bit_length(), np.empty(0)))
         edges = np.minimum(FROM_ZERO, max_new_tokens)
         return float(((alive[1:] + alive[:-1]) / 2 * np.diff(edges)).sum())
 
     def _log_curve(self, name: int, running: F64) -> F64:
-        """[E + 1]: log of the share of a class that is longer than 0 and each edge. ``running``: what those have that
-        still run.
+        """Return [E + 1]: log of the share of a class that is longer than 0 and than each edge.
+
+        ``running``: present lengths of the requests that still run.
         """
         died = self._died[name] if name in self._died else self._prior(name)
         came = died[::-1].cumsum()[::-1]
-        # One that runs came to the edge that it is at, and did not end before.
+        # A running request reached the edge that it is at, and did not end before.
         passed = np.searchsorted(EDGES, running, side="right")
         came += np.bincount(passed, minlength=len(EDGES) + 1)[::-1].cumsum()[::-1][1:]
         stays = 1 - died / np.maximum(came, LEAST)

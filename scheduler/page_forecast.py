@@ -1,12 +1,11 @@
-"""How many more slots running requests will need at most: their page use simulated over the steps to come.
+"""Estimates how many more slots running requests will need at most, by simulating their page use over the next steps.
 
-Each that decodes takes a page whenever its last one is full, and gives all of its own back when it ends, which nobody
-knows, but of which there is an estimate (``output_lengths.py``). So at each moment ahead the use has a mean and a
-spread; what must be kept is the highest of mean plus ``spread`` standard deviations over all moments. Many requests
-that end at different times need little more than they have; a few that began together need nearly all at once.
+Each decoding request takes a page when its last one is full, and returns its own pages when it ends. When that will be
+is not known, but it is estimated (``output_lengths.py``). So at each moment ahead the use has a mean and a spread. The
+reserve is the maximum, over all moments, of the mean plus ``spread`` standard deviations. Many requests that end at
+different times need little more than they have. A few that began together need nearly all at once.
 
-Pure functions of numbers. (Simulating page use at admission is how Tokasaurus does it, with one predicted end a
-request.)
+Pure functions of numbers. (Tokasaurus simulates page use at admission too, with one predicted end a request.)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ F64 = NDArray[np.float64]
 
 
 def moments(longest: int) -> F64:
-    """[T]: the steps ahead at which use is looked at: 1, 2, 3 …, half as many more each, up to ``longest``."""
+    """Return [T]: the steps ahead at which use is estimated: 1, 2, 3 …, half as many more each, up to ``longest``."""
     steps = [1]
     while steps[-1] < longest:
         steps.append(min(max(steps[-1] + 1, steps[-1] * 3 // 2), longest))
@@ -29,8 +28,10 @@ def moments(longest: int) -> F64:
 
 
 class Held(NamedTuple):
-    """What one request has. ``length``: slots that hold its tokens. ``own``: those (in whole pages) that are free for
-    others when it ends, which are not what it shares with them. ``most``: tokens that it may still generate.
+    """Memory of one request.
+
+    ``length``: slots that hold its tokens. ``own``: those, in whole pages, that are freed when it ends, without what it
+    shares. ``most``: tokens that it may still generate.
     """
 
     length: int
@@ -39,9 +40,10 @@ class Held(NamedTuple):
 
 
 def extra_slots(held: Sequence[Held], alive: F64, ahead: F64, page_size: int, spread: float) -> float:
-    """The most slots, beyond those in use now, that all of ``held`` [N] will have at one of the moments ``ahead`` [T].
+    """Return the maximum of slots, beyond those in use now, that all of ``held`` [N] have at one of the moments
+    ``ahead`` [T].
 
-    ``alive`` [N, T]: how likely each still runs then. At least 0: what ends first may be needed before.
+    ``alive`` [N, T]: how likely each still runs then. At least 0: the request that ends first may need slots before.
     """
     if not held:
         return 0.0

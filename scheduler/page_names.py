@@ -1,6 +1,6 @@
 """The names of a request's pages: hashes that chain over its tokens (``mem_cache/page_hash.py``).
 
-Each page is hashed once: a request remembers its names, and its memory lends them to the tree (``KVHold.page_hashes``).
+Each page is hashed once: a request keeps its names, and its memory lends them to the tree (``KVHold.page_hashes``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from .req import Req
 
 
 class PageNames(NamedTuple):
-    """``seed``: of this model's pages. There is one kind of them in an instance, which requests remember."""
+    """Computes page names. ``seed`` identifies this model's pages.
+
+    An instance has one kind of names only, since requests keep them.
+    """
 
     seed: bytes
     page_size: int

@@ -1,8 +1,8 @@
-"""Where a request's time goes.
+"""Accounts for the time of a request, by phase.
 
 A request is in exactly one phase at any time, so its phases add up to its age. Each phase is charged to the instance
-that spent it: of a request that is handed over, the decode keeps the account, and the prefill tells it how long the
-prompt waited and was computed there.
+that spent it. For a request that is handed over, the decode keeps the account. The prefill reports how long the prompt
+waited and was computed there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ MS = 1000
 
 
 class PhaseClock:
-    """The account of one request on one instance. Times are ``time.monotonic()`` seconds, durations milliseconds.
+    """Time account of one request on one instance, from ``time.monotonic()`` in seconds; durations are milliseconds.
 
-    ``here``: what this instance is to the request. Invariant: all durations together are the time from ``began`` to
+    ``here``: role of this instance for the request. Invariant: all durations together are the time from ``began`` to
     the last ``upto`` or ``enter``.
     """
 
@@ -32,22 +32,22 @@ class PhaseClock:
         self._marked: dict[Phase, float] = {}
 
     def enter(self, phase: Phase, now: float, at: InstanceRole | None = None) -> None:
-        """Begin a phase, of this instance unless ``at`` says otherwise; the one before ends."""
+        """End the present phase and begin another, on this instance unless ``at`` says otherwise."""
         self.upto(now)
         self.phase, self._at = phase, at or self.here
 
     def upto(self, now: float) -> None:
-        """Charge the time until ``now`` to the phase that the request is in."""
+        """Charge the time until ``now`` to the present phase."""
         if now > self._since:
             self._add(self.phase, self._at, (now - self._since) * MS)
             self._since = now
 
     def spent(self, phase: Phase, at: InstanceRole | None = None) -> float:
-        """Milliseconds in a phase, on one instance or on all."""
+        """Return the milliseconds spent in a phase, on one instance or on all."""
         return sum(ms for (one, where), ms in self._spent.items() if one is phase and at in (None, where))
 
     def times(self) -> list[PhaseTime]:
-        """All phases, in the order in which a request first passes through them."""
+        """Return all phases, in the order in which a request first passes through them."""
         order = list(Phase)
         found = [PhaseTime(phase, at, ms) for (phase, at), ms in self._spent.items() if ms]
         return sorted(found, key=lambda one: order.index(one.phase))
@@ -55,16 +55,16 @@ class PhaseClock:
     # --- hand-overs ---
 
     def mark(self, now: float) -> None:
-        """The peer asks for the prompt: what it waits for begins now."""
+        """Note that the peer asks for the prompt: the part of the phases that it waits for begins now."""
         self.upto(now)
         self._marked = {phase: self.spent(phase, self.here) for phase in Phase}
 
     def before_mark(self, phase: Phase) -> float:
-        """Milliseconds that this instance spent in a phase before ``mark``; 0 without one."""
+        """Return the milliseconds that this instance spent in a phase before ``mark``; 0 without a mark."""
         return self._marked.get(phase, 0.0)
 
     def credit(self, queue_ms: float, prefill_ms: float, ahead_ms: float, now: float) -> None:
-        """Charge to the prefill what it says that it spent of the time since it was asked (phase TRANSFER).
+        """Charge to the prefill what it reports of the time since it was asked (phase TRANSFER).
 
         It computed ``ahead_ms`` of ``prefill_ms`` before it was asked, while this instance had the request in its
         queue. No more is charged than there was: the two legs of a request need not arrive at the same time.
@@ -77,8 +77,10 @@ class PhaseClock:
         self._move(Phase.TRANSFER, Phase.QUEUE, max(0.0, queue_ms))
 
     def take_over(self, times: Iterable[PhaseTime], began: float, now: float) -> float:
-        """Go on with the account of another instance, which has stopped computing the request. The time since then is
-        TRANSFER. Returns when the request began, which is earlier than ``began`` if the account is longer than that.
+        """Continue the account of another instance, which has stopped computing the request. The time since then is
+        TRANSFER.
+
+        Return when the request began. That is earlier than ``began`` if the account is longer.
         """
         self._spent = {}
         for one in times:
@@ -94,7 +96,10 @@ class PhaseClock:
         self._spent[phase, at] = self._spent.get((phase, at), 0.0) + ms
 
     def _move(self, source: Phase, target: Phase, ms: float) -> float:
-        """Charge up to ``ms`` of this instance's ``source`` to the prefill's ``target``; returns how much."""
+        """Charge up to ``ms`` of this instance's ``source`` to the prefill's ``target``.
+
+        Return how much was charged.
+        """
         moved = min(ms, self._spent.get((source, self.here), 0.0))
         if moved > 0:
             self._spent[source, self.here] -= moved

@@ -1,20 +1,21 @@
-"""A KV pool that becomes smaller, or larger, while it is used.
+"""Makes the KV pool smaller or larger while it is used.
 
 ::
 
-    asked ─▶ WAITING ─it can be─▶ SHRINKING ─nobody is beyond the end─▶ TRIMMING ─the worker's word─▶ answered, 200
+    asked ─▶ WAITING ─it fits─▶ SHRINKING ─no page beyond the end in use─▶ TRIMMING ─worker confirms─▶ answered, 200
                 └── after wait_s: 409, as it was ◀──┘
 
-A host's pool is address space whose memory is taken page by page. So it is reserved as large as it may ever become, and
-of that the scheduler hands out the first pages: fewer or more, when it is told so, and the worker lets the memory of
-the others go. Nothing moves, so whoever knows pages by their numbers (peers, other ranks) need not be told.
+A host's pool is address space with memory that is taken page by page. So it is reserved for its maximum size, and the
+scheduler hands out only the first pages: fewer or more after a resize. The worker returns the memory of the others.
+Nothing moves, so peers and other ranks, which know pages by their numbers, need not be told.
 
-From the moment that it begins a smaller pool counts as that: what is handed out lies within its end, what is cached
-beyond is evicted or, where requests use it, found by no others. So the end empties as requests end, however many come.
-Until the worker has let the memory go none of it is handed out again: a peer could have written to it already.
+A smaller pool counts from the moment that the shrinking begins. Pages are handed out within its end only. Cached
+prefixes beyond it are evicted or, if requests use them, no longer found by others. So the end empties as requests end,
+however many arrive. Until the worker has returned the memory, none of it is handed out again: a peer could have written
+to it already.
 
-Requests that may become longer than the new pool are waited for before that, but only those that came before the order.
-The others are limited to what the new pool holds when it begins, and have their limits back if it comes to nothing.
+Requests that may become longer than the new pool are waited for first, but only those older than the order. The others
+are limited to the new pool's size when it begins. They get their limits back if the resize comes to nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GIB = 2**30
 
 
 class PoolResize:
-    """Called from the scheduler's loop; one order at a time. ``host``: what memory there is."""
+    """Resizes of the pool, one at a time. Called from the scheduler's loop. ``host`` reads the host's memory."""
 
     def __init__(self, scheduler: Scheduler, host: Callable[[], Memory] = host_memory) -> None:
         self._scheduler, self._memory = scheduler, scheduler.memory
@@ -43,15 +44,15 @@ class PoolResize:
         self._before = self._memory.max_total_tokens
         self._begun = self._is_trimming = False
         self._earlier: frozenset[str] = frozenset()
-        """Names of the requests that came before the order."""
+        """Rids of the requests that came before the order."""
         self._memory.end.announced = lambda: None if self._begun else self.aim
         self._memory.end.undone = self._undone
         if self._before < self._memory.end.most:
-            self._trim()  # before it is used: nothing is committed there ahead of use
+            self._trim()  # before it is used: no memory is committed there in advance
 
     @property
     def aim(self) -> int | None:
-        """Tokens that the pool is about to have, None where that is not under way."""
+        """Size in tokens that the pool is about to have; None while no resize is under way."""
         return None if self._order is None else self._order.max_total_tokens
 
     def _undone(self) -> int:
@@ -59,11 +60,11 @@ class PoolResize:
         return now if self.aim is None else max(self._before, now)
 
     def seconds_left(self, now: float) -> float:
-        """Until ``advance`` has to be called, infinity for never."""
+        """Return the seconds until ``advance`` has to be called, infinity for never."""
         return max(0.0, self._until - now)
 
     def ask(self, order: ResizeReq, now: float) -> None:
-        """Do it, now or as soon as it can be, or say why not."""
+        """Resize the pool, now or as soon as possible, or answer why not."""
         problem = self._problem(order.max_total_tokens)
         if problem is not None:
             self._answer(order, *problem)
@@ -73,7 +74,7 @@ class PoolResize:
         self.advance(now)
 
     def advance(self, now: float) -> None:
-        """Try again what could not be done before."""
+        """Try again what could not be done before, or give up after ``wait_s``."""
         order, memory = self._order, self._memory
         if order is None or self._is_trimming:
             return
@@ -95,10 +96,10 @@ class PoolResize:
             self._answer(order, 409, f"{why}; try again later, or give it time (wait_s)")
 
     def on_trimmed(self, event: PoolTrimmed) -> None:
-        """The memory beyond the end is the system's: the order is done."""
+        """Complete the order: the memory beyond the end was returned to the system."""
         self._is_trimming = False
         if self._order is None or not self._begun:
-            return  # as the pool began
+            return  # the first trim, at the start
         order, self._order = self._order, None
         tokens = self._memory.max_total_tokens
         log.info("the KV pool is of %d tokens, and was of %d", tokens, self._before)
@@ -108,21 +109,24 @@ class PoolResize:
         scheduler, memory = self._scheduler, self._memory
         self._is_trimming = True
         if scheduler.tiers is not None:
-            # In the worker's order: pages are saved before their memory goes.
+            # Pages are saved before their memory goes: the worker keeps the order of messages.
             scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
         windows = memory.end.window_pages + 1 if memory.has_windows else 0
         scheduler.outbox.to_worker(TrimPool(memory.max_total_tokens // memory.page_size + 1, windows))
 
     def _why_not_yet(self, tokens: int, *, at_once: bool) -> str | None:
-        """Why a pool of so many tokens has to wait; ``at_once``: nobody waits for requests that are at its end."""
+        """Return why shrinking to ``tokens`` tokens has to wait, or None.
+
+        ``at_once``: do not wait for requests with pages at the pool's end.
+        """
         scheduler, memory = self._scheduler, self._memory
         if tokens >= self._before:
             return None
         waited_for = (req for req in scheduler.reqs.values() if not self._is_limited(req, tokens))
-        # What is handed over becomes longer elsewhere.
+        # A request that is handed over grows elsewhere.
         outputs = ((req, 1 if req.route is Route.OUTGOING else req.max_new_tokens) for req in waited_for)
         longest = max((req.prompt_len + output for req, output in outputs), default=0)
-        # One that is alone must not run out of pages.
+        # A request that is alone must not run out of pages.
         if longest and memory.pages_up(longest + 2) > tokens:
             return f"a request that runs may become {longest} tokens long"
         if not memory.end.can_move(tokens):
@@ -132,11 +136,11 @@ class PoolResize:
         return None
 
     def _room(self, tokens: int) -> int:
-        """Tokens that a request may come to that is alone in a pool of so many."""
+        """Return the maximum length of a request that is alone in a pool of ``tokens`` tokens."""
         return tokens // self._memory.page_size * self._memory.page_size - 2
 
     def _is_limited(self, req: Req, tokens: int) -> bool:
-        """Whether the request is to become no longer than a pool of so many tokens allows, once there is one."""
+        """Return whether the request is to be limited to what a pool of ``tokens`` tokens allows, once there is one."""
         is_later = req.rid not in self._earlier and req.route is not Route.OUTGOING and not req.elsewhere
         return is_later and req.prompt_len < self._room(tokens)
 

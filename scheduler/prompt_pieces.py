@@ -1,4 +1,4 @@
-"""The prompt pieces of one step in the making: how long each is, and what room is left behind it."""
+"""The prompt pieces of a step that is being planned: how long each is, and what room is left after it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ class PromptPieces:
     def may_begin(self) -> bool:
         """Whether there is room for a piece of a prompt that has not begun: any at first, a page beside others.
 
-        A prompt that begins takes its memory and leaves the queue: one that gets no piece in return would let the next
-        one begin, and so all of the queue, whatever its order.
+        A prompt that begins takes its memory and leaves the queue. If it got no piece in return, the next one could
+        begin, and so all of the queue, whatever its order.
         """
         page = self._memory.page_size
         fits = self._budget.fitting(self.room, self._builder.shape, 0, page)
         return fits >= page or (fits > 0 and not self.prefilled)
 
     def go_on(self, req: Req) -> None:
-        """The next piece of a prompt that is in the middle."""
+        """Add the next piece of a prompt that has begun."""
         self.room.add_copies(self._memory.copy_ms())
         fits = self._fitting(req)
         if fits <= 0 and self.room.is_timed:
-            # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
+            # Later prompts may well be cheaper, as this one is deep in its prompt; they would starve it.
             self.room.close()
         self._add(req, fits)
 
     def begin(self, req: Req) -> bool:
-        """The first piece of a prompt that has just got its memory; False where there is no room for one, or a prefix
-        is loaded before.
+        """Add the first piece of a prompt that has just got its memory. Return whether it got one.
+
+        It does not if there is no room, or if a prefix is loaded first.
         """
         self.room.add_copies(self._memory.copy_ms())
         if req.loading is not None:
@@ -56,7 +57,7 @@ class PromptPieces:
         return self._budget.fitting(self.room, self._builder.shape, req.computed, req.remaining)
 
     def _add(self, req: Req, fits: int) -> None:
-        """Add the request's next piece, of the tokens that fit; none where the step has no room for one."""
+        """Add the request's next piece, of the tokens that fit; none if the step has no room for one."""
         length = req.remaining - self.holds_last
         if length > fits:
             if self._budget.may_cut:
@@ -77,11 +78,11 @@ class PromptPieces:
             req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
 
     def _piece(self, req: Req, fits: int) -> int:
-        """How much of a prompt to compute now that is longer than what ``fits``.
+        """Return how much to compute now of a prompt that is longer than what ``fits``.
 
-        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once. But a limit of
-        time is any number of tokens, often few: there it ends where it must rather than give up more than a quarter.
-        And a scrap of less than a page, beside other pieces, is not worth its cost.
+        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once. But a time
+        limit allows any number of tokens, often few. Then the piece ends where it must rather than give up more than a
+        quarter. And a scrap of less than a page, beside other pieces, is not worth its cost.
         """
         page = self._memory.page_size
         whole_pages = (req.computed + fits) // page * page - req.computed

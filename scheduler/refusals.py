@@ -1,4 +1,4 @@
-"""Why a request is not taken in."""
+"""Reasons for which a request is not admitted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
 
 MOST_SECONDS = 120
-"""Who is told to come back later than that will not."""
+"""Maximum of ``Retry-After``, in seconds: a client that is told to wait longer does not come back."""
 BAD_REQUEST, BUSY = "invalid_request_error", "overloaded_error"
 
 
 class Refusal(NamedTuple):
-    """Why a request is not taken in, as ``ReqError`` has it."""
+    """Reason why a request is not admitted, with the fields of ``ReqError``."""
 
     status: int
     message: str
@@ -38,7 +38,7 @@ NO_EXCHANGE = Refusal(
 
 
 def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
-    """Where it can never have the memory that it needs."""
+    """Return a refusal if the prompt can never have the memory that it needs."""
     limit = memory.max_total_tokens
     # One slot for the token that follows the prompt; whole pages only.
     if memory.pages_up(prompt_len + 1) <= limit:
@@ -48,17 +48,19 @@ def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
 
 
 def most_living(options: ServerOptions) -> int:
-    """Requests that may run and wait at a time."""
+    """Return how many requests may run and wait at a time."""
     return options.max_queued_requests + options.max_running_requests
 
 
 def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
-    """Of one more than may run and wait; ``seconds``: until half of those that wait have had their turn. ``place``: how
-    many prompts of its batch came before it.
+    """Return a refusal if no more requests may run and wait.
+
+    ``seconds`` returns the estimated time until half of the waiting requests are admitted. ``place``: how many prompts
+    of its batch come before this one.
     """
     if living < most_living(options):
         return None
-    # At half, not at the first free place: all that are refused meanwhile would come back for that one.
+    # Half the queue, not the first free position: all requests refused meanwhile would come back for that one.
     again = max(1, min(math.ceil(seconds()), MOST_SECONDS))
     text = f"{living} requests are queued or running; try again in {again} s"
     if place >= most_living(options):
@@ -67,16 +69,16 @@ def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float
 
 
 def refuse_batch(answers: int, most: int) -> Refusal:
-    """Refuse a batch of at least ``answers`` answers, of which no more than ``most`` ever fit."""
+    """Refuse a batch of at least ``answers`` answers, of which at most ``most`` ever fit."""
     text = f"the batch asks for {answers} answers or more, and {most} may be queued or running at a time; split it"
     return Refusal(413, text, "request_too_large", code=error_codes.BATCH_TOO_LARGE)
 
 
 def refuse_rid(rid: str) -> Refusal:
-    """Of one that bears a running one's name."""
+    """Refuse a request with the rid of a running one."""
     return Refusal(400, f"rid {rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
 
 
 def refuse_peer(where: Bootstrap) -> Refusal:
-    """Where the peer that it names is none to be asked."""
+    """Refuse a request that names a peer which must not be asked."""
     return Refusal(403, f"bootstrap_host {where.host}: {where.refusal}", "permission_error", "bootstrap_host")

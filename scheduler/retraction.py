@@ -1,8 +1,8 @@
-"""Who gives way when those that run need more memory than there is: the one that costs least for what it gives.
+"""Chooses the request to retract when memory is short: the one that costs least for what it frees.
 
-What it costs is the tokens to compute again; what it gives is the pages that nobody shares with it. Prefixes that
-others use stay where they are, so a request that shares most of its prompt gives little, and costs little. The one that
-came first never gives way, so that some request always comes to its end.
+Its cost is the tokens to compute again. It frees the pages that no other request shares with it. Prefixes that others
+use stay where they are, so a request that shares most of its prompt frees little, and costs little. The oldest request
+is never retracted, so that some request always comes to its end.
 
 What the host tier will have of a request (``tiers.py``) need not be computed again, which makes a victim cheaper.
 """
@@ -17,8 +17,10 @@ from .req import Req
 
 
 def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], int] = lambda req: 0) -> Req:
-    """Of ``reqs``, who hold memory: of those of the last ``rank`` the cheapest a page, among equals the one that came
-    last. Not the one of the first rank that came first, where there is another.
+    """Return the request to retract among ``reqs``, which hold memory.
+
+    That is the one in the last ``rank`` with the lowest cost per freed page; among equals, the last to arrive. It is
+    not the first to arrive in the first rank, unless that is the only one.
     """
     oldest = min(reqs, key=lambda req: (rank(req), req.times.turn, req.rid))
     others = [req for req in reqs if req is not oldest] or [oldest]
@@ -28,7 +30,7 @@ def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], i
         pages = memory.pages_up(private) // memory.page_size
         shared = memory.hold_of(req).kv_len - private
         again = max(1, req.total_len - max(shared, memory.kept_len(req)))
-        # One that gives nothing is no help, whatever it costs.
+        # Retracting a request that frees nothing does not help, whatever it costs.
         return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.turn, req.rid
 
     return min(others, key=cost)

@@ -1,9 +1,9 @@
-"""Requests whose state is written down, and that go on from it.
+"""Saves the state of requests, and continues them from it.
 
-A snapshot takes nothing from a request: it says what is known of it, as a move would (``messages/moves.py``), and has
-the pages that it fills put into the store. One that has ended is remembered for a while, so that a conversation can be
-kept when its turn is over. Going on is what a moved request does that brings no KV: what pool, host and store have of
-its tokens is found by its hashes, and the rest computed. So there is nothing here that could decode from a wrong page.
+A snapshot takes nothing from a request. It records what is known of it, as a migration would (``messages/moves.py``),
+and has the pages that it fills put into the store. An ended request is remembered for a while, so that a conversation
+can be saved after its answer. A resumed request is like a migrated one that brings no KV. What pool, host and store
+have of its tokens is found by hash, and the rest is computed. So it cannot decode from a wrong page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_ENDED = 256
 MAX_ENDED_TOKENS = 1 << 20
-"""Remembered of requests that have ended, 4 MiB; and how many one session may hold."""
+"""Tokens remembered of all ended requests (4 MiB), and maximum tokens of one session."""
 LOGPROB_WEIGHT = 16
 NO_STORE = (
     "this instance has no KV store, so that the KV is computed again; start it with --enable-hierarchical-cache "
@@ -45,7 +45,7 @@ NO_STORE = (
 
 @dataclass(slots=True, frozen=True)
 class _Known:
-    """A request, live or not. ``token_ids``: prompt and output. ``computed``: of how many there was KV."""
+    """A request, live or ended. ``token_ids``: prompt and output. ``computed``: number of tokens with KV."""
 
     msg: GenerateReq
     token_ids: I32
@@ -56,13 +56,13 @@ class _Known:
 
     @property
     def weight(self) -> int:
-        """How many tokens it counts for, of those that are remembered."""
+        """Tokens that the request counts for in the limit on remembered ones."""
         wanted = self.msg.logprobs
         return len(self.token_ids) * (1 if wanted is None else LOGPROB_WEIGHT + wanted.top_num)
 
 
 class RunsRequests(Protocol):
-    """What is needed of the scheduler."""
+    """Interface to the scheduler."""
 
     worker: WorkerReady
     tiers: KVTiers | None
@@ -71,17 +71,17 @@ class RunsRequests(Protocol):
     reqs: dict[str, Req]
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
-        """Why a request is not taken in now."""
+        """Return why a request cannot be admitted now, or None."""
 
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
-        """Take in a request that has output already, or say why not."""
+        """Admit a request that has output already, or return why not."""
 
     def start_moved(self, req: Req, now: float) -> None:
-        """Go on with it."""
+        """Continue a request admitted by ``admit_moved``."""
 
 
 class Sessions:
-    """See the module. ``scheduler`` asks it by ``on_message`` and tells it of every request that ends."""
+    """Snapshots and resumed requests. ``scheduler`` passes on messages, and reports every request that ends."""
 
     def __init__(self, scheduler: RunsRequests) -> None:
         self._scheduler = scheduler
@@ -92,7 +92,7 @@ class Sessions:
         self._ended_tokens = 0
 
     def on_message(self, message: SessionMessage, now: float) -> None:
-        """What HTTP asks for."""
+        """Handle a message about sessions from HTTP."""
         if isinstance(message, SnapshotReq):
             self._snapshot(message, now)
         elif isinstance(message, ResumeReq):
@@ -101,7 +101,7 @@ class Sessions:
             self._release(message)
 
     def ended(self, req: Req) -> None:
-        """It is over: its KV is its own no more, but is found as long as nobody needed the memory."""
+        """Remember a request that has ended. Its KV is found as long as no other request needs the memory."""
         if req.route is Route.OUTGOING or req.state not in (ReqState.FINISHED, ReqState.ABORTED):
             return
         self._forget(req.rid)
@@ -120,7 +120,7 @@ class Sessions:
     def _snapshot(self, ask: SnapshotReq, now: float) -> None:
         req = self._scheduler.reqs.get(ask.rid)
         known = _known(req) if req is not None else self._ended.get(ask.rid)
-        # A name may be given to the next request, of another key, which may have been refused before it came here.
+        # A rid may be reused by the next request, of another key, which may have been refused before it came here.
         if known is None or ask.key_name not in (None, known.msg.key_name):
             text = f"no request {ask.rid!r} runs here, or has ended lately"
             self._answer(SnapshotResult(ask.id, status=404, message=text))
@@ -153,7 +153,7 @@ class Sessions:
         )
 
     def _save(self, ask: SnapshotReq, state: SessionState, known: _Known, req: Req | None, now: float) -> None:
-        """Have the KV kept, and answer."""
+        """Have the KV kept in the store, and answer."""
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
         page_size = memory.page_size
         tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
@@ -167,7 +167,7 @@ class Sessions:
         pages = memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
         hashes = names.copy()
         count = len(pages)
-        if req is None or req.hold is None:  # what the pool has no more the host may have yet
+        if req is None or req.hold is None:  # host memory may have what the pool no longer has
             count += len(tiers.host.match(hashes[count:]))
         del hashes[count:]
         short = "" if len(hashes) * page_size == wanted else "others needed the memory before it was saved"
@@ -185,12 +185,12 @@ class Sessions:
         tiers.store.kept.want(hashes, ask.keep_until, now, done)
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
-        """With ``--kv-debug``, what these pages held, as far as that is known by now."""
+        """Return the state with the hashes of its pages, as far as they are known, if ``--kv-debug`` is on."""
         debug = self._scheduler.memory.debug
         return state if debug is None else msgspec.structs.replace(state, kv_hashes=debug.told_of(names))
 
     def _expect(self, state: SessionState, tokens: I32) -> None:
-        """The pages of its first ``tokens`` may come back."""
+        """Let ``--kv-debug`` expect the pages of the session's first ``tokens``: they may come back."""
         memory = self._scheduler.memory
         if memory.debug is not None and state.kv_hashes and state.kv_seed == self._seed:
             key = state.running.request.extra_key
@@ -248,7 +248,7 @@ class Sessions:
 
 
 def refuse_loading(message: SnapshotReq | ResumeReq) -> SnapshotResult | ReqError:
-    """What is said while there is no model yet."""
+    """Return the refusal of a message that comes before the model is loaded."""
     text = "the model is still loading; try again in a few seconds"
     if isinstance(message, SnapshotReq):
         return SnapshotResult(message.id, status=503, message=text)

@@ -1,15 +1,19 @@
 """How many prompt tokens a step may compute.
 
-Two limits. Of tokens: ``--chunked-prefill-size`` and, where requests decode, ``--mixed-chunk-size``. Of time: the ITL
-budget (``itl_budget.py``), where somebody waits for the step who reads tokens already: a request that decodes in it, or
-could not for want of memory, or one whose KV is on its way here and may land while the step runs. Any other step makes
-nobody wait who has his first token. But a prompt that comes meanwhile waits for it, and for the one planned behind it.
-So by default it takes at most ``CPU_ALONE_MS`` on a processor, or ``MOST_ALONE`` times what a single token takes: CPU
-kernels compute pieces of 64 tokens as fast as those of 512.
+There are two limits. The one on tokens is ``--chunked-prefill-size`` and, if requests decode, ``--mixed-chunk-size``.
+The one on time is the ITL budget (``itl_budget.py``). It applies if a request that has its first token waits for the
+step:
 
-A prompt is never starved. Where not one token is within the limit (outcomes that scatter, an attention over a very long
-prompt, a jump of the kernels' curve at just this batch), every ``PATIENCE``-th step takes what the estimate itself
-allows, without the margin for scatter, and ``LEAST_PIECE`` tokens where even that is none.
+- a request that decodes in it, or could not for lack of memory;
+- a request with KV on its way here, which may arrive while the step runs.
+
+Any other step delays no stream of tokens. But a prompt that comes meanwhile waits for it, and for the step planned
+after it. So by default, on a processor, such a step takes at most ``CPU_ALONE_MS``, or ``MOST_ALONE`` times what a
+single token takes. CPU kernels compute pieces of 64 tokens as fast as those of 512.
+
+A prompt is never starved. Not one token may be within the limit: outcomes scatter, attention reads a very long prompt,
+or the kernels' curve jumps at just this batch. Then every ``PATIENCE``-th step takes what the estimate itself allows,
+without the margin for scatter, and ``LEAST_PIECE`` tokens if even that is none.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 CPU_ITL_BUDGET_MS = 40.0
 CPU_ALONE_MS, MOST_ALONE, LEAST_ALONE = 250.0, 8.0, 64
-"""Limits of a step in which nobody decodes; it may have ``LEAST_ALONE`` tokens whatever they take."""
+"""Limits of a step without decodes. It may have ``LEAST_ALONE`` tokens whatever they take."""
 CPU_TTFT_TARGET_MS = 3000.0
 LEAST_PIECE = 4
 PATIENCE = 4
@@ -37,7 +41,10 @@ PATIENCE = 4
 
 @dataclass(slots=True)
 class StepRoom:
-    """What a step has left for prompts. ``limit_ms``: promised to those who wait for it, infinite where nobody does."""
+    """Room that a step has left for prompts.
+
+    ``limit_ms``: promised to requests that wait for it; infinite if none do.
+    """
 
     tokens: int
     limit_ms: float = math.inf
@@ -46,32 +53,33 @@ class StepRoom:
     at_least: int = 0
     """Tokens that may be computed whatever they take."""
     copy_ms: float = 0.0
-    """What copies between the tiers take before the step."""
+    """Milliseconds that copies between the tiers take before the step."""
 
     @property
     def is_timed(self) -> bool:
-        """Whether anybody waits for the step."""
+        """Whether a request waits for the step."""
         return self.forward_ms < math.inf
 
     def add_copies(self, ms: float) -> None:
-        """The worker copies pages for so long before the step."""
+        """Subtract the time of copies that the worker makes before the step."""
         self.copy_ms += ms
         self.forward_ms -= ms
 
     def close(self) -> None:
-        """Nothing more goes in."""
+        """Let nothing more be added."""
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """A piece was added."""
+        """Count a piece that was added."""
         self.tokens -= tokens
         self.at_least = max(0, self.at_least - tokens)
 
 
 class StepBudget:
-    """Gives each step its room. ``may_cut``: whether a prompt may be computed in pieces; ``itl`` None: no promise.
+    """Gives each step its room.
 
-    ``role`` is the instance's current one.
+    ``may_cut``: whether a prompt may be computed in pieces. ``itl``: None without a promise. ``role``: the instance's
+    current role.
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class StepBudget:
 
     @classmethod
     def of(cls, options: ServerOptions, device: str, model: CostModel) -> StepBudget:
-        """What the options say, or what suits the worker's ``device``."""
+        """Return the budget that the options set, or that suits the worker's ``device``."""
         role = options.disaggregation_mode
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:
@@ -118,9 +126,10 @@ class StepBudget:
         return cls(model, min(chunk, most), by_role, role, may_cut=True, **limits)
 
     def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
-        """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too.
+        """Return the room of a step that has these ``decodes`` so far.
 
-        ``refused``: so many steps before it had no room for prompts, None: as many as there were.
+        ``awaited``: others wait for it, too. ``refused``: how many steps before it had no room for prompts; None for
+        the actual number.
         """
         refused = self._refused if refused is None else refused
         tokens = self._mixed[self.role] if decodes.decodes else self._tokens_alone()
@@ -133,26 +142,27 @@ class StepBudget:
         return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
 
     def _tokens_alone(self) -> int:
-        """In a step that nobody waits for who has a first token."""
+        """Return the tokens of a step that no request with a first token waits for."""
         if self._alone_ms == math.inf or self._alone <= LEAST_ALONE:
             return self._alone
         limit_ms = max(self._alone_ms, MOST_ALONE * self._model.estimate(StepShape(decodes=1)))
         return max(LEAST_ALONE, self._model.tokens_within(limit_ms, StepShape(), 0, self._alone))
 
     def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
-        """How many of ``wanted`` tokens fit, which follow ``start`` ones of their prompt, beside what ``shape`` has."""
+        """Return how many of ``wanted`` tokens fit beside ``shape``; they follow ``start`` tokens of their prompt."""
         most = min(wanted, room.tokens)
         if not room.is_timed:
             return most
         return max(self._model.tokens_within(room.forward_ms, shape, start, most), min(room.at_least, most))
 
     def planned(self, *, refused: bool) -> None:
-        """A step was planned. ``refused``: prompts were there to compute, and none of them got a token."""
+        """Note that a step was planned. ``refused``: there were prompts to compute, and none of them got a token."""
         self._refused = self._refused + 1 if refused else 0
 
 
 def _fixed_mixed_chunk(role: DisaggregationMode, page_size: int) -> int:
-    """Where no time is promised: a hundred tokens use all of a CPU's arithmetic, and more only lengthen gaps.
+    """Return the mixed chunk without a limit of time: 100 tokens use all of a CPU's arithmetic, more only lengthen
+    gaps.
 
     A decode instance exists for short gaps, and a prompt that it computes itself is the exception.
     """

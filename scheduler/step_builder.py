@@ -15,9 +15,9 @@ from .req import Req
 
 
 class Foresight(NamedTuple):
-    """What was thought of a step as it was planned. ``promise`` None where no reader of tokens waits for prompts.
+    """Estimates of a step when it was planned. ``promise`` is None if no decoding request waits for its prompts.
 
-    ``copy_ms``: of copies between the tiers, which the worker does before the step.
+    ``copy_ms``: copies between the tiers, which the worker makes before the step.
     """
 
     shape: StepShape
@@ -28,9 +28,9 @@ class Foresight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """What the scheduler remembers of a step that it sent: its requests by entry, and which entries sampled.
+    """Record of a step that was sent: its requests by entry, and the entries that sampled.
 
-    ``recomputed``: of its prompt tokens, those that it had computed before (a retraction, ``Req.start_over``).
+    ``recomputed``: prompt tokens that were computed before (after a retraction or ``Req.start_over``).
     """
 
     step_id: int
@@ -43,7 +43,7 @@ class InFlightStep:
 
 
 class StepBuilder:
-    """One step in the making. Adding an entry moves the request on (``computed``, ``pending``)."""
+    """A step that is being planned. Adding an entry advances its request (``computed``, ``pending``)."""
 
     def __init__(self) -> None:
         self.shape = StepShape()
@@ -63,7 +63,7 @@ class StepBuilder:
         return len(self.entries)
 
     def add_decodes(self, reqs: list[Req], slots: I32) -> None:
-        """Before any piece: one token of each request, written to ``slots`` (aligned)."""
+        """Add one token of each request, written to ``slots`` (aligned). Must come before any piece."""
         ids = np.zeros(len(reqs), dtype=np.int32)
         kv_tokens = 0
         for i, req in enumerate(reqs):
@@ -84,7 +84,7 @@ class StepBuilder:
         self.shape = StepShape(len(reqs), kv_tokens)
 
     def add_chunk(self, req: Req, length: int, slots: I32) -> None:
-        """The request's next ``length`` tokens, all known; samples where they are the last ones."""
+        """Add the request's next ``length`` tokens, all known. It samples if they are the last ones."""
         assert req.hold is not None
         start, end = req.computed, req.computed + length
         self._score_prompt(req, start, end)
@@ -122,7 +122,7 @@ class StepBuilder:
         slot_deltas: list[SlotDelta],
         foresight: Foresight,
     ) -> tuple[ForwardStep, InFlightStep]:
-        """The message for the worker, and what to remember until its result comes."""
+        """Return the message for the worker, and the record to keep until its result comes."""
         sample = np.zeros(len(self.entries), dtype=np.int32)
         sample[self._sampled] = 1
         step = ForwardStep(

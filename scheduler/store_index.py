@@ -1,8 +1,8 @@
-"""What a store says that it has of a prompt, before any of it is fetched, and how long it would take to bring it.
+"""What a store says it has of a prompt before any of it is fetched, and how long fetches take.
 
-Only who has another way to the KV looks first; others fetch whatever there is. A look is waited for no longer than
-``LOOK_SECONDS``, nor than what is seen could be of use, and a store that owes an answer for longer is not looked at: it
-would not be the sooner way.
+Only a request that has another way to the KV asks first; others fetch whatever there is. Such a probe is waited for no
+longer than ``LOOK_SECONDS``, and no longer than the result could be of use. A store that has owed an answer for longer
+is not probed: it would not be the faster way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .estimates.outcomes import Line
 
 LOOK_SECONDS = 0.25
 USUAL_BYTES_A_MS = 1_000_000
-"""What a store is thought to give before it has given any: rather too much, as nobody finds out by not asking."""
+"""Assumed speed of a store before its first fetch. Rather too high: a store that is never asked is never measured."""
 STEEPEST = 1000.0
-"""So many times as long as with that it takes at most."""
+"""Maximum factor by which a store may be slower than that."""
 
 
 class _Probe(NamedTuple):
@@ -26,53 +26,55 @@ class _Probe(NamedTuple):
 
 
 class StoreIndex:
-    """Owner of the looks that are under way, of what they found, and of what fetches took."""
+    """Owner of the probes under way, of their results, and of the learned speed of fetches."""
 
     def __init__(self, page_bytes: int) -> None:
         self._usual_ms = page_bytes / USUAL_BYTES_A_MS
         self._looks: dict[int, _Probe] = {}
-        """As they were asked for."""
+        """Probes under way, in the order of their start."""
         self._ends: deque[int] = deque()
-        """Looks that may not have been waited for long enough yet, in the same order."""
+        """Probes that may still be waited for, in the same order."""
         self._looking: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._took = Line(1.0, steepest=STEEPEST)
 
     def begin(self, look_id: int, rid: str, now: float) -> None:
-        """The store was sent a ``FindPages`` for a request."""
+        """Note that the store was sent a ``FindPages`` for a request."""
         self._looks[look_id] = _Probe(rid, now)
         self._looking[rid] = look_id
         self._ends.append(look_id)
 
     def on_found(self, event: PagesFound) -> None:
-        """It has looked."""
+        """Take the store's answer to a probe."""
         look = self._looks.pop(event.id)
         if self._looking.get(look.rid) == event.id:
             del self._looking[look.rid]
             self._seen[look.rid] = event.count
 
     def is_looking(self, rid: str, now: float) -> bool:
-        """Whether its answer is worth waiting for yet."""
+        """Return whether the answer to the request's probe is still worth waiting for."""
         look = self._looks.get(self._looking.get(rid, 0))
         return look is not None and now < look.asked_at + LOOK_SECONDS
 
     def seen(self, rid: str) -> int:
-        """How many pages it has of those that were asked for; 0 where it has not said."""
+        """Return how many of the pages asked for the store has; 0 if it has not answered."""
         return self._seen.get(rid, 0)
 
     def forget(self, rid: str) -> None:
-        """Nobody wants to know any more."""
+        """Forget the request's probe and its result."""
         self._looking.pop(rid, None)
         self._seen.pop(rid, None)
 
     @property
     def oldest(self) -> _Probe | None:
-        """The first that it has not answered."""
+        """The first probe that the store has not answered."""
         return next(iter(self._looks.values()), None)
 
     def next_end(self, after: float) -> float | None:
-        """When a look that somebody waits for will have been waited for long enough: the first time ``after`` then,
-        which does not become earlier from call to call.
+        """Return when the next probe that a request waits for will have been waited for long enough, if later than
+        ``after``.
+
+        ``after`` must not decrease from call to call.
         """
         while self._ends:
             look = self._looks.get(self._ends[0])
@@ -83,10 +85,13 @@ class StoreIndex:
         return None
 
     def learn(self, pages: int, seconds: float, now: float) -> None:
-        """So long after it was asked the store had brought so many."""
+        """Learn from a fetch: ``seconds`` after it was asked for, the store had brought ``pages`` pages."""
         if pages:
             self._took.learn(pages * self._usual_ms, seconds * 1000, now)
 
     def ms(self, pages: int, now: float) -> float:
-        """How long it takes most likely, from being asked on, with what it usually has to do before."""
+        """Return the estimated milliseconds from asking to arrival.
+
+        They include what the store usually has to do before.
+        """
         return self._took.at(pages * self._usual_ms, now)

@@ -1,13 +1,13 @@
-"""The scheduler's side of a store of KV pages: what it has yet to write, what it was asked for, and whether it answers.
+"""The scheduler's side of a store of KV pages: what is still to be written, what was asked for, and whether it answers.
 
 ::
 
-    to be written: backlog ──(a batch at a time)──▶ storing ──▶ stored; or, where that failed, backlog again
-    to be read:    prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
-    to be looked at: look ──▶ sight (``store_sight.py``)
+    to be written:   backlog ──(a batch at a time)──▶ storing ──▶ stored; or, if that failed, backlog again
+    to be read:      prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
+    to be looked up: look ──▶ sight (``store_index.py``)
 
-Nothing is asked of a store that is left alone because it fails (``StoreState``), nor of one that owes an answer for
-``STALL_SECONDS``. What keeps the store's thread is told in ``problem``, for ``/health``; serving goes on without.
+Nothing is asked of a store in its cooldown after failures (``StoreState``), nor of one that has owed an answer for
+``STALL_SECONDS``. ``problem`` reports what blocks the store's thread, for ``/health``; serving continues without it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .store_index import LOOK_SECONDS, StoreIndex
 from .tier_counts import TierCounts
 
 LEAST_FETCH = 256
-"""Tokens: fewer are computed sooner than asked for (SGLang's prefetch threshold)."""
+"""Minimum tokens of a fetch: fewer are computed sooner than asked for (SGLang's prefetch threshold)."""
 BACKLOG_PAGES = 1 << 16
 STORE_BATCH = 64
-"""Pages under way to the store at a time: what is pinned for it."""
+"""Maximum pages under way to the store at a time, which are pinned for it."""
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0
-"""Seconds before it is given anything again after it has failed; they double with each failure in a row."""
+"""Seconds of pause after the store has refused pages; they double with each failure in a row."""
 LASTING_PAUSE = 4.0
-"""Seconds: as long as the pause after the third failure, somebody should look after it."""
+"""Seconds of pause from which on an operator should look at the store: the pause after the third failure."""
 LONGEST_WAIT = 10.0
-"""Seconds that a request waits at most, whatever its policy."""
+"""Maximum seconds that a request waits, whatever its policy."""
 STALL_SECONDS = 10.0
 WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
-"""Seconds that the policy "timeout" waits."""
+"""Seconds that the policy "timeout" waits: a base, and more per 1,000 tokens."""
 LEAST_WAIT = 0.05
-"""Seconds that the policy "auto" waits for a fetch that should be sooner: a busy machine is late by as much."""
+"""Minimum seconds that the policy "auto" waits for a fetch that should be sooner: a busy machine is late by as much."""
 Worth = Callable[[int], float]
 
 
 def as_long_as_any(tokens: int) -> float:
-    """Whatever the tokens are, they are worth the longest wait."""
+    """Return the longest wait, whatever the number of tokens."""
     return LONGEST_WAIT
 
 
@@ -72,7 +72,7 @@ class Storing(NamedTuple):
 
 
 class StoreLink:
-    """See the module. ``ids`` number all that the worker is told."""
+    """The link to the store; see the module. ``ids`` numbers all messages to the worker."""
 
     def __init__(
         self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
@@ -86,17 +86,17 @@ class StoreLink:
         self._storing: dict[int, Storing] = {}
         self._pause = 0.0
         self._refusal = ""
-        """Why it took nothing, when it was given something last."""
+        """Why the store refused the last batch."""
         self._again_at = 0.0
         self._turn_at = 0.0
         self._stored: set[bytes] = set()
-        """Of what the host has, what the store has as well."""
+        """Pages that both the host and the store have."""
         self._brought: set[bytes] = set()
-        """Of what the host has, what nobody had used since the store brought it."""
+        """Pages that the store has brought to the host and that no request has used since."""
         self._fetches: dict[int, Fetch] = {}
-        """Here and in ``_storing``: what was asked first, first."""
+        """Fetches under way; these and ``_storing`` are in the order of their start."""
         self._ends: list[tuple[float, int]] = []
-        """A heap: when a request will have waited long enough for which fetch, if that is not over before."""
+        """Heap: when a request will have waited long enough for a fetch, and the id of the fetch."""
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
         self.kept = KeptPages(self, lambda: next(ids))
@@ -105,7 +105,7 @@ class StoreLink:
     # --- to be written ---
 
     def remember(self, page_hash: bytes) -> None:
-        """The host has it; the store is to have it, too."""
+        """Queue a page of the host to be written to the store."""
         if page_hash in self._stored:
             return
         self._backlog[page_hash] = None
@@ -115,7 +115,7 @@ class StoreLink:
             self.kept.left([skipped])
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """These are bad, wherever they lie."""
+        """Drop pages that are bad, from the store and everywhere on the way."""
         hashes = list(hashes)
         for page_hash in hashes:
             self._backlog.pop(page_hash, None)
@@ -126,40 +126,40 @@ class StoreLink:
             self._commands.append(DropPages(b"".join(hashes)))
 
     def _disown(self, bad: set[bytes]) -> None:
-        """The store may have read some of these already; and what follows a bad page begins with it."""
+        """Ignore bad pages that the store may have read already, and what follows them: it begins with a bad page."""
         for fetch in self._fetches.values():
             first = next((i for i, page_hash in enumerate(fetch.hashes) if page_hash in bad), None)
             if first is not None:
                 del fetch.hashes[first:]
 
     def save_first(self, hashes: Sequence[bytes]) -> None:
-        """Of what is to be written, these before all others."""
+        """Move these pages to the front of the backlog."""
         for page_hash in reversed(hashes):
             if page_hash in self._backlog:
                 self._backlog.move_to_end(page_hash, last=False)
 
     def is_saving(self, page_hash: bytes) -> bool:
-        """See ``SavesPages``."""
+        """Return whether the page is still on its way to the store."""
         return page_hash in self._backlog or any(page_hash in batch.hashes for batch in self._storing.values())
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
-        """See ``SavesPages``."""
+        """Queue again the pages that the host has: the store has none of them."""
         self._stored.difference_update(hashes)
         for page_hash in hashes:
             if page_hash in self._host:
                 self.remember(page_hash)
 
     def tell_store(self, message: Message) -> None:
-        """See ``SavesPages``."""
+        """Send the message to the store."""
         self._commands.append(message)
 
     def forget_backlog(self) -> None:
-        """The host has nothing any more."""
+        """Forget the backlog: the host has lost its pages."""
         forgotten, self._backlog = self._backlog, OrderedDict()
         self.kept.left(forgotten)
 
     def _next_batch(self, now: float) -> None:
-        """Have the store write what it has yet to."""
+        """Have the store write the next batch of the backlog."""
         if self._storing or not self._backlog or now < self._again_at or not self._answers(now):
             return
         hashes: list[bytes] = []
@@ -190,8 +190,10 @@ class StoreLink:
     def prefetch(
         self, rid: str, hashes: list[bytes], now: float, worth: Worth = as_long_as_any, most_wait: float = LONGEST_WAIT
     ) -> None:
-        """The request waits from now on, and nobody here has these, in a row behind what somebody has. ``worth``: for
-        how many seconds so many tokens are worth waiting for; ``most_wait``: seconds, whatever the policy allows.
+        """Fetch pages for a request that waits from now on. ``hashes`` follow, in a row, what is cached here.
+
+        ``worth`` returns for how many seconds a number of tokens is worth waiting for. ``most_wait``: seconds, whatever
+        the policy allows.
         """
         if rid in self._fetching or not self._answers(now):
             return
@@ -211,15 +213,15 @@ class StoreLink:
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
 
     def _room(self) -> int:
-        """How many host pages may be on their way besides those that are."""
+        """Return how many more host pages may be on their way from the store."""
         return self._host.num_pages // 2 - self._host.reserved_pages
 
     def _patience_for(self, rid: str, pages: int, worth: Worth, now: float) -> float:
-        """For how many seconds a request waits for so many pages.
+        """Return for how many seconds a request waits for ``pages`` pages.
 
-        By the policy "auto" while the time that is left is less than computing them takes. A fetch that is overdue is
-        expected to take as long again as it has taken, so it is waited for as long as computing takes, and one that
-        would not be sooner is not waited for at all.
+        By the policy "auto", it waits while the time that is left is less than computing the pages takes. A fetch that
+        is overdue is expected to take as long again as it has taken. So it is waited for as long as computing takes,
+        and one that would not be sooner is not waited for at all.
         """
         tokens = pages * self.page_size
         if rid in self._insistent:
@@ -232,8 +234,10 @@ class StoreLink:
         return min(limits.get(self._policy, LONGEST_WAIT), LONGEST_WAIT)
 
     def look(self, rid: str, hashes: list[bytes], now: float) -> None:
-        """How many of these does the store have, of which one could fetch as many as there is room for? ``sight`` is
-        told. Nothing is asked where nobody would wait for a fetch.
+        """Ask the store how many of these pages it has, of those that there is room to fetch. ``sight`` gets the
+        answer.
+
+        Nothing is asked if no request would wait for a fetch.
         """
         hashes = hashes[: max(0, self._room())]
         is_worth_it = self._policy != "best_effort" and len(hashes) * self.page_size >= LEAST_FETCH
@@ -243,12 +247,15 @@ class StoreLink:
             self._commands.append(FindPages(look_id, b"".join(hashes)))
 
     def fetch_ms(self, pages: int, now: float) -> float:
-        """How long it would take to bring so many, most likely. What it owes for a while it may owe as long again."""
+        """Return the estimated milliseconds of a fetch.
+
+        A store that has owed an answer for a time may owe it as long again.
+        """
         return self.sight.ms(pages, now) + self._silence(now) * 1000
 
     def foresee(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
-        """How many tokens a ``prefetch`` for this request will bring, by what the store was seen to have, and for how
-        many milliseconds the request will wait for them.
+        """Return the tokens that a ``prefetch`` will bring, by the last probe, and for how many ms the request will
+        wait.
         """
         pages = self.sight.seen(rid)
         tokens = pages * self.page_size
@@ -258,26 +265,26 @@ class StoreLink:
         return (tokens, needed) if needed <= patience else (0, patience)
 
     def is_fetching(self, rid: str) -> bool:
-        """Whether what was fetched for a request has yet to come."""
+        """Return whether a fetch for the request is under way."""
         return rid in self._fetching
 
     def insist(self, rid: str) -> None:
-        """This request, which comes now, is worth waiting for."""
+        """Wait the longest for this request, which comes now."""
         self._insistent.add(rid)
 
     def must_wait(self, rid: str, now: float) -> bool:
-        """Whether the request is not to be admitted yet, since more of it may be here soon."""
+        """Return whether the request is not to be admitted yet, since more of it may be here soon."""
         fetch = self._fetches.get(self._fetching.get(rid, 0))
         return fetch is not None and now < fetch.asked_at + fetch.patience
 
     def forget(self, rid: str) -> None:
-        """The request has ended, or begun. What is on its way for it is kept for others."""
+        """Forget a request that has ended or begun. Pages on their way for it are kept for others."""
         self._fetching.pop(rid, None)
         self._insistent.discard(rid)
         self.sight.forget(rid)
 
     def take_brought(self, hashes: list[bytes]) -> set[bytes]:
-        """A request uses these, which the host has; those that are here because the store brought them just now."""
+        """Return which of these pages, which a request uses, the store brought just now. Each is returned once."""
         brought = self._brought.intersection(hashes)
         self._brought -= brought
         return brought
@@ -285,7 +292,7 @@ class StoreLink:
     # --- the worker ---
 
     def take(self, now: float) -> list[Message]:
-        """All that it has to be told. Once a turn: what has come due until ``now`` is seen to in it."""
+        """Return all messages for the worker. Called once a tick: handles what has come due until ``now``."""
         self._turn_at = now
         self._next_batch(now)
         self.kept.advance(now)
@@ -293,8 +300,8 @@ class StoreLink:
         return messages
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until ``take`` or ``must_wait`` says something else than now, None: not of itself."""
-        # What came due since this turn began has not been seen yet.
+        """Return the seconds until ``take`` or ``must_wait`` changes its answer by time alone; None if it does not."""
+        # What came due since this tick began has not been handled yet.
         while self._ends and (self._ends[0][0] <= self._turn_at or self._ends[0][1] not in self._fetches):
             heapq.heappop(self._ends)
         ends = [self._ends[0][0]] if self._ends else []
@@ -308,19 +315,19 @@ class StoreLink:
         return min(left) if left else None
 
     def on_state(self, state: StoreState, now: float) -> None:
-        """The worker says how it is."""
+        """Take the worker's report on the store's state."""
         if self.state.breaker != "closed" and state.breaker == "closed":
             self._pause, self._again_at = 0.0, now
         self.state = state
 
     def on_stored(self, event: PagesStored, now: float) -> None:
-        """A batch is over."""
+        """Take the result of a batch that was written."""
         hashes, pages, _ = self._storing.pop(event.id)
         self._host.unpin(pages)
         self.counts.stored += event.count
         self.counts.store_seconds += event.seconds
         if event.error:
-            # Once more, as far as the host has them by then.
+            # Try again, as far as the host has the pages by then.
             self._stored.difference_update(hashes)
             self._backlog.update(dict.fromkeys(hashes))
             self._refusal = event.error
@@ -332,12 +339,12 @@ class StoreLink:
         self._prune()
 
     def on_fetched(self, event: PagesFetched, now: float) -> None:
-        """What there was has come."""
+        """Take the result of a fetch."""
         fetch = self._fetches.pop(event.id)
         self.sight.learn(event.count, now - fetch.asked_at, now)
         came = fetch.hashes[: event.count]
         self._host.settle(fetch.pages, came)
-        # What it lacks it may have had, and lost: once somebody has computed it, it is to have it again.
+        # The store may have had the missing pages, and lost them: after they are computed, they are written again.
         self._stored.difference_update(fetch.hashes[event.count :])
         self._stored.update(came)
         self._brought.update(came)
@@ -348,16 +355,16 @@ class StoreLink:
         self._prune()
 
     def _prune(self) -> None:
-        """Both sets are of what the host has; that it has no more is found out now and then."""
+        """Drop pages from both sets that the host no longer has. This is checked only now and then."""
         if len(self._stored) > 2 * self._host.num_pages:
             self._stored = {page_hash for page_hash in self._stored if page_hash in self._host}
         if len(self._brought) > 2 * self._host.num_pages:
             self._brought = {page_hash for page_hash in self._brought if page_hash in self._host}
 
-    # --- for people ---
+    # --- status ---
 
     def _silence(self, now: float) -> float:
-        """Seconds for which it has owed an answer."""
+        """Return the seconds for which the store has owed an answer."""
         oldest = (next(iter(self._fetches.values()), None), next(iter(self._storing.values()), None), self.sight.oldest)
         asked = [one.asked_at for one in oldest if one is not None]
         return now - min(asked) if asked else 0.0
@@ -366,24 +373,24 @@ class StoreLink:
         return self.state.breaker != "open" and self._silence(now) < STALL_SECONDS
 
     def problem(self, now: float) -> str:
-        """What somebody should look after, "" for nothing."""
+        """Return the problem that an operator should look at, "" for none."""
         silence = self._silence(now)
         if silence >= STALL_SECONDS:
             return f"the KV store has not answered for {silence:.0f} s; serving goes on without it"
         if self.state.breaker == "closed":
-            # One that answers what is read from it may yet be read-only, full of others' files, or gone.
+            # A store that answers reads may yet be read-only, full of others' files, or gone.
             is_refusing = self._pause >= LASTING_PAUSE
             return f"the KV store takes nothing, serving goes on without: {self._refusal}" if is_refusing else ""
         return f"the KV store is left alone for a while, serving goes on without it: {self.state.reason}"
 
     @property
     def fetching(self) -> int:
-        """Requests' pages on their way, by request."""
+        """Number of fetches under way."""
         return len(self._fetches)
 
     @property
     def backlog(self) -> int:
-        """Pages that it has yet to write, those under way not among them."""
+        """Number of pages still to be written, without those under way."""
         return len(self._backlog)
 
 

@@ -1,4 +1,4 @@
-"""What became of KV pages beyond the pool, since the start."""
+"""Counts of KV pages that were moved to other tiers and back, since the start."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ NOTHING_BEYOND = CachedBeyond(0, 0)
 
 
 class TierCounts:
-    """Pages, but where it says otherwise."""
+    """Counts since the start, in pages unless stated otherwise."""
 
     def __init__(self) -> None:
         self.saved = 0
-        """To the host."""
+        """Pages saved to host memory."""
         self.loaded = 0
-        """From there, into the pool."""
+        """Pages loaded from host memory into the pool."""
         self.stored = 0
         self.fetched = 0
         self.asked = 0
-        """Of the store."""
+        """Pages asked of the store."""
         self.skipped = 0
-        """Not stored: more came than the store takes."""
+        """Pages not stored because more came than the store takes."""
         self.hit_host = 0
-        """Tokens of prompts that were found in host memory when the request got its memory for the first time."""
+        """Prompt tokens found in host memory when their request got memory for the first time."""
         self.hit_store = 0
-        """The same of those that the store had brought there."""
+        """Part of these prompt tokens that the store had just brought to host memory."""
         self.copy_seconds = 0.0
         self.fetch_seconds = 0.0
         self.store_seconds = 0.0
 
     def hit(self, found: CachedBeyond) -> None:
-        """A request began with these."""
+        """Count the tokens in other tiers that a request began with."""
         self.hit_host += found.host
         self.hit_store += found.store

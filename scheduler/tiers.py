@@ -1,4 +1,4 @@
-"""KV pages beyond the pool: what goes to host memory and to a store, and when it comes back.
+"""KV pages cached in tiers: what goes to host memory and to a store, and when it comes back.
 
 ::
 
@@ -6,20 +6,23 @@
     evicted from the pool ──(write_back, write_through)────▶ host ──▶ store
     a running request is retracted ────────────────────────▶ host ──▶ store
     a request arrives: what neither pool nor host have of it ◀── store, into host pages (prefetch)
-    a request whose KV a peer may send: how much of it has the store? (look), and perhaps the same (fetch)
-    a request is admitted: what the host has behind the cached prefix ──▶ pool, before the step that needs it
+    a request with KV that a peer may send: how much of it has the store? (look), and perhaps a fetch
+    a request is admitted: what the host has after the cached prefix ──▶ pool, before the step that needs it
 
-The tree knows the pool alone; host and store are asked by hash (``mem_cache/page_hash.py``). Copies between pool and
-host are done by the worker in the order in which they are told, between the steps. ``before`` the next step go those
-of pages that are about to be overwritten or needed, ``after`` it those of what it computes.
+The tree knows the pool only; host and store are asked by hash (``mem_cache/page_hash.py``). The worker makes copies
+between pool and host in the order of its messages, between the steps. Copies of pages that are about to be overwritten
+or needed go ``before`` the next step. Copies of what that step computes go ``after`` it.
 
-Where layers have windows (``mem_cache/window_pages.py``) a host page has both: it is saved while its window page is
-still there, so when it is computed (write_through alone); and of what is loaded, those get window pages that the next
-token sees.
+Where layers have windows (``mem_cache/window_pages.py``) a host page holds both kinds. It is saved while its window
+page is still there, so when it is computed (write_through only). Of loaded pages, those that the next token sees get
+window pages.
 
-A store (``store_link.py``) is waited for as ``--hicache-storage-prefetch-policy`` says: while the time that is left is
-less than computing the same tokens takes (auto), not at all (best_effort), until it has answered (wait_complete), or
-for a time that grows with what was asked (timeout); and no longer than ``LONGEST_WAIT`` in any case.
+``--hicache-storage-prefetch-policy`` says how long a store (``store_link.py``) is waited for, at most ``LONGEST_WAIT``:
+
+- auto: while the time that is left is less than computing the same tokens takes;
+- best_effort: not at all;
+- wait_complete: until it has answered;
+- timeout: for a time that grows with what was asked.
 """
 
 from __future__ import annotations
@@ -60,11 +63,11 @@ from .tier_counts import NOTHING_BEYOND, TierCounts
 
 SELECTIVE_HITS = 2
 NONE = 0
-"""Where there is no window page (``WindowPages.page_of``)."""
+"""Number that stands for no window page (``WindowPages.page_of``)."""
 
 
 class KVTiers:
-    """Owner of the host's pages, in the scheduler's process. Only made where ``--enable-hierarchical-cache`` is."""
+    """Owner of the host's pages, in the scheduler's process. Made only with ``--enable-hierarchical-cache``."""
 
     def __init__(self, options: ServerOptions, worker: WorkerReady) -> None:
         self.host = HostTier(worker.host_pages)
@@ -76,10 +79,11 @@ class KVTiers:
         self._policy = options.hicache_write_policy
         self.page_size = options.page_size
         self._page_bytes = page_bytes
-        # What is rounded there has names of its own: who keeps pages as they are must not find it.
+        # Pages rounded in host memory have names of their own: instances that keep pages as they are must not find
+        # them.
         rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
         self.windows: WindowPages | None = None
-        """``KVMemory``'s, where layers have windows."""
+        """``KVMemory``'s window pages, if layers have windows."""
         self.names = PageNames(model_seed(worker.fingerprint + rounding, worker.layout), options.page_size)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
@@ -88,56 +92,65 @@ class KVTiers:
         groups = len(worker.layout.groups)
         self.pace = CopyPace(page_bytes / groups)
         self.copied = 0
-        """The newest ``CopyPages`` that the worker has done."""
+        """Id of the newest ``CopyPages`` that the worker has done."""
 
     # --- names ---
 
     def hashes(self, req: Req, limit: int, first: int = 0) -> list[bytes]:
-        """See ``PageNames.of``."""
+        """Return the hashes of a request's pages: see ``PageNames.of``."""
         return self.names.of(req, limit, first)
 
     def seed(self) -> bytes:
-        """What the hashes of the tree's nodes begin with."""
+        """Return the seed of the hashes of the tree's nodes."""
         return self.names.seed
 
     # --- pool → host ---
 
     def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """The tree has got these pages, which steps compute that were sent; or see ``defer``."""
+        """Save pages that have entered the tree, by policy.
+
+        Steps that were sent compute them; otherwise see ``defer``.
+        """
         if self._policy == "write_through":
             self._save(hashes, pages, self._before)
 
     def mark(self) -> int:
-        """Where ``defer`` begins."""
+        """Return the mark from which ``defer`` begins."""
         return len(self._before)
 
     def defer(self, mark: int) -> None:
-        """What was saved since ``mark`` is computed by the step that is being planned. Nothing is evicted in that plan
-        any more. (A request that is retracted leaves pages earlier in it, which may be another's in the same step.)
+        """Put off what was saved since ``mark`` until after the step that is being planned, which computes it.
+
+        Nothing more is evicted in that plan. (Retraction comes earlier in a plan, and its pages may get a new owner in
+        the same step.)
         """
         self._after += self._before[mark:]
         del self._before[mark:]
 
     def used(self, req: Req, pages: I32, hits: int) -> None:
-        """The request begins with these, which the tree has had; their end was found ``hits`` times by now."""
+        """Note that a request begins with these cached pages.
+
+        Save them, by policy, if their end was found ``hits`` times.
+        """
         hashes = self.hashes(req, len(pages) * self.page_size)
         self.host.use(hashes)
         if self._policy == "write_through_selective" and hits >= SELECTIVE_HITS:
             self._save(hashes, pages, self._before)
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """The tree is about to give them back; what overwrites them is computed by the next step at the soonest."""
+        """Save pages that the tree is about to free, by policy. The next step is the first that may overwrite them."""
         if self._policy != "write_through_selective":
             self._save(hashes, pages, self._before)
 
     def keep(self, req: Req, pages: I32) -> None:
-        """The request gives way, these are its first pages: it comes back for them, whatever the policy says of others.
-        What it lets go of may be overwritten by the next step at the soonest.
+        """Save the first pages of a request that is retracted, under any policy: it will load them again.
+
+        The next step is the first that may overwrite what it frees.
         """
         self._save(self.hashes(req, len(pages) * self.page_size), pages, self._before)
 
     def condemned(self, req: Req, kept: int) -> None:
-        """Forget the request's pages, but for those of its first ``kept`` tokens: they are bad, or may be."""
+        """Forget the request's pages beyond its first ``kept`` tokens: they are bad, or may be."""
         hashes = self.hashes(req, req.known_len, kept // self.page_size)
         self.host.drop(hashes)
         if self.store is not None:
@@ -149,7 +162,7 @@ class KVTiers:
             if page_hash in self.host:
                 continue
             if window_page == NONE:
-                return  # without it nobody can go on from here, nor from what follows
+                return  # without it no request can continue from here, nor from what follows
             host_page = self.host.keep(page_hash)
             if host_page is None:
                 return
@@ -161,12 +174,13 @@ class KVTiers:
                 self.store.remember(page_hash)
 
     def _window_pages(self, pages: I32) -> list[int | None]:
-        """Which window page each of these has, ``NONE`` for none; None where there are no windows."""
+        """Return the window page of each of these, ``NONE`` if it has none; None for each if there are no windows."""
         return [None] * len(pages) if self.windows is None else self.windows.page_of[pages].tolist()
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Whatever the policy is, somebody wants to find these again: to the host, and before anything else to the
-        store. ``pages``: of the first of them; the host has the others. Not within a plan.
+        """Save these pages under any policy, to the host, and to the store before anything else.
+
+        ``pages``: pool pages of the first of them; the host has the others. Not valid within a plan.
         """
         self.host.use(hashes)
         self._save(hashes[: len(pages)], pages, self._before)
@@ -176,15 +190,16 @@ class KVTiers:
     # --- host → pool ---
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
-        """The host pages of what follows the first ``cached`` tokens, within ``limit``. Uses nothing."""
+        """Return the host pages that follow the first ``cached`` tokens, within ``limit``. Does not count as a use."""
         return self.host.match(self.hashes(req, limit, cached // self.page_size))
 
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
     ) -> set[bytes]:
-        """Copy them into the pool, before the next step, and into the window pages that these have. What a request
-        finds that had its turn before is its own, and no hit. ``more``: it has found some before. Returns which of them
-        the store brought just now.
+        """Copy host pages into the pool, before the next step, and into the window pages that these have.
+
+        Return the hashes of those that the store brought just now. If the request was admitted before, the pages are
+        its own and count as no hit. ``more``: the request has found some before.
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
@@ -207,21 +222,24 @@ class KVTiers:
     # --- store → host ---
 
     def prefetch(self, req: Req, cached: int, now: float, worth: Worth = as_long_as_any) -> None:
-        """Ask the store for what neither pool nor host have of a request that has just come. ``worth``: seconds that
-        computing so many tokens takes.
+        """Ask the store for what neither pool nor host have of a request that has just arrived.
+
+        ``worth`` returns how many seconds computing a number of tokens takes.
         """
         if self.store is None:
             return
         self.store.prefetch(req.rid, self._missing(req, cached), now, worth)
 
     def look(self, req: Req, cached: int, now: float) -> None:
-        """Ask the store how much it has of that; see ``StoreLink.look``."""
+        """Ask the store how much it has of what is missing here; see ``StoreLink.look``."""
         if self.store is not None:
             self.store.look(req.rid, self._missing(req, cached), now)
 
     def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
-        """Have the store bring so many pages of that, for which the request waits (``must_wait``), ``most_wait``
-        seconds at most; whether it does.
+        """Have the store bring ``pages`` of the missing pages. Return whether the request waits for them
+        (``must_wait``).
+
+        It waits at most ``most_wait`` seconds.
         """
         if self.store is None:
             return False
@@ -229,42 +247,45 @@ class KVTiers:
         return self.store.must_wait(req.rid, now)
 
     def _missing(self, req: Req, cached: int) -> list[bytes]:
-        """Of a request, ``cached`` tokens of which the pool has, what the host does not have behind them."""
+        """Return the hashes of what the host lacks after the first ``cached`` tokens, which the pool has."""
         hashes = self.hashes(req, req.longest_reusable_prefix, cached // self.page_size)
         return hashes[len(self.host.match(hashes)) :]
 
     def must_wait(self, req: Req, now: float) -> bool:
-        """Whether the request is not to be admitted yet, since more of it may be here soon."""
+        """Return whether the request is not to be admitted yet, since more of it may be here soon."""
         return self.store is not None and self.store.must_wait(req.rid, now)
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until somebody has waited long enough, or something is to be tried again; None: no such thing."""
+        """Return the seconds until a wait ends or something is to be tried again; None without such a time."""
         return self.store.timeout(now) if self.store is not None else None
 
     def forget(self, rid: str) -> None:
-        """The request has ended, or begun."""
+        """Forget what is fetched for a request that has ended or begun."""
         if self.store is not None:
             self.store.forget(rid)
 
     # --- the worker ---
 
     def take_before(self) -> list[Message]:
-        """What the worker has to be told before the step that was just planned."""
+        """Return the messages for the worker that must precede the step that was just planned."""
         self._seal(self._before)
         self._before = []
         return self._take()
 
     def copy_ms(self) -> float:
-        """What the copies take that were told since this was last asked."""
+        """Return the milliseconds of the copies added since the last call."""
         return self.pace.new_ms(self._sealed + len(self._before) + len(self._after))
 
     def take(self, now: float) -> list[Message]:
-        """All that it has to be told, with no step planned that was not sent."""
+        """Return all messages for the worker. Every step that was planned must have been sent."""
         self.fence()
         return self._take() + (self.store.take(now) if self.store is not None else [])
 
     def fence(self) -> int:
-        """What ``copied`` has come to when no copy touches memory any more that can be had now. Not within a plan."""
+        """Return the value of ``copied`` at which no copy touches memory that can be allocated now.
+
+        Not valid within a plan.
+        """
         self._seal(self._before + self._after)
         self._before, self._after = [], []
         return self._newest_copy
@@ -282,7 +303,7 @@ class KVTiers:
         return messages
 
     def on_event(self, event: TierEvent, now: float) -> None:
-        """What the worker says."""
+        """Handle an event of the worker."""
         if isinstance(event, PagesCopied):
             self.copied = event.id
             self.counts.copy_seconds += event.seconds
@@ -301,13 +322,13 @@ class KVTiers:
             self.store.sight.on_found(event)
 
     def flush(self) -> int:
-        """Forget what the host has; the store keeps its own. Returns the pages."""
+        """Forget what the host has; the store keeps its own. Return the number of pages."""
         if self.store is not None:
             self.store.forget_backlog()
         return self.host.clear()
 
     def problem(self, now: float) -> str:
-        """What somebody should look after, "" for nothing."""
+        """Return the problem that an operator should look at, "" for none."""
         return self.store.problem(now) if self.store is not None else ""
 
     def metrics(self) -> list[Family]:
@@ -315,7 +336,7 @@ class KVTiers:
         return read(METRICS, self) + read(STORE_METRICS, self.store)
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready: pages, and what became of them."""
+        """Return pages and counts, JSON-ready."""
         host = self.host
         return {
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
@@ -328,7 +349,7 @@ class KVTiers:
         }
 
     def check_invariants(self) -> None:
-        """Raise ``InvariantViolation``."""
+        """Check the host tier. Raises ``InvariantViolation``."""
         self.host.check_invariants()
 
 

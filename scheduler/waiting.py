@@ -1,13 +1,16 @@
-"""Requests that wait for memory, and in which order they are tried.
+"""Requests that wait for memory, and the order in which they are tried.
 
-First by *rank*: with priorities, those of a higher one; without, all have the same. Within a rank those that were
-retracted, as their clients are reading already, and then the others by the policy: in one *lane*, or, with fair
-shares, in one for each tenant, of which that one is next that has had least. Requests whose KV comes from a peer are
-in the same order as those that compute here; who may have memory now is up to ``claims.py``.
+They are ordered first by *rank*: with priorities, requests of a higher one go first; without, all have the same rank.
+Within a rank, retracted requests go first, as their clients are reading already. The others follow by the policy, in
+one *lane*. With fair shares there is a lane for each tenant, and the lane of the tenant that received least is next.
+Incoming requests, with KV that comes from a peer, are in the same order as computing ones. ``claims.py`` decides which
+of them may have memory now.
 
-A request is queued → (set aside, or parked → given back)* → removed. What is set aside (``shared_prompts.py``) waits
-like all others, and keeps its tenant's lane open, but is not tried. What is parked (``optional_claims.py``) is counted
-and no more: it keeps no lane open, so any number of them costs an order nothing.
+A request is queued → (parked → given back)* → removed. There are two ways of parking:
+
+- ``set_aside`` (for ``shared_prompts.py``): the request keeps its tenant's lane open, but is not tried.
+- ``park`` (for ``optional_claims.py``): the request is only counted. It keeps no lane open, so any number of such
+  requests adds nothing to the cost of an order.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from .policies.base import SchedulePolicy
 from .req import Req, Route
 
 FEW = 64
-"""Entries of lanes that are gone, beside as many as there are of those that are not."""
+"""Stale heap entries allowed beyond the number of open lanes."""
 
 
 class _Lane(NamedTuple):
@@ -33,7 +36,7 @@ class _Lane(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """When a lane has its turn: its tenant's share when that was last looked at, then as lanes were opened."""
+    """Sort key of a lane: its tenant's share when last looked at, then the order in which lanes were opened."""
 
     share: tuple[float, float]
     number: int
@@ -45,8 +48,10 @@ def _turn(req: Req) -> float:
 
 
 class WaitingQueue:
-    """See the module. ``shares`` None: nobody counts what whom was given. ``ranks``: whether priorities count, and
-    ``low_first`` whether low values go first.
+    """Owner of the waiting requests; see the module.
+
+    ``shares``: None if service is not counted by tenant. ``ranks``: whether priorities count. ``low_first``: whether
+    low values go first.
     """
 
     def __init__(
@@ -64,9 +69,9 @@ class WaitingQueue:
         self._lanes: dict[_Lane, int] = {}
         self._sizes: dict[_Lane, int] = {}
         self._ranks: Counter[int] = Counter()
-        """How many lanes each has, and, with shares, whose turn it is."""
+        """Number of open lanes by rank."""
         self._turns: dict[int, list[_Turn]] = {}
-        """Heaps: shares may have grown since, and some lanes are gone."""
+        """Heaps of lanes by rank, with fair shares. Shares may have grown since, and some lanes are gone."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -79,28 +84,28 @@ class WaitingQueue:
         return iter(self._reqs)
 
     def values(self) -> Iterator[Req]:
-        """All that wait, as they came to."""
+        """Return all waiting requests, in the order of their arrival here."""
         return iter(self._reqs.values())
 
     @property
     def num_computing(self) -> int:
-        """How many of them compute their prompts here."""
+        """Number of waiting requests that compute their prompts here."""
         return len(self._reqs) - self._incoming
 
     def computing(self) -> Iterator[Req]:
-        """Those of them that compute their prompts here, as they came to wait."""
+        """Return the waiting requests that compute their prompts here, in the order of their arrival here."""
         return (req for req in self._reqs.values() if req.route is not Route.INCOMING)
 
     def is_owed_room(self, key: str, room: int) -> bool:
-        """Whether one more of this API key is to be taken in, though there are ``room`` requests."""
+        """Return whether one more request of this API key is to be admitted although ``room`` requests are queued."""
         return self.shares is not None and self.shares.is_owed_room(key, room)
 
     def rank(self, req: Req) -> int:
-        """Lower goes first, whatever else is said."""
+        """Return the rank of a request. Lower ranks go first, before any other rule."""
         return self._sign * req.msg.priority if self.has_ranks else 0
 
     def add(self, req: Req, lane: int | None = None) -> None:
-        """The request waits from now on. ``lane``: its place among tenants, if it waited before (``lane_of``)."""
+        """Queue a request. ``lane``: its number among lanes, if it waited before (``lane_of``)."""
         self._reqs[req.rid] = req
         self._incoming += req.route is Route.INCOMING
         self._place(req, lane)
@@ -110,7 +115,7 @@ class WaitingQueue:
         return self._lanes.get(self._lane(req))
 
     def remove(self, rid: str) -> None:
-        """The request waits no longer; nothing to do where it did not."""
+        """Remove a request from the queue; does nothing if it does not wait."""
         req = self._reqs.pop(rid, None)
         if req is None:
             return
@@ -119,16 +124,16 @@ class WaitingQueue:
         self._parked.discard(req)
 
     def park(self, req: Req) -> None:
-        """Neither try the request nor give its tenant a turn for it until it is given back."""
+        """Park a request without counting it for its tenant's lane, until it is given back."""
         self._unplace(req)
         self._parked.add(req)
 
     def set_aside(self, req: Req) -> None:
-        """Don't try the request until it is given back."""
+        """Park a request until it is given back; its tenant's lane stays open."""
         self._take(req)
 
     def give_back(self, req: Req) -> None:
-        """Try it again, if it still waits."""
+        """Try a parked request again, if it still waits."""
         if self._reqs.get(req.rid) is not req or req in self._queued:
             return
         if req in self._parked:
@@ -138,14 +143,13 @@ class WaitingQueue:
             self._queue(req)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """``KVMemory.on_stored``."""
+        """Pass on ``KVMemory.on_stored`` to the policy."""
         self.policy.stored(extra_key, tokens, start)
 
     def order(self, *, computing_only: bool = False) -> Iterator[Req]:
-        """Those that are to be tried, the first one first, found as they are asked for. ``computing_only``: without
-        those whose KV comes from a peer.
+        """Yield the requests to try, in order, found as they are drawn. ``computing_only``: without incoming ones.
 
-        Who was given may be removed, or set aside, before the next is asked for; nobody may be added.
+        A request may be removed or parked before the next is drawn; none may be added.
         """
         for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
@@ -155,7 +159,10 @@ class WaitingQueue:
                 yield from self.policy.order(number, computing_only=computing_only)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
-        """Of ``others``, who wait or are begun, those that go before ``req``: see the policy. Shares are left out."""
+        """Return those of ``others``, waiting or begun, that go before ``req``: see the policy.
+
+        Shares are not considered.
+        """
         if not self.has_ranks:
             return self.policy.ahead_of(req, uncached, others)
         rank, others = self.rank(req), list(others)
@@ -163,7 +170,7 @@ class WaitingQueue:
         return [r for r in others if self.rank(r) < rank] + self.policy.ahead_of(req, uncached, alike)
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
-        """Whether one that waits goes before one that is in the middle of its prompt."""
+        """Return whether a waiting request goes before one that is in the middle of its prompt."""
         if self.rank(waiting) != self.rank(begun):
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
@@ -177,7 +184,7 @@ class WaitingQueue:
                 share = shares.share(first.lane.tenant)
                 if self._lanes.get(first.lane) != first.number:
                     heapq.heappop(turns)
-                elif share != first.share:  # it was given something since
+                elif share != first.share:  # it has received service since
                     heapq.heapreplace(turns, first._replace(share=share))
                 else:
                     if first.number not in tried:
