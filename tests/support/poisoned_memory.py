@@ -26,6 +26,8 @@ POISON = 0x7FFF
 LINE, BEHIND = 64, 8
 KEPT_BACK = 64
 """Freed blocks of a size that wait before one of them is used again: until then a read gives ``POISON``."""
+KEPT_BYTES = 256 << 20
+"""Bytes of all freed blocks that wait. What is freed beyond goes to the system at once."""
 
 
 class FreedMemory(RuntimeError):
@@ -39,6 +41,7 @@ class PoisonedMemory(TorchDispatchMode):
         super().__init__()
         self._behind = behind
         self._free: dict[int, deque[np.ndarray]] = defaultdict(deque)
+        self._kept = 0
         self.used = 0
         """Bytes of tensors."""
         self.peak = 0
@@ -70,7 +73,11 @@ class PoisonedMemory(TorchDispatchMode):
     def _block(self, nbytes: int) -> np.ndarray:
         size = -(-nbytes // LINE) * LINE
         free = self._free[size]
-        memory = free.popleft() if len(free) > KEPT_BACK else _memory(size, self._behind)
+        memory = free.popleft() if len(free) > KEPT_BACK else None
+        if memory is None:
+            memory = _memory(size, self._behind)
+        else:
+            self._kept -= size
         # The tensor's storage holds this view and nothing else does.
         block = memory[:nbytes]
         self.used += size
@@ -86,7 +93,9 @@ class PoisonedMemory(TorchDispatchMode):
     def _take_back(self, memory: np.ndarray) -> None:
         self.used -= len(memory)
         memory.view(np.uint16)[:] = POISON
-        self._free[len(memory)].append(memory)
+        if self._kept + len(memory) <= KEPT_BYTES:
+            self._free[len(memory)].append(memory)
+            self._kept += len(memory)
 
 
 class Address:
