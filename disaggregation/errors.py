@@ -7,7 +7,7 @@ class TransferError(Exception):
     """Base of every error of this folder."""
 
     retriable = False
-    """Whether the same operation can succeed later without anybody changing anything."""
+    """Whether the same operation can succeed later without any change."""
 
 
 class RegionError(TransferError):

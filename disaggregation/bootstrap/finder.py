@@ -1,8 +1,8 @@
-"""Asks bootstrap servers for registrations without ever making the scheduler wait.
+"""Questions to bootstrap servers for registrations, which never make the scheduler wait.
 
-One daemon thread runs all questions at once on an event loop: a host that does not answer holds up no other. A server
-that says "not yet" (503) is asked again for ``patience`` seconds, one that does not answer at all only for
-``reach_seconds``, since requests are waiting that could go elsewhere.
+One daemon thread runs all questions at once on an event loop, so a host that does not answer delays no other. A server
+that answers "not yet" (503) is asked again for ``patience`` seconds. One that does not answer at all is asked only for
+``reach_seconds``, because waiting requests could go elsewhere.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ OnFound = Callable[[str, int, Reached | str], None]
 
 
 class RegistrationFinder:
-    """Each ``find`` is answered by one ``on_found(host, port, what was reached or error)``, from the finder's thread.
+    """Thread that finds registrations. Each ``find`` leads to one ``on_found(host, port, result or error)`` from it.
 
-    ``host`` may be a name. It is looked up here, where nobody waits, and the answer brings the address that answered.
+    ``host`` may be a name. It is looked up in this thread, and the result has the address that answered.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RegistrationFinder:
         asyncio.run_coroutine_threadsafe(self._answer(host, port), self._loop)
 
     def stop(self) -> None:
-        """Give up what is still asked (nobody is called any more) and end the thread."""
+        """Give up open questions, without further calls, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -76,7 +76,7 @@ class RegistrationFinder:
         except TransferError as e:
             answer = str(e)
         except Exception as e:
-            # Hosts come from requests: whatever a strange one leads to, somebody waits for this answer.
+            # Hosts come from requests. Whatever error a strange one causes, requests wait for this answer.
             log.exception("asking the bootstrap server %s:%d failed", host, port)
             answer = f"{type(e).__name__}: {e}"
         self._on_found(host, port, answer)
@@ -106,18 +106,18 @@ class RegistrationFinder:
 
 
 async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
-    """One question; raises ``NotRegistered`` for "not now" and ``InvalidRegistration`` for an answer that is none."""
+    """Ask once; raises ``NotRegistered`` for "not now" and ``InvalidRegistration`` for an invalid answer."""
     body = b""
-    # Unpacked: a stranger's answer of a few bytes could otherwise unpack to a thousand times as many.
+    # Uncompressed: a hostile answer of a few bytes could otherwise unpack to a thousand times as many.
     async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
-        # None where the connection is over already; its answer then is of no use either.
+        # None if the connection is closed already. Then its answer is of no use, either.
         place = response.extensions["network_stream"].get_extra_info("server_addr")
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > MAX_REGISTRATION_BYTES:
                 raise InvalidRegistration("its answer is too long for a registration: is this a bootstrap server?")
     if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        # Whoever asked for this address may not see what its server answers.
+        # The client that named this address must not see its server's answer.
         log.info("the bootstrap server at %s has no registration: %s", url.netloc.decode(), error_text(body, 503))
         raise NotRegistered("it has no registration to give now, and the log here says why")
     if response.status_code != httpx.codes.OK:
@@ -126,15 +126,15 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
         raise NotRegistered("the connection broke")
     registration = decode_registration(body)
     address = str(place[0])
-    if registration.host and not is_loopback(address):  # who is on this host is reached here as its bootstrap server is
+    if registration.host and not is_loopback(address):  # an instance of this host is at its server's address
         address = await _address(registration.host, address)
     return Reached(registration, address)
 
 
 async def _address(host: str, reached: str) -> str:
-    """Of an instance that says where others reach it, of the family of the address where its bootstrap server was.
+    """Look up the host that an instance registered, in the address family of its bootstrap server.
 
-    Raises ``NotRegistered`` for a name that has none.
+    Raises ``NotRegistered`` for a name without such an address.
     """
     family = address_family(reached)
     try:

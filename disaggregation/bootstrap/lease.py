@@ -1,14 +1,17 @@
-"""Keeps an instance's registration known to its bootstrap server.
+"""The lease that keeps an instance's registration at its bootstrap server.
 
     start ─▶ registers ─▶ renews every third of the lease ─▶ withdraw or stop
                ▲  ▲               │ no answer, or an error        │ pause
                │  └─ some time ───┘                               │
                └─ change ─ withdrawn for now ◀────────────────────┘
 
-Nothing but its owner ends it: a lease that is lost is taken again. A bootstrap server that does not answer is asked
-again soon, as it may be starting, or starting again without memory; one that answers with an error, after pauses that
-grow to a third of the lease; one that says that a newer instance has registered (409), once a lease, since that is
-for somebody to look into. While the lease is lost, ``lost`` says so, and the instance's ``/health`` with it.
+Only its owner ends it: a lost lease is taken again. When it is tried again depends on the bootstrap server:
+
+- without an answer, soon, because the server may be starting, or restarting without memory;
+- after an error, with pauses that grow to a third of the lease;
+- if a newer instance has registered (409), once per lease, because an operator has to look into that.
+
+While the lease is lost, ``lost`` says so, and the instance's ``/health`` with it.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class LeaseKeeper:
         return not self._thread.is_alive()
 
     def lost(self, now: float) -> str | None:
-        """Why decodes can't find this instance at ``now`` (``time.monotonic()``); None while the lease lasts."""
+        """Return why decodes cannot find this instance at ``now`` (``time.monotonic()``); None with a valid lease."""
         if self._paused:
             return None
         late = now - self._renewed_at - self._registration.ttl

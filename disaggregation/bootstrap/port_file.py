@@ -8,14 +8,14 @@ _NAME = "bootstrap.port"
 
 
 def announce_port(run_dir: Path, port: int) -> None:
-    """The bootstrap server listens on ``port``."""
+    """Announce the port of the bootstrap server, which listens now."""
     unfinished = run_dir / f"{_NAME}.new"
     unfinished.write_text(str(port))
     unfinished.rename(run_dir / _NAME)
 
 
 def announced_port(run_dir: Path) -> int | None:
-    """Where it listens, None before it does."""
+    """Return the port of the bootstrap server, None before it listens."""
     try:
         return int((run_dir / _NAME).read_text())
     except FileNotFoundError:

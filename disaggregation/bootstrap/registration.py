@@ -19,12 +19,11 @@ MAX_REGISTRATION_BYTES = 64 << 10
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The current life (``epoch``) of the instance behind a bootstrap server; a lease of ``ttl`` seconds.
+    """The current start (``epoch``) of the instance of a bootstrap server, with a lease of ``ttl`` seconds.
 
-    ``control_port`` is where its scheduler listens, on ``host``, or where that is "" at the address that the bootstrap
-    server was reached at.
-    ``pool`` is the digest of what its transfer backend is reached by: whoever shows that itself, is this instance.
-    ``fingerprint``, ``layout`` and ``backend`` let others see early whether the two can exchange pages.
+    Its scheduler listens on ``control_port`` of ``host``. If ``host`` is "", that is the address at which the bootstrap
+    server was reached. ``pool`` is the digest of the transfer backend's metadata. Only this instance can show the
+    metadata. ``fingerprint``, ``layout`` and ``backend`` tell peers early whether they can exchange pages.
     """
 
     epoch: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -42,8 +41,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Reached(NamedTuple):
     """An answer of a bootstrap server, and the IP address that the control port is at.
 
-    Not looked up a second time: whoever reads this must not wait for a name server, and a name with several addresses
-    could lead to another instance.
+    The name is not looked up a second time. The reader must not wait for a name server, and a name with several
+    addresses could lead to another instance.
     """
 
     registration: Registration
@@ -61,7 +60,7 @@ _ERROR = msgspec.json.Decoder(BootstrapError)
 
 
 def decode_registration(body: bytes) -> Registration:
-    """The registration in ``body`` (JSON); raises ``InvalidRegistration``, which names the field."""
+    """Decode a registration (JSON); raises ``InvalidRegistration``, which names the wrong field."""
     try:
         return decode(_REGISTRATION, body, MAX_REGISTRATION_BYTES)
     except UndeclaredMessage as e:
@@ -69,7 +68,7 @@ def decode_registration(body: bytes) -> Registration:
 
 
 def error_text(body: bytes, status: int) -> str:
-    """The reason in a bootstrap server's error answer, fit for a log line."""
+    """Return the reason in a bootstrap server's error answer, fit for a log line."""
     try:
         return shown(decode(_ERROR, body, MAX_REGISTRATION_BYTES).error)
     except UndeclaredMessage:
@@ -77,10 +76,10 @@ def error_text(body: bytes, status: int) -> str:
 
 
 def registration_url(host: str, port: int) -> httpx.URL:
-    """Where the bootstrap server at ``host``:``port`` keeps its registration; raises ``httpx.InvalidURL``.
+    """Return the URL of the registration at ``host``:``port``; raises ``httpx.InvalidURL``.
 
-    ``host`` may come from a request, so it is taken as a host and nothing else. "Any address", which is for
-    listening, means this host.
+    ``host`` may come from a request, so it is never more than a host. "Any address", which is for listening, means
+    this host.
     """
     with contextlib.suppress(ValueError):  # a name, not an address
         address = ipaddress.ip_address(host)

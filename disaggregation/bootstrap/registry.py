@@ -4,8 +4,8 @@
                   ▲       │ for now
                   └─ away ◀
 
-A renewal keeps the lease; an expired lease can be renewed, since its owner may only have been slow. An epoch that was
-replaced or has withdrawn is over: what still arrives from it is refused, so that it can't come back over its successor.
+A renewal keeps the lease. An expired lease can be renewed, because its owner may only have been slow. An epoch that was
+replaced or has withdrawn is over. Its later messages are refused, so that it cannot replace its successor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Registry:
         self._expires = self._clock() + registration.ttl
 
     def current(self) -> Registration:
-        """The registration; raises ``NotRegistered`` with the reason why there is none."""
+        """Return the registration; raises ``NotRegistered`` with the reason if there is none."""
         if self._away is not None:
             raise NotRegistered("the instance exchanges no KV just now: its memory was given back")
         if self._registration is None:

@@ -5,12 +5,12 @@
     DELETE /registration?epoch=E  the instance withdraws
     GET    /health                200: this server answers
 
-``PUT`` and ``DELETE`` are for this instance's own processes, which show the secret that the supervisor gave them
-(``Authorization: Bearer …``): whoever else may reach this port, it can't put itself in the instance's place. What a
-``GET`` tells is no secret.
+``PUT`` and ``DELETE`` are for this instance's own processes. They show the secret of their supervisor
+(``Authorization: Bearer …``). So no other program that reaches this port can take the instance's place. The answer to a
+``GET`` is no secret.
 
-A refusal is ``{"error": reason}``: 400 for what is not a registration, 401 without the secret, 409 for an epoch that is
-over, 413 for too long a body.
+A refusal is ``{"error": reason}``. Its status is 400 for an invalid registration, 401 without the secret, 409 for a
+past epoch, and 413 for a body that is too long.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 
 def make_app(registry: Registry, secret: str) -> Starlette:
-    """The server around ``registry``.
+    """Make the server for ``registry``.
 
-    ``secret`` is what the instance's own processes show; it must not be empty.
+    The instance's own processes show ``secret``, which must not be empty.
     """
     assert secret
     expected = f"Bearer {secret}".encode()

@@ -1,4 +1,4 @@
-"""A listening socket whose process outlives whatever ``accept`` comes back with."""
+"""A listening socket that survives every error of ``accept``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .reactor import Reactor
 
 BACKLOG = 128
 ACCEPT_PAUSE_SECONDS = 0.2
-"""How long the listener rests when the system has no descriptor or memory for another connection. Those that wait for
+"""How long the listener pauses when the system has no descriptor or memory for another connection. Those that wait for
 it stay in its backlog; watched meanwhile, it would be ready all the time and take a whole core."""
 
 
 class Listener:
     """``sock`` listens already. The reactor reports this object when a connection waits.
 
-    LISTENING → (no descriptors) → RESTING until ``listen_again`` → LISTENING; ``close`` from either.
+    LISTENING → (no descriptors) → PAUSED until ``listen_again`` → LISTENING; ``close`` from either.
     """
 
     def __init__(self, sock: socket.socket, reactor: Reactor, refusals: RefusalLog) -> None:
@@ -29,7 +29,7 @@ class Listener:
         reactor.watch(sock, self, read=True, write=False)
 
     def accept(self) -> socket.socket | None:
-        """The next connection; None when there is none, or none can be had now."""
+        """Accept the next connection; None if there is none, or the system has no descriptors."""
         if self.listen_again is not None:
             return None
         try:

@@ -47,7 +47,7 @@ class Reactor:
         return ready
 
     def fileno(self) -> int:
-        """For somebody else's poller."""
+        """Return the descriptor for another poller."""
         return self._selector.fileno()
 
     def wake(self) -> None:

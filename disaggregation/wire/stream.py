@@ -61,7 +61,7 @@ class Stream:
         self._paused = True
 
     def on_readable(self, budget: int = MAX_TURN) -> int:
-        """Read what there is, a turn's worth at most. Bytes that nobody asked for break the protocol."""
+        """Read the available bytes, at most ``budget``. Unexpected bytes break the protocol."""
         left = budget
         self._paused = False
         while left > 0 and not self._paused:
@@ -123,7 +123,7 @@ def _advance(views: deque[memoryview], count: int) -> None:
 
 
 def expect_end(stream: Stream) -> None:
-    """Nothing more is said on this connection: wait for its end."""
+    """Wait for the end of a connection on which no more bytes may come."""
 
     def on_byte() -> None:
         raise LinkLost("the peer sent what was not expected")

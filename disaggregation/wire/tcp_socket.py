@@ -10,12 +10,12 @@ KEEPALIVE_IDLE_SECONDS = 5
 
 
 def address_family(address: str) -> socket.AddressFamily:
-    """Family of an IP address; raises ``ValueError`` for a name, whose look-up could block."""
+    """Return the family of an IP address; raises ``ValueError`` for a name, because its look-up could block."""
     return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
 
 
 def tune(sock: socket.socket, silence: float) -> None:
-    """``silence``: seconds after which sent bytes that nobody acknowledges mean that the host is gone."""
+    """Set the socket's options. After ``silence`` seconds without acknowledgement, the peer's host counts as gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
