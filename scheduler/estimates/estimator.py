@@ -1,8 +1,12 @@
 """What the scheduler expects of the future, from one cost model of steps that is learned while serving.
 
-It answers three questions: when a request will have its first token (``first_token_ms``), how long the gaps between
-tokens will be (``pace``), and when a part of the queue will have been served (``queue_seconds``). Whoever has to know
-one of them asks here: the choice between prefill and decode, the wait for a store, routers, ``Retry-After``.
+It answers three questions:
+
+- ``first_token_ms``: when will a request have its first token?
+- ``pace``: how long will the gaps between tokens be?
+- ``queue_seconds``: when will a part of the queue have been served?
+
+The placement of prompts, the wait for a store, routers and ``Retry-After`` all ask here.
 """
 
 from __future__ import annotations
@@ -25,8 +29,7 @@ from .queue_rate import QueueRate
 class Estimator:
     """Owner of the cost model and of what its estimates are corrected by.
 
-    ``reqs``: all requests that live; ``in_flight``: steps that the worker has; ``longest``: tokens that a request may
-    come to.
+    ``reqs``: all live requests. ``in_flight``: steps that the worker has. ``longest``: maximum tokens of a request.
     """
 
     def __init__(
@@ -50,28 +53,30 @@ class Estimator:
     # --- the three questions ---
 
     def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        """From ``now`` to the request's first token, if its prompt is computed here, ``uncached`` tokens of it, behind
-        those that came before it, and those ``expected`` that may come yet.
+        """Return the milliseconds from ``now`` to the request's first token, if ``uncached`` tokens of its prompt are
+        computed here.
+
+        Earlier requests go before it, and so do ``expected`` ones that may still come.
         """
         return self._first_token.ms(req, uncached, now, expected)
 
     def pace(self, now: float) -> Pace:
-        """How long one more request would wait from token to token."""
+        """Return the time from token to token that one more request would see."""
         return self._pace.pace(now)
 
     def queue_seconds(self, waiting: int, now: float) -> float:
-        """Until so many that wait have had their turn: as their prompts take, or as turns have come lately (which
-        memory and rows decide as well), whichever is longer.
+        """Return the seconds until ``waiting`` requests are admitted.
 
-        What the prompts take is added up once for each ``now``: thousands of requests may be refused in one turn of the
-        loop, each of them told this.
+        That is what the prompts take, or the latest rate of admissions (which memory and rows determine as well),
+        whichever is longer. The time of the prompts is added up once for each ``now``. Thousands of requests may be
+        refused in one tick, each with this number.
         """
         if now != self._prompts_at:
             self._prompts_at, self._prompts_seconds = now, self._pace.waiting_seconds()
         return max(self._prompts_seconds, self._queue.seconds(waiting))
 
     def relax_budget(self, now: float) -> None:
-        """Raise or lower the limit of steps by how long requests wait for their first tokens (``--ttft-target-ms``)."""
+        """Adapt the limit of steps to how long requests wait for their first tokens (``--ttft-target-ms``)."""
         itl = self._planner.budget.itl
         if itl is not None and itl.ttft_target_ms:
             itl.relax(self._first_token.longest_ms(now))
@@ -79,11 +84,13 @@ class Estimator:
     # --- parts of them ---
 
     def compute_ms(self, req: Req, tokens: int) -> float:
-        """How long computing so many tokens of the request's prompt would take here, behind nobody else's."""
+        """Return the milliseconds that ``tokens`` tokens of the request's prompt would take here with no other
+        prompt.
+        """
         return self._first_token.compute_ms(req, tokens)
 
     def uncached(self, req: Req) -> int:
-        """Tokens of its prompt that would have to be computed here, where a store gives none."""
+        """Return how many tokens of its prompt would have to be computed here if a store brings none."""
         return self._first_token.uncached(req)
 
     # --- what is learned ---
@@ -93,12 +100,12 @@ class Estimator:
         self._queue.came(count, now, waited=len(self._planner.waiting) > 0)
 
     def step_done(self, step: InFlightStep, result: StepResult, now: float) -> None:
-        """Hold the outcome of a step against what was expected of it."""
+        """Compare the outcome of a step with its estimates, and learn from it."""
         shape, estimate_ms, promise, copy_ms = step.foresight
-        # What its readers waited: since the result before it, or since it was sent to a worker that had nothing to do.
+        # Time that its readers waited: since the result before it, or since it was sent to an idle worker.
         gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000
         self._last_result_at = now
-        # The logits of prompt tokens, wanted for their logprobs, cost time of which the shape says nothing.
+        # Logits of prompt tokens, wanted for their logprobs, cost time that the shape does not show.
         if not step.input_logprobs:
             self.model.learn(shape, result.forward_ms, estimate_ms)
             self.model.learn_overhead(max(0.0, gap_ms - result.forward_ms - copy_ms))
@@ -108,5 +115,5 @@ class Estimator:
         self._pace.step_done(step.foresight, result.forward_ms, now)
 
     def catch_up(self) -> None:
-        """Do the learning that can wait until the messages of this turn are sent."""
+        """Do the learning that can wait until the messages of this tick are sent."""
         self.model.catch_up()

@@ -50,24 +50,29 @@ class FirstTokenForecast:
         self._in_flight = in_flight
 
     def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        """From ``now`` to the request's first token, if its prompt is computed here, ``uncached`` tokens of it, behind
-        those that came before it, and those ``expected`` that may come yet.
+        """Return the milliseconds from ``now`` to the request's first token, if ``uncached`` tokens of its prompt are
+        computed here.
+
+        Earlier requests go before it, and so do ``expected`` ones that may still come.
         """
         if req.state in (ReqState.PREFILLING, ReqState.SENDING):
             uncached = req.to_compute if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
         own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
         ahead = self._ahead_of(req, uncached) + expected
-        # Each begins at its own beginning: half of one is how deep a piece is on average.
+        # Each prompt starts at its own beginning: on average, a piece is half a prompt deep.
         before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2)
         return self._under_way_ms(now) + before + own
 
     def compute_ms(self, req: Req, tokens: int) -> float:
-        """How long computing so many tokens of the request's prompt would take here, behind nobody else's."""
+        """Return the milliseconds that ``tokens`` tokens of the request's prompt would take here with no other
+        prompt.
+        """
         return self._pieces_ms(req, tokens, req.known_len - tokens / 2)
 
     def longest_ms(self, now: float) -> float:
-        """Time to the first token of the request that has waited longest for it, if its prompt were next from ``now``
-        on; 0.0 where nobody waits.
+        """Return the longest time to a first token among waiting requests, if the prompt were next from ``now`` on.
+
+        0.0 if none waits.
         """
         begun = (r for r in self._planner.running.values() if r.state is ReqState.PREFILLING)
         waiting = itertools.islice(self._planner.waiting.computing(), 1)
@@ -78,7 +83,7 @@ class FirstTokenForecast:
         return longest
 
     def uncached(self, req: Req) -> int:
-        """Tokens of its prompt that would have to be computed here, where a store gives none."""
+        """Return how many tokens of its prompt would have to be computed here if a store brings none."""
         cached, tiers = self._memory.prefix_len(req), self._memory.tiers
         if tiers is not None:
             cached += len(tiers.find(req, cached, req.longest_reusable_prefix)) * tiers.page_size
@@ -90,7 +95,7 @@ class FirstTokenForecast:
         left = [r.to_compute for r in queue.ahead_of(req, uncached, begun)]
         running = Load(len(left), sum(left))
         if req.hold is not None:
-            return running  # who has memory comes before all that wait for some
+            return running  # a request with memory comes before all that wait for some
         looked_at = list(itertools.islice(queue.computing(), MOST_AHEAD))
         earlier = queue.ahead_of(req, uncached, (r for r in looked_at if r is not req))
         tokens = sum(r.uncached or r.known_len for r in earlier)
@@ -99,17 +104,19 @@ class FirstTokenForecast:
         return running + Load(int(len(earlier) * share), int(tokens * share))
 
     def _under_way_ms(self, now: float) -> float:
-        """Until the steps that the worker has are done."""
+        """Return the milliseconds until the steps that the worker has are done."""
         if not self._in_flight:
             return 0.0
         first, *others = (step.foresight.estimate_ms + self._model.overhead_ms for step in self._in_flight)
         elapsed = (now - self._in_flight[0].sent_at) * 1000
-        # One that is overdue may take as long again.
+        # A step that is overdue may take as long again.
         return abs(first - elapsed) + sum(others)
 
     def _pieces_ms(self, req: Req, tokens: int, depth: float) -> float:
-        """``tokens`` of prompts, on average ``depth`` tokens behind their beginning, in the pieces that there is room
-        for beside the requests that decode now.
+        """Return the milliseconds of ``tokens`` prompt tokens, on average ``depth`` tokens after their prompt's
+        beginning.
+
+        They are computed in the pieces that fit beside the requests that decode now.
         """
         if tokens <= 0:
             return 0.0
@@ -119,7 +126,7 @@ class FirstTokenForecast:
         start = int(depth)
         patience = 1
         piece = budget.fitting(budget.room(decodes, awaited=awaited, refused=0), decodes, start, tokens)
-        if piece <= 0:  # only every so many steps
+        if piece <= 0:  # only every ``PATIENCE``-th step
             patience = PATIENCE
             room = budget.room(decodes, awaited=awaited, refused=PATIENCE - 1)
             piece = max(budget.fitting(room, decodes, start, tokens), LEAST_PIECE)

@@ -1,4 +1,4 @@
-"""Least squares whose weights can't be negative."""
+"""Least squares with weights that can't be negative."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 
 MAX_ROUNDS = 12
-"""Warm-started, two are the rule. A solution that is not final is still usable: it is clipped at zero."""
+"""Maximum rounds. Warm-started, two are usual. A solution that is not final is usable: it is clipped at zero."""
 
 RIDGE = 1e-10
-"""Of the diagonal: far below what decides anything, and enough for a matrix that rounding made singular."""
+"""Share added to the diagonal.
+
+It is far too small to change a result, and enough for a matrix made singular by rounding.
+"""
 
 
 def solve_non_negative(a: F64, b: F64, start: F64) -> F64:
-    """The ``w`` ≥ 0 that minimises ``w·a·w / 2 - b·w``; ``a`` [N, N] symmetric and positive definite, ``b`` [N].
+    """Return the ``w`` ≥ 0 that minimises ``w·a·w / 2 - b·w``.
 
-    An active-set method (Lawson and Hanson's, with all offenders leaving at once): weights are either free or held at
-    zero; those that turn negative are held, and one that the gradient pulls up is let go. ``start``: a guess, of which
-    only the signs matter. The previous solution is a good one.
+    ``a`` [N, N] is symmetric and positive definite, ``b`` is [N]. The method is an active-set one (Lawson and Hanson's,
+    with all offenders leaving at once). Weights are either free or held at zero. Those that turn negative are held, and
+    one that the gradient pulls up is released. ``start``: a guess, of which only the signs matter; the previous
+    solution is a good one.
     """
-    # With a diagonal of ones, weights of very different sizes are no reason for a badly conditioned matrix.
+    # With ones on the diagonal, weights of very different sizes do not make the matrix badly conditioned.
     unit = 1 / np.sqrt(a.diagonal())
     a = a * unit * unit[:, None]
     a[np.diag_indices_from(a)] += RIDGE

@@ -16,7 +16,7 @@ MEMORY_SECONDS = 10.0
 """Time constant of the average share of time that prompts take, as prompts come in bursts."""
 MOST_SHARE = 0.9
 MORE = 8
-"""Number of additional requests whose estimated cost is divided into the cost of one."""
+"""Number of additional requests. Their estimated cost is divided to get that of one."""
 PIECE = 256
 """Length of the pieces in which the time of waiting prompts is estimated, in tokens."""
 
@@ -36,7 +36,7 @@ class PaceMeter:
         self._at = 0.0
 
     def step_done(self, foresight: Foresight, forward_ms: float, now: float) -> None:
-        """A step took ``forward_ms``; what its decodes alone would have taken is no prompt's time."""
+        """Learn the prompts' share of a step's time: all beyond the estimated time of its decodes alone."""
         shape = foresight.shape
         if not shape.prompt_tokens:
             return
@@ -47,7 +47,7 @@ class PaceMeter:
         self._at = now
 
     def pace(self, now: float) -> Pace:
-        """As of ``now``, if prompts go on to come as they did, and those that wait are computed."""
+        """Return the pace as of ``now``, if prompts continue to come as they did and the waiting ones are computed."""
         decodes, itl = self._planner.decodes_now(), self._planner.budget.itl
         streams = sum(req.route is not Route.OUTGOING for req in self._reqs.values())
         context = decodes.kv_tokens / decodes.decodes if decodes.decodes else 0.0
@@ -70,7 +70,7 @@ class PaceMeter:
         )
 
     def waiting_seconds(self) -> float:
-        """What the prompts take that are not computed yet, others' too."""
+        """Return the seconds that all prompts take that are not computed yet, including those for peers."""
         tokens = sum(r.to_compute for r in self._planner.running.values() if r.remaining > 1)
         tokens += sum(r.uncached or r.known_len for r in self._planner.waiting.computing())
         return tokens / PIECE * self._model.estimate(StepShape().with_piece(0, PIECE)) / 1000

@@ -1,4 +1,4 @@
-"""What a step's time depends on."""
+"""The quantities that a step's time depends on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 class StepShape(NamedTuple):
     """A step in four counts, whatever its entries.
 
-    ``decodes``: requests that compute one token. ``kv_tokens``: tokens whose KV their attention reads.
-    ``prompt_tokens``: of all prompt pieces. ``prompt_pairs``: query-key pairs of the pieces' attention, which for
-    ``q`` tokens from position ``start`` on are ``q * (start + q / 2)``.
+    ``decodes``: requests that compute one token. ``kv_tokens``: tokens of KV that their attention reads.
+    ``prompt_tokens``: tokens of all prompt pieces. ``prompt_pairs``: query-key pairs of the pieces' attention, which
+    are ``q * (start + q / 2)`` for ``q`` tokens from position ``start`` on.
     """
 
     decodes: int = 0
@@ -25,10 +25,10 @@ class StepShape(NamedTuple):
 
     @property
     def decodes_alone(self) -> StepShape:
-        """The same step without its prompt pieces."""
+        """This step without its prompt pieces."""
         return StepShape(self.decodes, self.kv_tokens)
 
     def with_piece(self, start: int, length: int) -> StepShape:
-        """The same step with ``length`` more prompt tokens, from position ``start`` of their prompt on."""
+        """Return this step with ``length`` more prompt tokens, from position ``start`` of their prompt on."""
         pairs = self.prompt_pairs + length * (start + length / 2)
         return StepShape(self.decodes, self.kv_tokens, self.prompt_tokens + length, pairs)

@@ -1,4 +1,4 @@
-"""Policies that know a request's place when it comes: fcfs, lof, random."""
+"""Policies that know a request's position when it arrives: fcfs, lof, random."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .base import SchedulePolicy
 
 
 class _Place(NamedTuple):
-    """By ``key``, then as they came."""
+    """Sort key: ``key``, then the order of arrival."""
 
     key: tuple[float, float]
     number: int
 
 
 class _Line:
-    """One lane: requests in order. Comings and goings cost a search and a move of pointers."""
+    """Requests of one lane, in order. Adding and removing costs a search and a move of pointers."""
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
@@ -28,7 +28,7 @@ class _Line:
 
 
 class ByKey(SchedulePolicy):
-    """Orders by a key that never changes."""
+    """Base of policies that order by a key which never changes."""
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
@@ -37,7 +37,7 @@ class ByKey(SchedulePolicy):
 
     @abstractmethod
     def key(self, req: Req) -> tuple[float, float]:
-        """Smallest first."""
+        """Return the sort key of a request, smallest first."""
 
     def add(self, req: Req, lane: int) -> None:
         """See the base class."""
@@ -73,8 +73,9 @@ class FirstComeFirstServed(ByKey):
 
 
 class LongestOutputFirst(ByKey):
-    """Those that may generate most first (SGLang's lof): a load that has an end is over sooner, as no long one is left
-    to run alone behind it.
+    """Order by the maximum output, longest first (SGLang's lof).
+
+    A load that has an end is over sooner, as no long request is left to run alone at the end.
     """
 
     def key(self, req: Req) -> tuple[float, float]:
@@ -83,7 +84,7 @@ class LongestOutputFirst(ByKey):
 
 
 class Random(ByKey):
-    """As if drawn from a hat, each where it came: the same seed and arrivals give the same order."""
+    """Random order, drawn for each request as it arrives. Equal seeds and arrivals give equal orders."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

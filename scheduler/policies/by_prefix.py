@@ -1,4 +1,4 @@
-"""Policies that go by what is cached of each prompt: lpm, dfs-weight."""
+"""Policies that order by the cached part of each prompt: lpm, dfs-weight."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Chooser = Callable[[Flags], int]
-"""Which of N slots is the first of those that are left ([N]), of which there are some. Looks at the bounds of now."""
+"""Function that returns the first of N slots among those that are left ([N]), by the present bounds.
+
+Some must be left.
+"""
 Ranker = Callable[[Slots], F64]
-"""Of slots [N] by the bounds of now: the lowest first, among equals as they came. A lower bound ranks no lower."""
+"""Function that ranks slots [N] by the present bounds: the lowest first, equals by arrival.
+
+A lower bound ranks no lower.
+"""
 FEW = 16
-"""A step seldom asks for more: so many are found by looking at all, each time; then all are put in order."""
+"""Number of requests found by scanning all slots; after these, all are sorted. A step seldom asks for more."""
 
 
 class ByPrefix(SchedulePolicy):
-    """Takes the best slot by the index's bounds, and again where its bound turns out too high."""
+    """Base of policies that take the best slot by the index's bounds, and choose again if its bound was too high."""
 
     def __init__(self, memory: KVMemory) -> None:
         self.index = PrefixIndex(memory)
@@ -48,7 +54,7 @@ class ByPrefix(SchedulePolicy):
 
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
         """See the base class."""
-        # Nothing is looked at before somebody asks: of thousands of lanes a step may get to one.
+        # Nothing is looked at before it is drawn: of thousands of lanes a step may get to one.
         index = self.index
         is_wanted = index.lane[index.order] == lane
         if computing_only:
@@ -59,7 +65,7 @@ class ByPrefix(SchedulePolicy):
         yield from self._taken(slots, left, self.chooser(slots, positions))
 
     def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
-        """Those that are ``left``, and ``left`` no more when they are given."""
+        """Yield the requests that are ``left``, and remove each from ``left`` when it is yielded."""
         index = self.index
         while True:
             left &= index.alive[slots]
@@ -72,15 +78,15 @@ class ByPrefix(SchedulePolicy):
 
     @abstractmethod
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        """For those that wait in ``slots`` [N], at ``positions`` [N] of the index's order."""
+        """Return the chooser for requests that wait in ``slots`` [N], at ``positions`` [N] of the index's order."""
 
 
 class ByRank(ByPrefix):
-    """By a number that each bound gives."""
+    """Base of policies that order by a number computed from each bound."""
 
     @abstractmethod
     def ranker(self) -> Ranker:
-        """For one order."""
+        """Return the ranker for one order."""
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
         """See the base class."""
@@ -100,8 +106,9 @@ class ByRank(ByPrefix):
             yield from self._queued(slots, left)
 
     def _queued(self, slots: Slots, left: Flags) -> Iterator[Req]:
-        """As ``_taken``, until something is stored. A bound that falls meanwhile takes its place anew when its turn
-        comes, as nothing but its own fall moves it.
+        """Yield requests as ``_taken`` does, until something is stored.
+
+        A bound that falls meanwhile is sorted in again when it is drawn, as only its own fall moves it.
         """
         index, rank, raises = self.index, self.ranker(), self.index.raises
         places = np.flatnonzero(left)
@@ -126,8 +133,9 @@ class ByRank(ByPrefix):
 
 
 class LongestPrefixMatch(ByRank):
-    """Longest cached prefix first (SGLang's lpm), among equals as they came: prompts that share a prefix run while it
-    is still cached.
+    """Order by cached prefix, longest first (SGLang's lpm), equals by arrival.
+
+    Prompts that share a prefix run while it is still cached.
     """
 
     def ranker(self) -> Ranker:
@@ -136,16 +144,18 @@ class LongestPrefixMatch(ByRank):
 
 
 class HeaviestPrefixFirst(ByPrefix):
-    """Depth first through what is cached, from each branch to where most requests wait (SGLang's dfs-weight): all that
-    share a prefix run one after the other, and what is shared most is used while it is there.
+    """Depth-first order through the cached prefixes, from each branch to where most requests wait (SGLang's
+    dfs-weight).
 
-    The order within a step goes by who waited at its beginning, or each admission would make its own branch lighter.
+    All requests that share a prefix run one after the other, and the prefix shared most is used while it is cached. The
+    order within a step counts the requests that waited at its beginning, or each admission would make its own branch
+    lighter.
     """
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
         """See the base class."""
         index, turn = self.index, self.index.turn[slots]
-        # What two neighbours of the lane begin with alike is the least of what lies between them.
+        # Two neighbours of the lane share as much as the least that any two between them share.
         alike = np.minimum.reduceat(index.common, positions)[:-1] if len(positions) else index.common[:0]
 
         def choose(left: Flags) -> int:
@@ -155,13 +165,15 @@ class HeaviestPrefixFirst(ByPrefix):
 
 
 def _heaviest(matched: I64, alike: I64, turn: NDArray[np.float64], left: Flags) -> int:
-    """The first that is ``left``, depth first through the heaviest branches. All [N], but ``alike`` [N - 1]: tokens
-    that neighbours begin with alike, cached or not.
+    """Return the first that is ``left``, depth first through the heaviest branches.
+
+    All arrays are [N], except ``alike`` [N - 1]: tokens that neighbours begin with alike, cached or not.
     """
     shared = np.minimum(np.minimum(matched[:-1], matched[1:]), alike)
     low, high = 0, len(matched)
     while True:
-        # One branch of what is cached; it goes on together to this depth, where some end and others part.
+        # This is one branch of the cached prefixes. It stays together down to this depth, where some end and others
+        # part.
         depth = min(matched[low:high].min(), shared[low : high - 1].min(initial=matched[low]))
         starts = np.concatenate([[low], low + 1 + np.flatnonzero(shared[low : high - 1] <= depth)])
         ends = np.append(starts[1:], high)

@@ -14,19 +14,19 @@ from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
 
 PATIENCE = 12.0
-"""A prompt counts as come so many times later as it takes to compute."""
+"""Factor on a prompt's own time that is added to its arrival."""
 PIECE = 256
-"""The time of a prompt is foreseen from that of a piece of so many tokens."""
+"""Tokens of the piece by which the time of a prompt is estimated."""
 
 
 class ShortestRemainingFirst(ByRank):
-    """By *due time*: when a request came, and ``PATIENCE`` times what the rest of its prompt takes by itself.
+    """Order by *due time*: arrival, plus ``PATIENCE`` times what the rest of the prompt takes by itself.
 
-    Without load that is shortest first: a prompt of 30 ms does not queue behind one of 3 s, and goes between its pieces
-    when that has begun. And nobody starves: who comes later than ``PATIENCE`` times a prompt's own time behind it never
-    goes before it, however short. So what can go before a prompt of 3 s is what comes within 36 s, no more; a rule
-    by length alone has no such bound. (Due times instead of a bonus for waiting, because two that wait age alike: their
-    order stays, and is found without looking at the clock.)
+    Without load that is shortest first. A prompt of 30 ms does not queue behind one of 3 s, and goes between its pieces
+    if it has begun. No prompt starves: one that arrives later by more than ``PATIENCE`` times an earlier prompt's own
+    time never goes before that one, however short. So only prompts that arrive within 36 s can go before a prompt of 3
+    s. A rule by length alone has no such bound. (Due times replace a bonus for waiting, because two waiting requests
+    age alike: their order stays, and is found without looking at the clock.)
     """
 
     may_pass = True
@@ -61,7 +61,7 @@ class ShortestRemainingFirst(ByRank):
         return due < self._due_begun(begun)
 
     def due(self, req: Req, length: int, computed: int) -> float:
-        """Due time of a request ``computed`` tokens of whose first ``length`` need not be computed any more."""
+        """Return the due time of a request if ``computed`` of its first ``length`` tokens need no computation."""
         per_token, per_pair = self._rates()
         pairs = (length * length - computed * computed) / 2
         return req.times.turn + per_token * (length - computed) + per_pair * pairs
@@ -78,11 +78,11 @@ class ShortestRemainingFirst(ByRank):
         return [r for r in others if due(r, left_of(r)) < mine]
 
     def _due_begun(self, req: Req) -> float:
-        # One that was retracted has waited before; it goes first, as it does among those that wait.
+        # A retracted request has waited before; it goes first, as it does among the waiting ones.
         return self.due(req, req.total_len, req.computed) if not req.retractions else -np.inf
 
     def _rates(self) -> tuple[float, float]:
-        """By how many seconds a token, and an attention pair, moves a due time."""
+        """Return by how many seconds a token, and an attention pair, moves a due time."""
         model = self._model
         token_ms = (model.estimate(StepShape(prompt_tokens=PIECE)) + model.overhead_ms) / PIECE
         pair_ms = model.estimate(StepShape(prompt_pairs=1e6)) - model.estimate(StepShape())
@@ -90,5 +90,5 @@ class ShortestRemainingFirst(ByRank):
 
 
 def left_of(req: Req) -> int:
-    """Tokens of its prompt that are yet to be computed, as far as is known."""
+    """Return how many tokens of its prompt are still to be computed, as far as is known."""
     return req.to_compute if req.state is ReqState.PREFILLING else req.uncached or req.known_len

@@ -1,18 +1,18 @@
 """How much of each waiting prompt is cached, for ten thousand of them, without asking the tree for each at each step.
 
-The prompts are kept in the order of their bytes, so those that begin alike stand side by side, and what happens to a
-prefix happens to a run of them. For each the index has an upper bound of what is cached:
+The prompts are kept in the order of their bytes, so those that begin alike stand side by side. What happens to a prefix
+happens to a run of them. For each prompt the index has an upper bound of what is cached:
 
-- what is *stored* raises the bounds of the run that begins alike, at once (``stored``): a few searches and one
-  vectorised maximum, however many there are;
-- what is *lost* (evicted, flushed) is noticed when somebody wants to go by a bound (``confirm``): the tree is asked
-  then, and the whole run that shares the lost page is lowered with the one that was asked for.
+- What is *stored* raises the bounds of the run that begins alike, at once (``stored``). That takes a few searches and
+  one vectorised maximum, however many there are.
+- What is *lost* (evicted, flushed) is noticed when a bound is to be used (``confirm``). Then the tree is asked, and the
+  whole run that shares the lost page is lowered with the one that was asked for.
 
-So whoever takes the best by its bound, confirms it, and takes again where it has fallen, goes by the true order.
-Without losses since a bound was confirmed it is exact, and nobody is asked at all.
+A policy takes the best by its bound, confirms it, and chooses again if it has fallen. So it follows the true order. If
+nothing was lost since a bound was confirmed, the bound is exact, and the tree is not asked.
 
-Waiting requests are called by *slots*, which index the arrays and stay theirs until they leave. ``positions`` are
-places in the order.
+Waiting requests are named by *slots*, which index the arrays and are theirs until they leave. ``positions`` are indices
+in the order.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Key = tuple[str, bytes]
 
 
 def common_tokens(a: I32, b: I32) -> int:
-    """How many tokens two runs of one length begin with alike."""
+    """Return how many first tokens two arrays of equal length have in common."""
     differ = a != b
     at = int(differ.argmax()) if differ.size else 0
     return at if differ.size and differ[at] else differ.size
 
 
 class PrefixIndex:
-    """See the module. Arrays are [capacity], and mean something at the slots that are ``alive`` (bool).
+    """Index of the waiting prompts by prefix. Arrays are [capacity], and valid at slots that are ``alive`` (bool).
 
-    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: whose turn it shares. ``turn``:
-    ``ReqTimes.turn``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 where one does.
-    ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt begins with alike as
-    the one behind it; the last one's means nothing.
+    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: lane of the request. ``turn``:
+    ``ReqTimes.turn``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 if a peer computes
+    it. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt shares with the
+    next one; the last entry is meaningless.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -66,7 +66,7 @@ class PrefixIndex:
         self.turn = np.zeros(FIRST_CAPACITY, dtype=np.float64)
         self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._confirmed = np.zeros(FIRST_CAPACITY, dtype=np.int64)
-        """How many losses there had been when the bound was exact."""
+        """Number of losses when the bound was last exact."""
         self.raises = 0
         """How often bounds may have risen."""
 
@@ -74,17 +74,17 @@ class PrefixIndex:
         return len(self._keys)
 
     def req_at(self, slot: int) -> Req:
-        """Who has it."""
+        """Return the request of a slot."""
         req = self._req_at[slot]
         assert req is not None
         return req
 
     def matched_of(self, req: Req) -> int:
-        """The bound of one that waits here."""
+        """Return the bound of a request that waits here."""
         return int(self.matched[self._slot_of[req]])
 
     def add(self, req: Req, lane: int) -> None:
-        """The request waits from now on."""
+        """Add a request that waits from now on."""
         if not self._free:
             self._double()
         slot = self._free.pop()
@@ -92,7 +92,7 @@ class PrefixIndex:
         self.alive[slot], self.lane[slot], self.turn[slot] = True, lane, req.times.turn
         self.computes[slot] = req.route is not Route.INCOMING
         self.length[slot] = req.known_len if self.computes[slot] else 0
-        # What follows the prompt, of one that came from elsewhere, is in nobody's order.
+        # The output of a request from another instance follows its prompt, and is in no other request's order.
         self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
         self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.losses
         key = req.msg.extra_key, req.msg.input_ids
@@ -105,7 +105,7 @@ class PrefixIndex:
         self.common = np.insert(self.common, at, behind)
 
     def remove(self, req: Req) -> None:
-        """The request waits no longer."""
+        """Remove a request that no longer waits."""
         slot = self._slot_of.pop(req)
         at = int(np.flatnonzero(self.order == slot)[0])
         if at:
@@ -116,7 +116,7 @@ class PrefixIndex:
         self._free.append(slot)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """The whole pages of ``tokens`` [N] are cached now, of which ``[0, start)`` were before."""
+        """Note that the whole pages of ``tokens`` [N] are cached now, of which ``[0, start)`` were before."""
         end = len(tokens) // self._page * self._page
         if end <= start or not self._keys:
             return
@@ -131,7 +131,10 @@ class PrefixIndex:
             self._raise(below, high, length)
 
     def confirm(self, slot: int) -> bool:
-        """Whether the slot's bound is true; else it is by now, and that of others who lost the same."""
+        """Return whether the slot's bound is exact.
+
+        If not, lower it, and the bounds of others that lost the same page.
+        """
         losses = self._memory.losses
         if self._confirmed[slot] == losses and not self._memory.has_windows:
             return True
@@ -140,7 +143,7 @@ class PrefixIndex:
         if true >= bound:
             self.matched[slot], self._confirmed[slot] = true, losses
             return True
-        if self._memory.has_windows:  # the page at ``true`` may be cached, and of use to whoever goes on behind it
+        if self._memory.has_windows:  # the page at ``true`` may be cached, and of use to prompts that continue after it
             slots = np.array([slot])
         else:
             low, high = self._run((req.msg.extra_key, req.msg.input_ids), true + self._page)
@@ -150,7 +153,7 @@ class PrefixIndex:
         return False
 
     def _run(self, key: Key, length: int) -> tuple[int, int]:
-        """The positions of those that begin as the first ``length`` tokens of ``key`` do."""
+        """Return the range of positions of prompts that begin with the first ``length`` tokens of ``key``."""
         num_bytes = length * TOKEN_BYTES
         sought = key[0], key[1][:num_bytes]
 
@@ -169,7 +172,7 @@ class PrefixIndex:
         return min(self._memory.prefix_len(req), int(self._limit[slot]))
 
     def _common(self, one: Key, other: Key) -> int:
-        """Tokens, in whole pages, that both begin with."""
+        """Return the tokens, in whole pages, that both begin with."""
         if one[0] != other[0]:
             return 0
         count = min(len(one[1]), len(other[1])) // TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""The policy that ``--schedule-policy`` names."""
+"""The policies that ``--schedule-policy`` names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .by_remaining import ShortestRemainingFirst
 
 
 def make_policy(options: ServerOptions, memory: KVMemory, model: CostModel) -> SchedulePolicy:
-    """``priority`` is first come, first served within each priority, which ``WaitingQueue`` sees to.
+    """Return the policy that the options name.
 
-    ``auto`` goes by the mode that the instance starts in: on a decode, requests wait for memory rather than for the
-    prompts before them.
+    ``priority`` is first come, first served within each priority, which ``WaitingQueue`` handles. ``auto`` depends on
+    the mode in which the instance starts: on a decode, requests wait for memory rather than for the prompts before
+    them.
     """
     name = options.schedule_policy
     if name == "auto":
