@@ -12,7 +12,7 @@ from .prompts import Seed
 
 
 def random_arrivals(rate: float, burstiness: float, seed: Seed, start: float = 0.0) -> Iterator[float]:
-    """Endless arrival times in seconds, ``rate`` a second on average, the first one gap after ``start``.
+    """Yield endless arrival times in seconds, ``rate`` per second on average, the first one gap after ``start``.
 
     Gaps follow a gamma distribution of shape ``burstiness`` (1: exponential, so a Poisson process; coefficient of
     variation 1/sqrt(shape)). An infinite rate puts all at ``start``, an infinite burstiness makes all gaps equal.
@@ -27,6 +27,6 @@ def random_arrivals(rate: float, burstiness: float, seed: Seed, start: float = 0
 
 
 def burst_arrivals(every: float, burst: int, start: float) -> Iterator[float]:
-    """``burst`` arrivals at once, at ``start`` and then every ``every`` seconds, endlessly."""
+    """Yield ``burst`` arrivals at once, at ``start`` and then every ``every`` seconds, endlessly."""
     for i in itertools.count():
         yield from itertools.repeat(start + i * every, burst)

@@ -28,16 +28,16 @@ class Backend(ABC):
         return
 
     def body(self, spec: RequestSpec) -> bytes:
-        """The request's JSON."""
+        """Make the request's JSON."""
         return orjson.dumps({**self.fields(spec), **self._extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
     @abstractmethod
     def fields(self, spec: RequestSpec) -> dict[str, Any]:
-        """The request's fields."""
+        """Make the request's fields."""
 
     @abstractmethod
     def reader(self) -> AnswerReader:
-        """A reader for one answer."""
+        """Make a reader for one answer."""
 
 
 class GenerateBackend(Backend):
@@ -113,7 +113,7 @@ class LlamaCppBackend(Backend):
 
 
 def make_backend(options: BenchOptions) -> Backend:
-    """The backend that the options name; raises ``WorkloadError`` when --extra-body is no JSON object."""
+    """Make the backend that the options name; raises ``WorkloadError`` if --extra-body is no JSON object."""
     if options.backend in ("pdserve", "sglang"):
         return GenerateBackend(options)
     return LlamaCppBackend(options) if options.backend == "llamacpp" else CompletionBackend(options)

@@ -43,20 +43,20 @@ _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Everything that is drawn within looks like this."""
+    """Set the style of everything that is drawn in the block."""
     with mpl.rc_context(STYLE):
         yield
 
 
 def color(index: int) -> str:
-    """The ``index``-th line's colour."""
+    """Return the colour of line ``index``."""
     return COLORS[index % len(COLORS)]
 
 
 def new_figure(
     columns: int = 1, rows: int = 1, *, width: float = 5.4, height: float = 3.5
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row. ``width``, ``height``: inches of each."""
+    """Make a figure and its axes, row by row. ``width`` and ``height`` are the inches of each."""
     # Figures of their own, not pyplot's: nothing is kept in a global list.
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
@@ -73,7 +73,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> None:
-    """The share of ``samples`` (ms) that is at most x, on an axis that gives each nine the same room."""
+    """Draw the share of ``samples`` (ms) that is at most x, on an axis that gives each nine the same room."""
     values = np.maximum(np.sort(np.fromiter(samples, np.float64)), SHORTEST_MS)
     if not values.size:
         return
@@ -83,7 +83,7 @@ def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> No
 
 
 def finish_cdf(axes: Axes, title: str) -> None:
-    """Titles and scales of a plot of ``draw_cdf``; call it when all is drawn."""
+    """Set titles and scales of a plot of ``draw_cdf``; call it when all is drawn."""
     shares = (0.5, 0.9, 0.99, 0.999, 0.9999)
     heights = [-np.log10(1 - share) for share in shares]
     shown = [i for i, height in enumerate(heights) if height <= max(axes.dataLim.y1, 1.0)]
@@ -93,7 +93,7 @@ def finish_cdf(axes: Axes, title: str) -> None:
 
 
 def _plain_log_ticks(axes: Axes) -> None:
-    """10, 100, 1,000 instead of powers of ten; 2 and 5 of each as well, where there is room."""
+    """Label the axis with 10, 100, 1,000 instead of powers of ten; with 2 and 5 of each as well, if there is room."""
     low, high = axes.get_xlim()
     ticks = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     axes.set_xticks([tick for tick in ticks if len(ticks) <= 6 or f"{tick:e}"[0] == "1"])
@@ -102,14 +102,14 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 
 def draw_rate(axes: Axes, times: Sequence[float], weights: Sequence[float], end: float, label: str, index: int) -> None:
-    """Events a second over time, in bins of about a second (less when the run is short)."""
+    """Draw events per second over time, in bins of about a second (less for a short run)."""
     bins = int(np.clip(np.ceil(end), 20, 300))
     counts, edges = np.histogram(times, bins=bins, range=(0, max(end, 1e-9)), weights=weights)
     axes.stairs(counts / np.diff(edges), edges, label=label, color=color(index), linewidth=1.4)
 
 
 def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, label: str, index: int) -> None:
-    """A running sum of ``changes`` (time, by how much). What lasts less than the eye can see is left out."""
+    """Draw a running sum of ``changes`` (time, difference). Levels too short to be seen are left out."""
     blink = max(end, 1e-9) / 1000
     levels, now = {0: 0}, 0
     for at, change in sorted(changes):
@@ -120,7 +120,7 @@ def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, lab
 
 
 def log_x(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers; call it when all is drawn."""
+    """Make the x axis logarithmic, with plain numbers; call it when all is drawn."""
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low / 1.1, high * 1.1)
@@ -128,25 +128,25 @@ def log_x(axes: Axes) -> None:
 
 
 def log_y(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers; call it when all is drawn."""
+    """Make the y axis logarithmic, with plain numbers; call it when all is drawn."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(_THOUSANDS)
     axes.yaxis.set_minor_formatter(lambda *_: "")
 
 
 def whole_numbers(axes: Axes) -> None:
-    """Only whole numbers on the x axis."""
+    """Label the x axis with whole numbers only."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def show_legend(axes: Axes, entries: int) -> None:
-    """A legend, where there is more than one thing to tell apart."""
+    """Show a legend if there is more than one entry."""
     if entries > 1:
         axes.legend()
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend under all panels, for the lines of ``axes``, where there is more than one."""
+    """Show one legend below all panels for the lines of ``axes``, if there is more than one."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))

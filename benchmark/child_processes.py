@@ -9,7 +9,7 @@ import httpx
 
 
 def says_ok(client: httpx.Client, url: str) -> bool:
-    """Whether somebody listens there, and answers 200."""
+    """Return whether a server listens there and answers 200."""
     try:
         return client.get(url).status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -17,7 +17,7 @@ def says_ok(client: httpx.Client, url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float, kill: Callable[[], None] | None = None) -> None:
-    """End it, by force after so many seconds (``kill``: which; its own else); nothing where it has ended."""
+    """End a process, by force after ``seconds``: by ``kill``, or else by SIGKILL. Do nothing if it has ended."""
     if process.poll() is not None:
         return
     process.terminate()

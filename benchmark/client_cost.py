@@ -71,7 +71,7 @@ async def _ours(url: str) -> int:
 
 
 def _stamp(times: list[float], line: bytes | str) -> None:
-    """What any client has to do with an event: note the time, look into it."""
+    """Do what any client does with an event: note the time, and parse it."""
     text = line.removeprefix(b"data: ") if isinstance(line, bytes) else line.removeprefix("data: ")
     if text.strip() not in (b"", b"[DONE]", "", "[DONE]") and orjson.loads(text)["choices"]:
         times.append(time.perf_counter())
@@ -106,7 +106,7 @@ async def _aiohttp(url: str) -> int:
 
 
 def measure(client: Callable[[str], Awaitable[int]], url: str) -> float:
-    """CPU seconds a chunk."""
+    """Return the CPU seconds per chunk."""
     begin = time.process_time()
 
     async def run() -> int:

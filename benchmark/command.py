@@ -14,7 +14,7 @@ PIPE_COLUMNS = 150
 
 
 def wide_console() -> Console:
-    """For tables: a pipe has no width, and 80 columns would cut them."""
+    """Make a console for tables. A pipe has no width, and 80 columns would cut them."""
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 

@@ -26,7 +26,7 @@ def make_shapes(rng: random.Random) -> list[StepShape]:
 
 
 def microseconds(action: Callable[[StepShape], object], shapes: list[StepShape]) -> float:
-    """CPU time of one call, the best of some rounds: other processes' use of the caches is no part of it."""
+    """Return the CPU time of one call, the best of some rounds, so that other processes' use of caches is left out."""
     best = float("inf")
     for _ in range(ROUNDS):
         begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""A real instance around a fake model worker, and the handle of who measures it.
+"""A real instance around a fake model worker, and a handle to measure it.
 
 ``python -m pdserve.benchmark.fake_instance PARENT_PID`` is the instance's supervisor: it reads its ``ServerOptions``
 from standard input, prints its run directory, and dies with its parent.
@@ -60,7 +60,7 @@ class FakeInstance:
         self._ask(Occupy(batch, step_seconds))
 
     def record(self) -> StepRecord:
-        """The steps since ``occupy``; ask when nothing runs."""
+        """Return the steps since ``occupy``; call it when nothing runs."""
         return msgspec.msgpack.decode(self._ask(Report()), type=StepRecord)
 
     def _ask(self, question: Occupy | Report) -> bytes:
@@ -106,7 +106,7 @@ def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
 
 
 def main() -> None:
-    """The instance's supervisor."""
+    """Run the instance's supervisor."""
     die_with_parent(int(sys.argv[1]))
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
     setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")

@@ -1,8 +1,8 @@
 """A model worker without a model, in the place of ``model_runner/process.py`` when the rest of an instance is measured.
 
-Same channels, same messages. A step takes as much CPU time as it is told to, as a forward pass would, and gives token
-ids that mean nothing. When each step began and what it took is kept for whoever asks on the channel ``QUESTIONS``. A
-thread of its own answers there; it sleeps while steps are measured.
+Channels and messages are the same. A step takes a given CPU time, as a forward pass would, and gives token ids without
+meaning. The begin and duration of each step are recorded for questions on the channel ``QUESTIONS``. A thread of its
+own answers there; it sleeps while steps are measured.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from ..runtime.options import ServerOptions
 QUESTIONS = "fake_worker"
 POOL_TOKENS = 1 << 22
 TOKEN_IDS = (1000, 30000)
-"""Ids to answer with, first and behind the last: plain words in any vocabulary of today."""
+"""Range of the ids to answer with: plain words in any vocabulary of today."""
 GATHER_SECONDS = 0.02
-"""Least time of a step that is not of the batch that is measured: HTTP needs a while to take in that many requests,
-and steps without work would be through with the first before the last has come."""
+"""Minimum seconds of a step outside the measured batch.
+
+HTTP needs a while to take in that many requests. Without this, the first would end before the last has arrived.
+"""
 
 
 class Occupy(msgspec.Struct, tag=True, frozen=True):
@@ -64,7 +66,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class FakeModel:
-    """Runs steps by staying awake. CPU time counts: whoever takes the core away delays a forward pass, too."""
+    """Model that runs steps by staying awake. CPU time counts, because another process delays a forward pass, too."""
 
     def __init__(self) -> None:
         self._ids = np.random.default_rng(0).integers(*TOKEN_IDS, size=1 << 16, dtype=np.int32)
@@ -78,7 +80,7 @@ class FakeModel:
         self._sampled = 0
 
     def run(self, step: ForwardStep) -> StepResult:
-        """One step; begins when its message has been decoded and ends before its result is encoded."""
+        """Run one step. It begins when its message has been decoded, and ends before its result is encoded."""
         started, cpu = time.perf_counter(), time.thread_time()
         count = int(np.count_nonzero(np.frombuffer(step.sample, dtype="<i4")))
         if self._at + count > len(self._ids):
@@ -103,7 +105,7 @@ class FakeModel:
 
 
 def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
-    """The thread that ``QUESTIONS`` reach."""
+    """Run the thread that answers ``QUESTIONS``."""
     socket: zmq.Socket[Any] = ctx.zmq_ctx.socket(zmq.REP)
     socket.bind(ctx.address(QUESTIONS))
     decoder = msgspec.msgpack.Decoder(Occupy | Report)
@@ -117,7 +119,7 @@ def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
 
 
 def ready_message(options: ServerOptions) -> WorkerReady:
-    """A pool that never runs short, for the model that the options name; raises ``ModelError``."""
+    """Describe a pool that never runs short, for the model that the options name; raises ``ModelError``."""
     spec = read_spec(resolve_model(options.model_path, weights=False))
     layers, size = tuple(range(spec.num_layers)), options.page_size
     page_bytes = spec.num_layers * size * spec.kv_elements * 4
@@ -139,7 +141,7 @@ def ready_message(options: ServerOptions) -> WorkerReady:
 
 
 def main() -> NoReturn:
-    """Entry point of the process."""
+    """Run the process."""
     ctx = start_child(sys.argv)
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))

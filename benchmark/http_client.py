@@ -1,8 +1,8 @@
 """The load generator's HTTP client: callbacks from the socket to the recorder, no stream objects in between.
 
-It stands on the connections that the router uses, too. A chunk costs one parser call, and its time is taken when the
-event loop hands over the bytes: what a general client does for each chunk would take a good part of a core, on the
-machine that it measures, and delay its own time stamps. docs/benchmarks.md has the figures.
+It uses the same connections as the router. A chunk costs one parser call, and its time is taken when the event loop
+hands over the bytes. A general client would take a good part of a core of the machine that it measures. It would also
+delay its own time stamps. docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BodySink(Protocol):
     """Takes the body of a 200 as it arrives."""
 
     def feed(self, data: bytes, at: float) -> None:
-        """Bytes that came at ``at`` (of the client's clock)."""
+        """Take bytes that arrived at ``at`` (of the client's clock)."""
 
 
 class _TimedConnection(Connection):
@@ -104,11 +104,11 @@ class HttpClient:
         self._pool = Pool(Origin.of(base_url), lambda: _TimedConnection(clock), CONNECT_TIMEOUT_SECONDS)
 
     async def get_json(self, path: str) -> Any:
-        """The JSON that GET ``path`` answers; raises ``RequestError``."""
+        """Return the JSON that GET ``path`` answers; raises ``RequestError``."""
         return _parse(path, await self._request(self._message("GET", path, b""), None))
 
     async def post(self, path: str, body: bytes = b"") -> bytes:
-        """What POST ``path`` answers; raises ``RequestError``."""
+        """Return the answer to POST ``path``; raises ``RequestError``."""
         return await self._request(self._message("POST", path, body), None)
 
     async def post_stream(self, path: str, body: bytes, sink: BodySink) -> None:

@@ -1,13 +1,13 @@
 """The figures of a run, as the field defines them.
 
 - **TTFT**: from sending a request to the first chunk of the answer that carries a token.
-- **ITL**: the gap between two successive chunks that carry tokens; one sample a gap, so P99 ITL is what a reader of
-  the stream sees. A chunk with several tokens is one chunk here (``tokens_per_chunk`` tells a server that groups them);
-  spreading its gap over its tokens would hide the wait.
+- **ITL**: the gap between two successive chunks that carry tokens. Each gap is one sample, so P99 ITL is what a reader
+  of the stream sees. A chunk with several tokens is one chunk here (``tokens_per_chunk`` reveals a server that groups
+  them). Spreading its gap over its tokens would hide the wait.
 - **TPOT**: (last chunk - first chunk) / (output tokens - 1) of one request.
 - **E2E**: from sending to the last chunk that carries a token.
-- **Throughput**: tokens or requests of complete answers over the window: first request sent to last answer complete, or
-  a scenario's duration, of which only what arrived within it counts.
+- **Throughput**: tokens or requests of complete answers over the window. The window is from the first request to the
+  last complete answer, or a scenario's duration. Only answers within it count.
 - **Goodput**: requests a second that meet every SLO given. A failed request never does.
 
 Tokens are counted by the server (``usage``, ``meta_info``) where it does, else as chunks. All times in ms here.
@@ -29,7 +29,7 @@ MS = 1e3
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of one kind of sample; in ms."""
+    """Distribution of one kind of sample, in ms."""
 
     count: int
     mean: float
@@ -53,7 +53,7 @@ class Slo(msgspec.Struct, frozen=True):
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2e))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether this request counts for goodput."""
+        """Return whether this request counts for goodput."""
         if record.error is not None:
             return False
         measured = (record.ttft, record.tpot or 0.0, max(record.itls, default=0.0), record.e2e)
@@ -62,10 +62,10 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one group of requests, or of all. Throughputs are per second; distributions are None without samples.
+    """Report on one group of requests, or on all. Throughputs are per second. Distributions are None without samples.
 
-    ``short_answers``: complete answers with fewer tokens than asked for. ``goodput`` and ``slo_share`` are None without
-    an SLO.
+    ``short_answers`` counts complete answers with fewer tokens than asked for. ``goodput`` and ``slo_share`` are None
+    without an SLO.
     """
 
     name: str
@@ -100,7 +100,7 @@ class ClientCost(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """Of one load. ``window`` in seconds."""
+    """Report on one load. ``window`` is in seconds."""
 
     label: str
     rate: float | None
@@ -131,7 +131,7 @@ class _Window:
 
 
 def report_run(result: RunResult, slo: Slo) -> RunReport:
-    """The figures of ``result``, for all requests and for each group."""
+    """Compute the figures of ``result``, for all requests and for each group."""
     load = result.workload.load
     window = _Window(result.window, np.isfinite(result.workload.duration).item())
     names = [group.name for group in result.workload.groups]
@@ -145,7 +145,7 @@ def report_run(result: RunResult, slo: Slo) -> RunReport:
 
 
 def report_group(name: str, records: Sequence[RequestRecord], window: _Window, slo: Slo) -> GroupReport:
-    """The figures of ``records``."""
+    """Compute the figures of ``records``."""
     done = [record for record in records if record.error is None]
     finished = [r for r in done if not window.is_cut or r.ended <= window.seconds]
     good = sum(slo.is_met(record) for record in finished)
@@ -178,7 +178,7 @@ def report_group(name: str, records: Sequence[RequestRecord], window: _Window, s
 
 
 def distribution(seconds: Iterable[float]) -> Distribution | None:
-    """Of samples in seconds. Percentiles are interpolated linearly between samples."""
+    """Compute the distribution of samples in seconds. Percentiles are interpolated linearly between samples."""
     samples = np.fromiter(seconds, np.float64) * MS
     if not samples.size:
         return None
@@ -187,7 +187,7 @@ def distribution(seconds: Iterable[float]) -> Distribution | None:
 
 
 def concurrency(records: Sequence[RequestRecord], seconds: float) -> tuple[float, int]:
-    """Requests under way: mean over ``seconds``, and most at any time."""
+    """Return the number of requests under way: mean over ``seconds``, and maximum."""
     if not records or seconds <= 0:
         return 0.0, 0
     begin = min(record.sent for record in records)

@@ -38,7 +38,7 @@ def plot_runs(folder: Path, runs: Runs) -> list[Path]:
 
 
 def _series(runs: Runs) -> list[tuple[str, list[RequestRecord]]]:
-    """What gets a line of its own: each load of a sweep, each group of a scenario; complete answers only."""
+    """Return the lines of a plot: each load of a sweep, each group of a scenario; complete answers only."""
     series = []
     for result, report in runs:
         for group in report.groups:
@@ -61,7 +61,7 @@ def _plot_latency(path: Path, series: list[tuple[str, list[RequestRecord]]]) -> 
 
 
 def _plot_throughput(path: Path, runs: Runs) -> Path:
-    """Two panels for each load: one above the other where there is one, side by side where there are several."""
+    """Plot two panels for each load: one above the other for a single load, side by side for several."""
     from . import chart
 
     is_sweep = len(runs) > 1
@@ -90,7 +90,7 @@ def _draw_group(tokens: Axes, busy: Axes, records: list[RequestRecord], name: st
 
 
 def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
-    """TTFT and throughput of each load. The x axis is what was swept; where both were, it is the rate.
+    """Plot TTFT and throughput of each load. The x axis is the swept quantity; if both were swept, it is the rate.
 
     A run that sent all at once has no place on an axis of rates, and is left out there.
     """
@@ -120,20 +120,20 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
 
 
 def _offered(report: RunReport, by_rate: bool) -> float:
-    """What is on the x axis."""
+    """Return the value on the x axis."""
     offered = report.rate if by_rate else report.concurrency
     return report.total.mean_concurrency if offered is None else offered
 
 
 def _other(report: RunReport, by_rate: bool) -> str:
-    """The name of what is not on the x axis."""
+    """Return the name of the quantity that is not on the x axis."""
     if by_rate:
         return f"concurrency {report.concurrency}" if report.concurrency else "no limit"
     return "all at once" if report.rate is None else f"{report.rate:g} req/s"
 
 
 def _plot_in_flight(path: Path, result: RunResult) -> Path:
-    """Within a single run: each request's TTFT against how many others were under way when it was sent."""
+    """Plot each request's TTFT of one run against the number of others under way when it was sent."""
     from . import chart
 
     figure, (axes,) = chart.new_figure(width=6.4)

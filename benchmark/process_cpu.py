@@ -17,8 +17,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def cpu_seconds_now(pid: int) -> float:
-    """Time on a core of the threads that live now, and of the process's children, to the nanosecond: the difference of
-    two calls is what they took in between, if none has ended."""
+    """Return the CPU time of the live threads of a process and of its children, to the nanosecond.
+
+    The difference of two calls is the time in between, if none has ended.
+    """
     total = 0
     for thread in Path("/proc", str(pid), "task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since the folder was listed
@@ -27,7 +29,7 @@ def cpu_seconds_now(pid: int) -> float:
 
 
 def find_children(pid: int) -> dict[str, int]:
-    """The living children of a process: command line → pid."""
+    """Return the live children of a process: command line → pid."""
     children = {}
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
@@ -42,5 +44,5 @@ def find_children(pid: int) -> dict[str, int]:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields behind the command's name, which may itself hold spaces and brackets."""
+    """Return the fields after the command's name, which may itself contain spaces and brackets."""
     return path.joinpath("stat").read_text().rpartition(")")[2].split()

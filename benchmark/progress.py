@@ -38,14 +38,14 @@ class ProgressView:
 
     @contextmanager
     def showing(self, label: str, total: int | None) -> Iterator[None]:
-        """Show one run. ``total`` requests; None: nobody knows."""
+        """Show one run of ``total`` requests; None: unknown."""
         self._failed = 0
         self._progress.reset(self._task, description=label, total=total, failed="")
         with self._progress:
             yield
 
     def advance(self, record: RequestRecord) -> None:
-        """One more is finished."""
+        """Count a finished request."""
         if not self._is_shown:
             return
         self._failed += record.error is not None

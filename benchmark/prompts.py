@@ -34,7 +34,7 @@ class TokenRange:
     high: int
 
     def draw(self, rng: np.random.Generator, count: int) -> TokenIds:
-        """int32 [count]."""
+        """Draw ``count`` token ids, int32 [count]."""
         return rng.integers(self.low, self.high + 1, count, dtype=np.int32)
 
 
@@ -51,13 +51,13 @@ class PromptShape:
 
 
 def random_requests(shape: PromptShape, tokens: TokenRange, seed: Seed) -> Iterator[RequestSpec]:
-    """Endless random requests of one shape."""
+    """Yield endless random requests of one shape."""
     prefixes = [
         tokens.draw(np.random.default_rng([*seed, _PREFIX, i]), shape.prefix_len) for i in range(shape.num_prefixes)
     ]
     index = 0
     while True:
-        # A generator for each request: its prompt doesn't depend on how many were drawn before it by whom.
+        # Each request has a generator of its own, so its prompt does not depend on earlier draws.
         yield _random_request(shape, tokens, prefixes, np.random.default_rng([*seed, _REQUEST, index]))
         index += 1
 

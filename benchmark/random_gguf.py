@@ -31,7 +31,7 @@ CONTEXT = 8192
 
 
 class Size(NamedTuple):
-    """Of a Llama with tied embeddings, or of a Qwen3-MoE; the vocabulary is the default model's."""
+    """Size of a Llama with tied embeddings, or of a Qwen3-MoE. The vocabulary is the default model's."""
 
     hidden: int = 1024
     inner: int = 2816
@@ -44,7 +44,7 @@ class Size(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Of each head."""
+        """Number of elements of each head."""
         return self.hidden // self.heads
 
     @property
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def kinds_of(mix: str, size: Size) -> dict[str, Kind]:
-    """The kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as llama.cpp does it, others are of one kind.
+    """Return the kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as in llama.cpp; others are of one kind.
 
     Routers stay as they are.
     """

@@ -32,7 +32,7 @@ class StreamCost(NamedTuple):
 
 
 def request_bytes(path: str, body: dict[str, object]) -> bytes:
-    """A POST of ``body``, whose connection the server shall close."""
+    """Make a POST of ``body`` that asks the server to close the connection."""
     content = orjson.dumps(body)
     headers = (
         f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(content)}"
@@ -68,7 +68,7 @@ class RawStreams:
         return StreamCost(time.perf_counter() - begin, time.process_time() - cpu, reads, received)
 
     def _read_all(self, until: float) -> tuple[int, int]:
-        """How often something was read, and how many bytes."""
+        """Read all streams; return the number of reads and of bytes."""
         reads = received = 0
         for _ in range(self._at_once):
             self._open()

@@ -26,7 +26,7 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def read(self, event: bytes) -> int:
-        """How many new tokens this event carries; 0 for one that carries none. Raises ``RequestError``."""
+        """Return the number of new tokens that this event carries. Raises ``RequestError``."""
 
     def finish(self) -> None:
         """Call when the stream is over. Raises ``RequestError`` when the answer is not a good one."""
@@ -34,7 +34,7 @@ class AnswerReader(ABC):
 
 
 def load_event(event: bytes) -> dict[str, Any]:
-    """The event's object; raises ``RequestError`` for anything else, and for the event that reports an error."""
+    """Parse the event's object; raises ``RequestError`` for anything else, and for an event that reports an error."""
     try:
         content = orjson.loads(event)
     except orjson.JSONDecodeError:
@@ -84,8 +84,8 @@ class GenerateReader(AnswerReader):
 class CompletionReader(AnswerReader):
     """``/v1/completions``: each event with choices counts as one token, unless the server reports usage in it.
 
-    ``counts_empty``: whether a last event without text carries a token (vLLM: yes, its text is empty when the token
-    ends no character; others send the finish reason alone).
+    ``counts_empty`` says whether a last event without text carries a token. In vLLM it does: its text is empty if the
+    token ends no character. Others only send the finish reason.
     """
 
     def __init__(self, counts_empty: bool) -> None:

@@ -68,7 +68,7 @@ class StreamRecorder:
         self._problem: RequestError | None = None
 
     def feed(self, data: bytes, at: float) -> None:
-        """Bytes of the answer; see ``BodySink``."""
+        """Take bytes of the answer; see ``BodySink``."""
         for event in self._splitter.feed(data):
             if event == DONE:
                 self._done = True
@@ -87,7 +87,7 @@ class StreamRecorder:
             self._record.chunk_tokens.append(tokens)
 
     def finish(self) -> None:
-        """The answer is complete: take over the server's counts. Raises ``RequestError`` when it is not a good one."""
+        """Take over the server's counts, because the answer is complete. Raises ``RequestError`` for a bad answer."""
         if self._problem is not None:
             raise self._problem
         if self._reader.ends_with_done and not self._done:

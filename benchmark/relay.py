@@ -29,11 +29,11 @@ SETTLE_SECONDS = 0.5
 MICRO, MILLI = 1e6, 1e3
 DIRECT = "direct"
 FIRST_RATE, STEP, LADDER = 8_000.0, 1.2, 20
-"""Events a second to begin with, by how much more there are at each step, and the most steps."""
+"""Events per second at the start, factor of each step, and maximum number of steps."""
 TRIES = 3
-"""Of a step that fails: a neighbour may have taken the core."""
+"""Number of tries of a step that fails, because a neighbour may have taken the core."""
 BUSY = 0.95
-"""Share of a core from which on it is taken for full, and of the events below which some are missing."""
+"""Share of a core above which it counts as full, and share of events below which some count as missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class RelayOptions:
                 raise BenchOptionsError(f"--command {command}: write it like NAME=PROGRAM --port {{port}} {{worker}}")
 
     def routers(self) -> dict[str, list[str]]:
-        """The command of each router by its name; ours is started otherwise."""
+        """Return the command of each router by its name; ours is started differently."""
         return {OURS: [], **{name: shlex.split(words) for name, _, words in (c.partition("=") for c in self.command)}}
 
 
@@ -88,15 +88,16 @@ class Relayed(NamedTuple):
 
 
 class Most(NamedTuple):
-    """The most events a second that a router relayed with each out before its stream's next one; ``share``: of its
-    core, which neighbours may use too; ``limited``: the load generator had no more to give. ``request_cpu``: seconds
-    for a request with one token."""
+    """The maximum rate of events that a router relayed, each before the next one of its stream."""
 
     router: str
     rate: float
     share: float
+    """Share of its core, which neighbours may use, too."""
     limited: bool
+    """Whether the load generator could not send more."""
     request_cpu: float
+    """CPU seconds for a request with one token."""
 
 
 class Bench:
@@ -115,7 +116,7 @@ class Bench:
         return time.process_time() + cpu_seconds_now(self._source.pid)
 
     def idle(self, seconds: float) -> float:
-        """CPU seconds a second without any request."""
+        """Return the CPU seconds per second without any request."""
         begin, start = self._cpu(), time.perf_counter()
         time.sleep(seconds)
         return (self._cpu() - begin) / (time.perf_counter() - start)
@@ -133,7 +134,7 @@ class Bench:
         return Relayed(self._name, streams, cpu, seen, probes[self._port], probes[self._source.port])
 
     def request(self, seconds: float, idle: float) -> float:
-        """CPU seconds for a request with one token, over a connection of its own."""
+        """Return the CPU seconds for a request with one token, over a connection of its own."""
         with contextlib.closing(RelayClient(self._port)) as client:
             begin = self._cpu()
             seen = client.watch(seconds, [self._port])
@@ -161,7 +162,7 @@ class Bench:
 
 
 def keeps_up(seen: Seen, streams: int, interval: float) -> bool:
-    """Whether nearly all events came, and nearly each before the next one of its stream was sent."""
+    """Return whether nearly all events came, and nearly each before the next one of its stream was sent."""
     came = len(seen.delays) / seen.seconds
     return came * interval >= BUSY * streams and bool(np.percentile(seen.delays, 99) <= interval)
 
@@ -227,7 +228,7 @@ def relay_table(measured: list[Relayed], interval_ms: float) -> Table:
 
 
 def most_table(most: list[Most], streams: int) -> Table:
-    """The most, and what a request costs."""
+    """Make the table of maximum rates, with the cost of a request."""
     table = Table(title=f"one core, {streams} streams: most events a second", title_justify="left")
     table.add_column("router")
     for name in ("events/s", "of the core", "events a CPU second", "CPU µs a request"):

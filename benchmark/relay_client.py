@@ -25,17 +25,18 @@ EVENT_END = b"\n\n"
 
 
 def ask(tokens: int) -> bytes:
-    """A request for a stream of ``tokens`` tokens."""
+    """Make a request for a stream of ``tokens`` tokens."""
     return request_bytes(PATH, {"model": MODEL, "prompt": "x", "max_tokens": tokens, "stream": True})
 
 
 class Seen(NamedTuple):
-    """What arrived in ``seconds``: the ``delays`` of all events since their sending, and the times to first token of
-    the probes, by the port that they went to; all in seconds."""
+    """Events that arrived in ``seconds``. All times are in seconds."""
 
     seconds: float
     delays: list[float]
+    """Delays of all events since their sending."""
     probes: dict[int, list[float]]
+    """Times to the first token of the probes, by the port that they went to."""
 
 
 class RelayClient:
@@ -114,7 +115,7 @@ class RelayClient:
         return stream
 
     def _read(self, number: int) -> list[float]:
-        """When the events were sent that are complete now. Raises ``ServerError`` when a stream ends."""
+        """Read from a stream; return the sending times of its complete events. Raises ``ServerError`` at its end."""
         size = self._sockets[number].recv_into(self._buffer)
         data = self._rests[number] + self._buffer[:size]
         if not size or (data.startswith(b"HTTP/") and not data.startswith(STATUS_OK)):
@@ -128,7 +129,7 @@ class RelayClient:
         self._probe = self._open(port, ask(1))
 
     def _read_probe(self) -> float | None:
-        """Seconds to the first token, when it has come."""
+        """Return the seconds to the probe's first token, if it has come."""
         assert self._probe is not None
         if not self._read(self._probe.fileno()):
             return None

@@ -24,7 +24,7 @@ STOP_SECONDS = 10.0
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterator[tuple[int, int]]:
-    """A router on ``core`` in front of ``worker``. Yields its port and pid once it serves; raises ``ServerError``."""
+    """Run a router on ``core`` for ``worker``. Yields its port and pid once it serves; raises ``ServerError``."""
     [port] = free_ports(1)
     words = [word.replace("{port}", str(port)).replace("{worker}", worker) for word in command]
     options = None

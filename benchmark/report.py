@@ -23,7 +23,7 @@ _LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2e")
 
 
 def print_run(console: Console, report: RunReport) -> None:
-    """The tables of one load."""
+    """Print the tables of one load."""
     groups = [report.total] if len(report.groups) == 1 else [*report.groups, report.total]
     console.print(_rates_table(report, groups))
     console.print(_latency_table(groups))
@@ -92,7 +92,7 @@ def _optional(value: float | None, form: str) -> str:
 
 
 def write_json(path: Path, options: BenchOptions, runs: Sequence[tuple[RunResult, RunReport]], details: bool) -> None:
-    """Everything, as one JSON object: ``options``, and for each load its ``report`` and its ``requests``."""
+    """Write everything as one JSON object: ``options``, and for each load its ``report`` and its ``requests``."""
     given = dataclasses.asdict(options)
     # A file of results gets passed around; a key must not.
     given["api_key"] = None if options.api_key is None else "***"
@@ -109,7 +109,7 @@ def write_json(path: Path, options: BenchOptions, runs: Sequence[tuple[RunResult
 
 
 def _request(record: RequestRecord, details: bool) -> dict[str, Any]:
-    """Times in seconds from the run's start, latencies in ms."""
+    """Make the entry of a request, with times in seconds from the run's start and latencies in ms."""
     is_good = record.error is None
     content: dict[str, Any] = {
         "group": record.group,

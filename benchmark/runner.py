@@ -157,7 +157,7 @@ class LoadRunner:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection would stop the clock's owner for milliseconds, and so be measured as the server's."""
+    """Switch the garbage collector off. It would stop this process for milliseconds, counted as the server's time."""
     by_others = gc.get_freeze_count()
     gc.collect()
     gc.freeze()

@@ -73,7 +73,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def read_scenario(name: str) -> Scenario:
-    """The scenario ``name``: one of ``benchmark/scenarios``, or a file; raises ``WorkloadError``."""
+    """Read the scenario ``name``: one of ``benchmark/scenarios``, or a file; raises ``WorkloadError``."""
     shipped = SHIPPED / f"{name}.yaml"
     path = shipped if shipped.is_file() else Path(name)
     try:

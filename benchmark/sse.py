@@ -12,7 +12,7 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that ``data`` completes."""
+        """Take ``data``, and return the events that it completes."""
         if self._rest:
             data = self._rest + data
         if b"\r" in data:

@@ -72,7 +72,7 @@ class OverheadOptions:
 
 
 class Spread(NamedTuple):
-    """Of some seconds."""
+    """Mean and percentiles of some times, in seconds."""
 
     mean: float
     p50: float
@@ -80,7 +80,7 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(values: Floats) -> Spread:
-        """``values``: at least one."""
+        """Compute them of ``values``, at least one."""
         return Spread(float(values.mean()), *(float(np.percentile(values, q)) for q in (50, 99)))
 
 
@@ -109,7 +109,7 @@ class Overhead(NamedTuple):
 def summarize(
     record: StepRecord, batch: int, step_ms: float, cpu: dict[str, float], client: StreamCost
 ) -> Overhead | None:
-    """None where no two steps in a row decoded the whole batch. ``cpu``: seconds in all."""
+    """Summarize a record; None if no two consecutive steps decoded the whole batch. ``cpu`` is in seconds in all."""
     starts, busy = np.frombuffer(record.starts), np.frombuffer(record.busy)
     whole = busy > 0
     counts = np.flatnonzero(whole[:-1] & whole[1:])
@@ -131,7 +131,7 @@ def summarize(
 
 
 def make_requests(options: OverheadOptions, batch: int, tokens: int, seed: int) -> Iterator[bytes]:
-    """Endless requests: prompts of random ids, so that none is cached, and ``tokens`` tokens asked for."""
+    """Yield endless requests for ``tokens`` tokens, with prompts of random ids, so that none is cached."""
     rng = np.random.default_rng(seed)
     shape = (batch, PROMPT_TOKENS) if options.transport == "batched" else (PROMPT_TOKENS,)
     path = PATHS[options.endpoint]
@@ -195,7 +195,7 @@ def time_table(overheads: list[Overhead], how: str) -> Table:
 
 
 def cpu_table(overheads: list[Overhead]) -> Table:
-    """CPU time."""
+    """Make the table of CPU times."""
     table = Table(title="CPU time a step of the whole batch, µs (worker: less the step itself)", title_justify="left")
     for name in ("batch", "step ms", *PROCESSES, "client"):
         table.add_column(name, justify="right")

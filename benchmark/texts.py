@@ -27,7 +27,7 @@ class TextEntry(NamedTuple):
 
 
 def read_texts(path: Path, limit: int | None) -> list[TextEntry]:
-    """The first ``limit`` prompts; raises ``WorkloadError``."""
+    """Read the first ``limit`` prompts; raises ``WorkloadError``."""
     try:
         content = path.read_text(encoding="utf-8")
         entries = _conversations(path, content) if path.suffix == ".json" else _lines(path, content)
@@ -39,7 +39,7 @@ def read_texts(path: Path, limit: int | None) -> list[TextEntry]:
 
 
 def _conversations(path: Path, content: str) -> list[TextEntry]:
-    """The first question and answer of each conversation; those without are left out."""
+    """Return the first question and answer of each conversation; conversations without them are left out."""
     loaded = orjson.loads(content)
     if not isinstance(loaded, list):
         raise WorkloadError(f"{path} is not a list of conversations")
@@ -67,7 +67,7 @@ def _json_line(line: str) -> TextEntry:
 def text_requests(
     entries: Sequence[TextEntry], tokenizer_path: str | None, output_len: int | None
 ) -> list[RequestSpec]:
-    """Requests for ``entries``; ``output_len`` wins over what they say. Raises ``WorkloadError``."""
+    """Make requests for ``entries``; ``output_len`` wins over their own. Raises ``WorkloadError``."""
     if tokenizer_path is None:
         return [RequestSpec(e.prompt, _wanted(e, output_len, None)) for e in entries]
     tokenizer = _tokenizer(tokenizer_path)

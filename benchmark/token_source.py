@@ -1,7 +1,7 @@
-"""An instance that costs next to nothing: to measure what stands between it and its clients.
+"""An instance that costs next to nothing, to measure the router between it and its clients.
 
 ``python -m pdserve.benchmark.token_source PARENT_PID`` prints its port, and dies with its parent. All streams get a
-token at the same moment, as those of one instance do, each as an event of its own that tells when it was sent.
+token at the same moment, as in one instance. Each token is an event of its own, with the time of its sending.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ABOUT = {"status": "ready", "model_path": MODEL, "object": "list", "data": [{"id
 
 
 def chunk(data: bytes) -> bytes:
-    """``data`` as a chunk of an HTTP body."""
+    """Format ``data`` as a chunk of an HTTP body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -60,7 +60,7 @@ class Streams:
         self._give(connection, chunk(EVENT % time.perf_counter()))
 
     def drop(self, connection: Connection) -> None:
-        """It is gone."""
+        """Forget a closed connection."""
         self._left.pop(connection, None)
 
     def _step(self) -> None:
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
         _, announced, size = head.lower().partition(b"content-length:")
         length = int(size.partition(b"\r\n")[0]) if announced else 0
         if head.startswith(b"PRI "):
-            self._transport.close()  # somebody tries whether this is HTTP/2
+            self._transport.close()  # a client that tries HTTP/2
         elif end and len(body) >= length:
             self._received = body[length:]
             self._answer(head.split(b" ")[1].decode(), body[:length])
@@ -127,14 +127,14 @@ class Connection(asyncio.Protocol):
 
 
 class TokenSource:
-    """A running source, as who measures sees it."""
+    """Handle of a running source, to measure with it."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port = port
         self.pid = pid
 
     def pace(self, interval: float) -> None:
-        """Seconds between two tokens of each stream, from now on."""
+        """Set the seconds between two tokens of each stream."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", f"{PACE}{interval!r}")

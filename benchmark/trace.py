@@ -1,7 +1,7 @@
 """Replay of request traces in Mooncake's format: JSON lines of timestamp, input_length, output_length, hash_ids.
 
-``hash_ids`` names the prompt's blocks of 512 tokens; equal ids are equal blocks. The contents are not in the trace, so
-each id stands for random tokens of its own: what a prefix cache could reuse stays the same.
+``hash_ids`` names the prompt's blocks of 512 tokens; equal ids are equal blocks. The contents are not in the trace. So
+each id stands for random tokens of its own, and a prefix cache could reuse as much as in the original.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TracedRequest:
 
 
 def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
-    """The first ``limit`` entries, by time; raises ``WorkloadError``."""
+    """Read the first ``limit`` entries, by time; raises ``WorkloadError``."""
     decoder = msgspec.json.Decoder(TraceEntry)
     entries: list[TraceEntry] = []
     try:
@@ -84,7 +84,7 @@ class TraceReplay:
         return self._block_len / BLOCK_TOKENS
 
     def replay(self, entries: list[TraceEntry]) -> list[TracedRequest]:
-        """The requests, in order of time."""
+        """Make the requests, in order of time."""
         first = entries[0].timestamp
         return [
             TracedRequest((entry.timestamp - first) * MS * self._time_scale, self._request(entry)) for entry in entries

@@ -85,7 +85,7 @@ class WorkloadSource:
         return [Load(rate, limit) for rate, limit in itertools.product(rates, limits)]
 
     def build(self, step: int, load: Load) -> Workload:
-        """The workload of one load. ``step``: its number in the sweep; each has prompts of its own."""
+        """Build the workload of one load. ``step`` is its number in the sweep; each has prompts of its own."""
         seed = (self._options.seed, step)
         if self._scenario is not None:
             return self._build_scenario(self._scenario, seed)
@@ -113,7 +113,7 @@ class WorkloadSource:
         return PromptShape(o.input_len, output_len, o.range_ratio, o.prefix_len, o.prefix_share, o.num_prefixes)
 
     def _warmup(self, shapes: list[PromptShape], seed: Seed) -> list[RequestSpec]:
-        """Random requests of each shape in turn, which share nothing with the measured ones."""
+        """Draw random requests of each shape in turn. They share nothing with the measured ones."""
         streams = [random_requests(shape, self._tokens, (*seed, _WARMUP_STREAM, i)) for i, shape in enumerate(shapes)]
         return [next(stream) for stream in itertools.islice(itertools.cycle(streams), self._options.warmup_requests)]
 
