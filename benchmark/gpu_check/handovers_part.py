@@ -13,7 +13,7 @@ from . import handover_rate, ipc_check
 from .pair import missing, serve_pair
 from .part import Part, run_group
 from .record import Check, Finding
-from .servers import ask
+from .servers import ask, generate, serve
 from .token_checks import LENGTH, Asked, compare, compiled_kernels, judge, make_asked, without_compiles
 
 
@@ -49,10 +49,17 @@ def pair_checks(part: Part) -> Iterator[Check]:
         yield sides.name, lambda sides=sides: check_pair(part, sides, asked)  # type: ignore[misc]
 
 
+def cluster_checks(part: Part) -> Iterator[Check]:
+    """Yield the check of a whole cluster on one GPU."""
+    asked = make_asked(part)
+    yield "pdserve up, both instances on one GPU", lambda: check_cluster(part, asked)
+
+
 GROUPS = {
     "driver": ipc_check.checks,
     "ranks": rank_checks,
     "pairs": pair_checks,
+    "cluster": cluster_checks,
     "rate": handover_rate.checks,
 }
 """The ones that have been tried least come first: the time of a part is limited."""
@@ -106,6 +113,23 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
     finding = judge(found, asked.reference, 1.0, f"by {sides.backend}")
     finding.ok = bool(finding.ok) and not computed  # else the decode has not needed what came
     return without_compiles(finding, compiled)
+
+
+def check_cluster(part: Part, asked: Asked) -> Finding:
+    """Tokens of ``pdserve up``, whose instances share the GPU's memory by their own rules."""
+    args = [*asked.on(part.device.type), "--attention-backend", "torch" if part.dry_run else "triton"]
+    if not part.dry_run:
+        at = args.index("--max-total-tokens")
+        del args[at : at + 2]  # how large the pools are is up to the instances
+    with serve(args, asked.log("up"), command="up") as router:
+        found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
+        used = "" if part.dry_run else _used()
+    return judge(found, asked.reference, 1.0, f"through the router{used}")
+
+
+def _used() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return f", {(total - free) / total:.0%} of the GPU's memory in use"
 
 
 def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:

@@ -23,7 +23,7 @@ PARTS = {
     "device": ("tests",),
     "server": ("cpu", "device"),
     "served": ("1B", "8B"),
-    "handovers": ("driver", "ranks", "pairs", "rate"),
+    "handovers": ("driver", "ranks", "pairs", "cluster", "rate"),
     "bench": ("rates", "1B", "8B", "graphs", "packed"),
     "peers": ("products", "prompts", "compiled", "batching"),
 }

@@ -24,21 +24,23 @@ class ServerFailed(RuntimeError):
 
 
 @contextmanager
-def serve(args: Sequence[str], log: Path, seconds: float = START_SECONDS) -> Iterator[str]:
-    """The address of ``pdserve server`` with ``args``; raises ``ServerFailed``."""
-    with serve_all([(args, log)], seconds) as [address]:
+def serve(args: Sequence[str], log: Path, seconds: float = START_SECONDS, command: str = "server") -> Iterator[str]:
+    """Run ``pdserve server`` with ``args``, or another ``command``; yield its address. Raises ``ServerFailed``."""
+    with serve_all([(args, log)], seconds, command) as [address]:
         yield address
 
 
 @contextmanager
-def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = START_SECONDS) -> Iterator[list[str]]:
-    """The addresses of several (arguments, log), which start at the same time; raises ``ServerFailed``."""
+def serve_all(
+    servers: Sequence[tuple[Sequence[str], Path]], seconds: float = START_SECONDS, command: str = "server"
+) -> Iterator[list[str]]:
+    """Start several (arguments, log) at the same time; yield their addresses. Raises ``ServerFailed``."""
     ports, processes = [], []
     for args, log in servers:
         ports.append(free_port())
-        command = python_command("-m", "pdserve.server.cli", "server", *args, "--port", str(ports[-1]))
+        words = python_command("-m", "pdserve.server.cli", command, *args, "--port", str(ports[-1]))
         with log.open("wb") as file:
-            processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT))
     try:
         for process, port, (_, log) in zip(processes, ports, servers, strict=True):
             _wait_ready(process, port, log, seconds)
