@@ -102,7 +102,7 @@ def instances(part: Part, asked: Asked) -> list[Ranks]:
 
 
 def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
-    """Tokens of a decode whose prompts another instance computed, and how many bytes came of them."""
+    """Compare the tokens of a decode, after prompts that another instance computed."""
     if why_not := _too_few(part, sides.gpus) or missing(sides.backend):
         return Finding("", f"not run: {why_not}")
     logs = asked.log(f"{sides.name} P"), asked.log(f"{sides.name} D")
@@ -116,7 +116,7 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
 
 
 def check_cluster(part: Part, asked: Asked) -> Finding:
-    """Tokens of ``pdserve up``, whose instances share the GPU's memory by their own rules."""
+    """Compare the tokens of ``pdserve up``. Its instances share the GPU's memory by their own rules."""
     args = [*asked.on(part.device.type), "--attention-backend", "torch" if part.dry_run else "triton"]
     if not part.dry_run:
         at = args.index("--max-total-tokens")
@@ -133,7 +133,7 @@ def _used() -> str:
 
 
 def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:
-    """Tokens of an instance whose layers are divided."""
+    """Compare the tokens of an instance of several ranks."""
     if why_not := _too_few(part, ranks.gpus):
         return Finding("", f"not run: {why_not}")
     return compare(ranks.options, asked.log(ranks.name), asked.prompts, asked.reference, 1.0)
