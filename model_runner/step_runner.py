@@ -8,7 +8,7 @@ scheduler may therefore send a step before it has the result of the one before.
     collect: tokens, log-probabilities on the host → result                                    (waits for the device)
 
 Steps are collected in the order they were launched. Nothing in a launch waits for a device that computes beside the
-host (``Device.no_sync``), and only ``collect`` does: tokens are chosen and counted there (``queued_sampler/``), and
+host (``Device.no_sync``), and only ``collect`` does: tokens are chosen and counted there (``device_sampler/``), and
 log-probabilities are computed with the step.
 
 On the CPU kernels the common step, which wants tokens and nothing else, is one call of theirs. What else there is goes
@@ -38,11 +38,11 @@ from ..runtime.layers_done import LayersDone
 from .decode_graphs import DecodeGraphs
 from .device.base import Device, Fetch
 from .device_ops.choose import choose_ops
+from .device_sampler.base import SampledRows
+from .device_sampler.choose import choose_sampler
 from .forward_batch import ForwardBatch
 from .logit_edits.penalties import TokenHistory
 from .logprobs import Scored, listed, score
-from .queued_sampler.base import SampledRows
-from .queued_sampler.choose import choose_sampler
 from .row_params import NO_LOGPROBS, RowParams
 from .rows import RowStates
 from .sampler import Sampled, sample

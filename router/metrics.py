@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ..messages.metrics import Histogram, Labelled
 from ..runtime.metrics import Metrics, counter, gauge, histogram, read
 from ..runtime.web.access_log import AccessCounts, AccessRecord
-from ..runtime.web.exposition import MetricsPage, exposed
+from ..runtime.web.prometheus import MetricsPage, exposed
 from .fleet import Fleet
 from .instance import HealthState, Instance
 

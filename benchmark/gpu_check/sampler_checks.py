@@ -15,8 +15,8 @@ from ...messages.sampling import SamplingParams
 from ...messages.worker import RowInit
 from ...model_runner.device.base import Device
 from ...model_runner.device.choice import open_device
-from ...model_runner.queued_sampler.base import QueuedSampler, SampledRows
-from ...model_runner.queued_sampler.torch_sampler import TorchSampler
+from ...model_runner.device_sampler.base import DeviceSampler, SampledRows
+from ...model_runner.device_sampler.torch_sampler import TorchSampler
 from ...model_runner.rows import RowStates
 from ...model_runner.sampler import sample
 from .part import Part
@@ -45,13 +45,13 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def _triton(device: Device, states: RowStates) -> QueuedSampler:
-    from ...model_runner.queued_sampler.triton_sampler import TritonSampler
+def _triton(device: Device, states: RowStates) -> DeviceSampler:
+    from ...model_runner.device_sampler.triton_sampler import TritonSampler
 
     return TritonSampler(device, states)
 
 
-def check_tokens(part: Part, make: Callable[[Device, RowStates], QueuedSampler]) -> Finding:
+def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
     """Of rows that ask for everything there is, step after step: where rounding decides, they may differ."""
     rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, STEPS)
     rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates], QueuedSampler])
     return Finding("", told, f"at least {total - total // 100}", same >= total - total // 100)
 
 
-def check_scores(part: Part, make: Callable[[Device, RowStates], QueuedSampler]) -> Finding:
+def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
     """Of chosen tokens and of the best ones, against float64 on the CPU."""
     rows, vocab, most = (3, 500, 5) if part.dry_run else (300, 128_256, 20)
     device = open_device(part.device, strict=True)
@@ -105,7 +105,7 @@ def time_both(part: Part, rows: int, change: dict[str, float]) -> Finding:
 
 
 def _time(
-    device: Device, logits: Tensor, make: Callable[[Device, RowStates], QueuedSampler], change: dict[str, float]
+    device: Device, logits: Tensor, make: Callable[[Device, RowStates], DeviceSampler], change: dict[str, float]
 ) -> float:
     rows, vocab = logits.shape
     states = RowStates(rows, vocab, device.torch)
@@ -121,7 +121,7 @@ def _time(
     return best
 
 
-def _start(states: RowStates, sampler: QueuedSampler, inits: list[RowInit]) -> None:
+def _start(states: RowStates, sampler: DeviceSampler, inits: list[RowInit]) -> None:
     for init in inits:
         states.start(init)
     sampler.start(inits)

@@ -1,4 +1,4 @@
-"""The scheduler's door to disaggregation: one object for every hand-over of an instance, in both directions.
+"""The scheduler's interface to disaggregation: one object for every hand-over of an instance, in both directions.
 
 It has a sender's and a receiver's side, and the peers of both; which of the two a request needs is the request's route.
 All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking.

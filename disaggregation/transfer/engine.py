@@ -53,9 +53,9 @@ from ...runtime.refusal_log import RefusalLog
 from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
-from .landed_pages import LandedPages
 from .outgoing_pages import PROGRESS_SECONDS, OutgoingPages
 from .page_check import Landed, PageCheck, make_check
+from .page_checksums import PageChecksums
 from .page_order import PageConverter
 from .page_pool import pool_of
 from .pages import PageGroup, unpack_pages
@@ -168,13 +168,13 @@ class TransferEngine:
         self._checks: deque[PageCheck] = deque()
         self._granted: dict[HandoverId, str] = {}
         """Who may write for which hand-over."""
-        self._landed: dict[HandoverId, LandedPages] = {}
+        self._landed: dict[HandoverId, PageChecksums] = {}
         """What is known of pages that are on a device, until they are checked, or nobody wants to know."""
         self._links: dict[str, int] = {}
         self._writing: dict[str, int] = {}
         """Links by which peers are written to, or were last."""
         self._parting: dict[str, int] = {}
-        """Links that are going down on the scheduler's wish."""
+        """Links that are going down on the scheduler's request."""
         self._down: dict[str, int] = {}
         """The last link of each peer that is over."""
         self._computing = False
@@ -313,15 +313,15 @@ class TransferEngine:
             return
         if landed is not None:
             self._landed[command.handover] = landed
-            self._backend.note_landings(command.peer, command.handover, landed)
+            self._backend.note_checksums_in(command.peer, command.handover, landed)
         self._granted[command.handover] = command.peer
         for pool, pages in zip(self._pools, granted, strict=True):
             if pool is not None:
                 self._backend.grant(command.peer, command.handover, pages, pool.number)
 
-    def _to_land(self, command: GrantPages) -> LandedPages:
+    def _to_land(self, command: GrantPages) -> PageChecksums:
         numbers = [number for number, pool in enumerate(self._pools) if pool is not None]
-        return LandedPages(self._layout, command.order, numbers, summed=command.checksum)
+        return PageChecksums(self._layout, command.order, numbers, summed=command.checksum)
 
     def _unpack(self, pages: PagesByGroup, what: str, *, theirs: bool = False) -> list[I32]:
         """Page numbers of each group, of our pools or of a peer's; raises ``BadPages``."""

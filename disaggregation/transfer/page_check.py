@@ -9,7 +9,7 @@ import numpy as np
 
 from ...messages.base import I32, HandoverId
 from ...messages.worker import SliceChecksum, VerifyPages
-from .landed_pages import LandedPages
+from .page_checksums import PageChecksums
 from .page_order import PageConverter
 from .page_pool import PagePool, new_hasher
 from .pages import LayerRange
@@ -108,7 +108,7 @@ class PassedCheck(PageCheck):
         handover: HandoverId,
         landed: Sequence[Landed],
         slices: Sequence[SliceChecksum],
-        passed: LandedPages,
+        passed: PageChecksums,
         *,
         hashed: bool = True,
     ) -> None:
@@ -127,12 +127,12 @@ class PassedCheck(PageCheck):
         yield SLICE_BYTES
 
 
-def make_check(command: VerifyPages, landed: Sequence[Landed], passed: LandedPages | None) -> PageCheck:
+def make_check(command: VerifyPages, landed: Sequence[Landed], passed: PageChecksums | None) -> PageCheck:
     """Of a host's pool, or, where they ``passed``, of one on a device."""
     handover, slices, hashed = command.handover, command.slices, command.checksum
     if all(part.pool.group.staging is None for part in landed):
         return PageCheck(handover, landed, slices, hashed=hashed)
-    return PassedCheck(handover, landed, slices, passed or LandedPages(), hashed=hashed)
+    return PassedCheck(handover, landed, slices, passed or PageChecksums(), hashed=hashed)
 
 
 def _convert(part: Landed, converter: PageConverter) -> Iterator[int]:

@@ -16,9 +16,9 @@ from ...runtime.options import ServerOptions
 from ...runtime.web.access_log import AccessCounts
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import MAX_UPLOADS, Uploads
-from ...runtime.web.exposition import MetricsPage
 from ...runtime.web.guard import guard
 from ...runtime.web.paths import Server
+from ...runtime.web.prometheus import MetricsPage
 from .admin import (
     abort_request,
     flush_cache,

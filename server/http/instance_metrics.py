@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from ...runtime.metrics import Metrics, counter, gauge, read
 from ...runtime.options import ServerOptions
 from ...runtime.web.access_log import AccessCounts
-from ...runtime.web.exposition import exposed
+from ...runtime.web.prometheus import exposed
 from . import request_metrics
 from .engine_client import EngineClient
 from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliased

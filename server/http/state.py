@@ -10,7 +10,7 @@ from starlette.requests import Request
 from ...runtime.options import ServerOptions
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import Uploads
-from ...runtime.web.exposition import MetricsPage
+from ...runtime.web.prometheus import MetricsPage
 from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
 from .field_names import FieldNames

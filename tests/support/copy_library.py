@@ -5,29 +5,29 @@ from __future__ import annotations
 import ctypes
 
 from pdserve.disaggregation.errors import LinkLost
-from pdserve.disaggregation.transfer.backends.leased_backend import Courier, Door, LeasedBackend
+from pdserve.disaggregation.transfer.backends.leased_backend import Endpoint, Initiator, LeasedBackend
 from pdserve.disaggregation.transfer.pages import paired_spans
 
 
-class CopyDoor(Door):
+class CopyDoor(Endpoint):
     end = b"here"
 
     def __init__(self, library):
         self.library = library
-        library.doors += 1
+        library.endpoints += 1
 
     def look(self):
-        if self.library.door_breaks:
-            raise LinkLost("the door broke")
+        if self.library.endpoint_breaks:
+            raise LinkLost("the endpoint broke")
 
     def close(self):
-        self.library.doors -= 1
+        self.library.endpoints -= 1
 
 
-class CopyCourier(Courier):
+class CopyCourier(Initiator):
     def __init__(self, library, groups, means):
         self.library, self.groups, self.addresses = library, groups, means.addresses
-        library.couriers += 1
+        library.initiators += 1
 
     def is_ready(self):
         if self.library.ready is None:
@@ -58,7 +58,7 @@ class CopyCourier(Courier):
         return not self.library.holds
 
     def close(self):
-        self.library.couriers -= 1
+        self.library.initiators -= 1
 
 
 class CopyLibrary(LeasedBackend):
@@ -68,11 +68,11 @@ class CopyLibrary(LeasedBackend):
 
     def __init__(self, epoch, **limits):
         super().__init__(epoch, "127.0.0.1", **limits)
-        self.ready, self.refuses, self.fails, self.holds, self.door_breaks = True, False, False, False, False
-        self.doors = self.couriers = 0
+        self.ready, self.refuses, self.fails, self.holds, self.endpoint_breaks = True, False, False, False, False
+        self.endpoints = self.initiators = 0
 
-    def door(self):
+    def endpoint(self):
         return CopyDoor(self)
 
-    def _courier(self, offer, means):
+    def _initiator(self, offer, means):
         return CopyCourier(self, self.groups, means)

@@ -20,7 +20,7 @@ from pdserve.disaggregation.handover import (
 from pdserve.messages.metrics import Family, Histogram, SchedulerMetrics
 from pdserve.messages.tiers import StoreState
 from pdserve.runtime.metrics import read
-from pdserve.runtime.web.exposition import exposed
+from pdserve.runtime.web.prometheus import exposed
 from pdserve.scheduler import (
     counters,
     itl_budget,

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ....messages.base import I32, HandoverId
 from ...errors import RegionError
-from ..landed_pages import LandedPages
+from ..page_checksums import PageChecksums
 from ..pages import PageGroup, PageWrite
 
 
@@ -121,7 +121,7 @@ class TransferBackend(ABC):
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:  # noqa: B027
         """``peer`` may write ``pages`` of a pool of ours for ``handover`` from now on, and nobody else."""
 
-    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
+    def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
         """What ``peer`` writes for ``handover`` is on a device afterwards: note it. Before the first grant.
 
         Raises ``RegionError`` where pools on a device can't be written.

@@ -2,8 +2,8 @@
 
 The owner listens on an abstract Unix socket, as ``shm`` does. A writer of the same user that introduces itself well is
 given a handle for each pool's allocation (``cuIpcGetMemHandle``), says that it opens it, and does so. The connection is
-the lease: by it the writer asks for pages (``wishes.py``), is given leave once they are granted, copies them on a
-stream of its own, says so when the event behind the copies has come, and hears that they have landed.
+the lease. Over it the writer requests pages (``write_requests.py``), gets leave once they are granted, and copies
+them on a stream of its own. It reports when the event after the copies has come, and is told when they have landed.
 
 The owner can't end a writer's access: what is mapped stays mapped, and a copy that is queued is carried out. So when
 a link ends, its pages wait until the writer has let go: it has waited for its copies, unmapped the pool and said so, by
@@ -26,16 +26,16 @@ from typing import Any
 from ....messages.base import I32, HandoverId
 from ...errors import LinkLost, PeerUnreachable, RegionError
 from ..pages import PageGroup, PageWrite
-from . import unix_place
+from . import unix_address
 from .base import Capabilities, LinkEvent, WriteHandle
 from .cuda_driver import load_driver
 from .handshake import Offer
 from .ipc_driver import Export, IpcDriver
 from .ipc_links import IpcReader, IpcWriter
-from .landings import Landings
 from .link import IncomingLink, Link, LinkPhase, OutgoingLink
+from .receive_buffers import ReceiveBuffers
 from .socket_backend import SocketBackend
-from .unix_place import DescriptorStream, host_id
+from .unix_address import DescriptorStream, host_id
 
 _open_driver = load_driver()
 """Of the device with a number. Raises ``RegionError``."""
@@ -54,7 +54,7 @@ class CudaIpcBackend(SocketBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._landings = Landings(())
+        self._receive_buffers = ReceiveBuffers(())
         self._driver: IpcDriver | None = None
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
@@ -68,18 +68,18 @@ class CudaIpcBackend(SocketBackend):
         for group in groups:
             # What can't be opened to others is refused now, and not to each peer.
             self._driver.export(group.region.address, group.region.nbytes)
-        self._landings = Landings(groups)
+        self._receive_buffers = ReceiveBuffers(groups)
         return super().register(groups)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
-        self._landings.grant(peer, handover, pages, group)
+        self._receive_buffers.grant(peer, handover, pages, group)
         for link in self._readers(peer):
-            self._carry_on(link, link.wishes.granted)
+            self._carry_on(link, link.write_requests.granted)
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
-        writer = self._landings.revoke(peer, handover)
+        writer = self._receive_buffers.revoke(peer, handover)
         for link in self._readers(peer):
-            if link.wishes.is_writing(writer):
+            if link.write_requests.is_writing(writer):
                 self._lost(link, "the peer was still writing pages that it may not write any more")
 
     def write(self, pages: PageWrite) -> WriteHandle:
@@ -103,7 +103,7 @@ class CudaIpcBackend(SocketBackend):
 
     def close(self) -> None:
         super().close()
-        self._landings.close()
+        self._receive_buffers.close()
         if self._driver is not None:
             self._driver.close()
 
@@ -123,13 +123,13 @@ class CudaIpcBackend(SocketBackend):
             raise LinkLost(str(e)) from e
 
     def _listen(self) -> tuple[socket.socket, Offer]:
-        sock, place = unix_place.listen()
+        sock, place = unix_address.listen()
         return sock, self._offer(place, host_id=host_id())
 
     def _dial(self, offer: Offer) -> OutgoingLink:
         if offer.host_id != host_id():
             raise PeerUnreachable(self._unreachable(offer, "it is elsewhere"))
-        stream = DescriptorStream(unix_place.dial(offer.place))
+        stream = DescriptorStream(unix_address.dial(offer.place))
         return IpcWriter(stream, offer, self.groups, self._gpu, self.stall_seconds)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
@@ -142,12 +142,12 @@ class CudaIpcBackend(SocketBackend):
         return f"can't reach the KV pool of peer {offer.epoch}: {reason}; {why}"
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        unix_place.check_user(sock)
-        return IpcReader(sock, self._landings, self.stall_seconds, self._exports, self._wait_for)
+        unix_address.check_user(sock)
+        return IpcReader(sock, self._receive_buffers, self.stall_seconds, self._exports, self._wait_for)
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         assert isinstance(link, IpcReader)
-        unix_place.send_descriptors(link.stream.sock, data, [link.let_go_fd])
+        unix_address.send_descriptors(link.stream.sock, data, [link.let_go_fd])
 
     def _serve(self, link: Link, readable: bool, writable: bool) -> None:
         super()._serve(link, readable, writable)

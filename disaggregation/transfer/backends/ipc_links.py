@@ -20,10 +20,10 @@ from ..pages import PageGroup, PageWrite, paired_spans
 from .base import WriteHandle
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
 from .ipc_driver import DeviceCopy, Export, IpcDriver
-from .landings import Batch, Landings
 from .link import IncomingLink, OutgoingLink
-from .unix_place import DescriptorStream, process_of
-from .wishes import WORD, Kind, Wish, WishReader, WishWriter
+from .receive_buffers import Batch, ReceiveBuffers
+from .unix_address import DescriptorStream, process_of
+from .write_requests import WORD, Kind, WriteRequest, WriteRequestReader, WriteRequestWriter
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class IpcMeans(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _MEANS = msgspec.msgpack.Decoder(IpcMeans)
 
 
-class _PoolReader(WishReader):
+class _PoolReader(WriteRequestReader):
     """Gives leave for whole batches, to where their pages lie. ``maps``: whether the writer has said that it maps the
     pool, which it says before it does, and before anything else.
     """
@@ -89,7 +89,7 @@ class IpcReader(IncomingLink):
     def __init__(
         self,
         sock: socket.socket,
-        landings: Landings,
+        receive_buffers: ReceiveBuffers,
         stall_seconds: float,
         export: Callable[[], tuple[bytes, list[Export]]],
         leave: Callable[[IpcReader], None],
@@ -105,7 +105,7 @@ class IpcReader(IncomingLink):
         except OSError:
             os.close(self.process_fd)
             raise
-        self.wishes = _PoolReader(self, landings, stall_seconds)
+        self.write_requests = _PoolReader(self, receive_buffers, stall_seconds)
         self.is_leaving = False
         self._export = export
         self._leave = leave
@@ -115,36 +115,36 @@ class IpcReader(IncomingLink):
         return msgspec.msgpack.encode(IpcMeans(device, [Pool(*export) for export in exports]))
 
     def opened(self) -> None:
-        self.wishes.read()
+        self.write_requests.read()
 
     @property
     def paused(self) -> bool:
-        return self.is_leaving and self.wishes.maps
+        return self.is_leaving and self.write_requests.maps
 
     @property
     def is_held(self) -> bool:
         """Whether the writer may have access, for all that is known of it."""
-        return self.wishes.maps or not self.stream.is_over
+        return self.write_requests.maps or not self.stream.is_over
 
     def stalled_at(self) -> float | None:
-        return None if self.is_leaving else self.wishes.stalled_at()
+        return None if self.is_leaving else self.write_requests.stalled_at()
 
     def let_go(self) -> bool:
         if not self.is_leaving:
             self.is_leaving = True
-            self.wishes.close()
+            self.write_requests.close()
             with contextlib.suppress(OSError):  # the writer may be gone already
                 self.stream.sock.shutdown(socket.SHUT_WR)
             self._leave(self)
         return False
 
     def closed(self, reason: str) -> None:
-        self.wishes.close()
+        self.write_requests.close()
         os.close(self.let_go_fd)
         os.close(self.process_fd)
 
 
-class _PoolWriter(WishWriter):
+class _PoolWriter(WriteRequestWriter):
     """Has the driver write to the peer's pool, where it is mapped here."""
 
     leave = Kind.POOL
@@ -161,8 +161,8 @@ class _PoolWriter(WishWriter):
         self._copies = mover
         self._there = there
 
-    def _start(self, wish: Wish, place: int, count: int) -> Any:
-        pages = wish.pages
+    def _start(self, request: WriteRequest, place: int, count: int) -> Any:
+        pages = request.pages
         if count != len(pages.src):
             raise LinkLost("the peer gives leave for a part of what was asked for")
         group, there = self._groups[pages.group], self._there[pages.group]
@@ -195,7 +195,7 @@ class _Copies:
         return ticket
 
     def has_landed(self, write: Any) -> bool:
-        """See ``wishes.Mover``."""
+        """See ``write_requests.Mover``."""
         if not self._driver.is_done(write):
             return False
         self._tickets.remove(write)
@@ -239,7 +239,7 @@ class IpcWriter(OutgoingLink):
         self._copies = _Copies(driver)
         self._let_go_fd: int | None = None
         self._mapped: dict[bytes, int] = {}
-        self._wishes: _PoolWriter | None = None
+        self._write_requests: _PoolWriter | None = None
 
     def opened(self) -> None:
         if len(self.stream.descriptors) != 1:
@@ -260,8 +260,8 @@ class IpcWriter(OutgoingLink):
             if pool.handle not in self._mapped:  # pools may lie in one allocation
                 self._mapped[pool.handle] = self._driver.open(pool.handle)
         there = [self._mapped[pool.handle] + pool.offset for pool in told.pools]
-        self._wishes = _PoolWriter(self, self._groups, self._copies, there)
-        self._wishes.read()
+        self._write_requests = _PoolWriter(self, self._groups, self._copies, there)
+        self._write_requests.read()
 
     def _say_that_it_maps(self) -> None:
         # At once, and as the first word: the owner must not miss it.
@@ -274,8 +274,8 @@ class IpcWriter(OutgoingLink):
             raise LinkLost("the connection takes nothing")
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        assert self._wishes is not None
-        return self._wishes.write(pages)
+        assert self._write_requests is not None
+        return self._write_requests.write(pages)
 
     @property
     def is_copying(self) -> bool:
@@ -284,16 +284,16 @@ class IpcWriter(OutgoingLink):
 
     def look(self) -> None:
         """Say what has been written. Raises ``LinkLost``."""
-        if self._wishes is not None:
-            self._wishes.look()
+        if self._write_requests is not None:
+            self._write_requests.look()
 
     def stalled_at(self) -> float | None:
-        is_writing = self._wishes is not None and self._wishes.under_way
+        is_writing = self._write_requests is not None and self._write_requests.under_way
         return self.stream.last_progress + self._stall_seconds if is_writing else None
 
     def closed(self, reason: str) -> None:
-        if self._wishes is not None:
-            self._wishes.close(reason)
+        if self._write_requests is not None:
+            self._write_requests.close(reason)
         if self._unmap() and self._let_go_fd is not None:
             with contextlib.suppress(OSError):  # nobody waits for it any more
                 os.eventfd_write(self._let_go_fd, 1)

@@ -3,15 +3,15 @@
 Such a library writes one-sidedly: the owner of a pool neither sees who writes nor hears that a writer has died, and
 has no call that ends one writer's access. So each link has a connection of ours beside it, the *lease*: it tells who
 the writer is (``handshake.py``), and its end tells that a process has ended. And each link has ends of the library of
-its own: the owner's (``Door``) is made for one peer and is unmade with the link, and what was unmade lets nobody
-write any more; the writer's (``Courier``) can be left behind with all that it had under way. What was tried before
+its own: the owner's (``Endpoint``) is made for one peer and is unmade with the link, and what was unmade lets nobody
+write any more; the writer's (``Initiator``) can be left behind with all that it had under way. What was tried before
 this was chosen is in docs/disaggregation.md, and in tests/proofs.
 
 Where the owner's pool is on a device, the library writes to slabs of its host memory, and the lease carries what the
 two have to say of them (``leased_slabs.py``); what it opens to peers then are the slabs alone.
 
-    writer: dials ─▶ Greeting ────────────────▶ Verdict(means) ─▶ courier, first contact ─▶ LinkUp
-    owner:                      door for it ────┘                       the lease ends ─▶ door closed ─▶ LinkDown
+    writer: dials ─▶ Greeting ────────────────▶ Verdict(means) ─▶ initiator, first contact ─▶ LinkUp
+    owner:                  endpoint for it ────┘                    the lease ends ─▶ endpoint closed ─▶ LinkDown
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost, RegionError
 from ...wire import tcp_socket
 from ...wire.stream import Stream, expect_end
-from ..landed_pages import LandedPages
+from ..page_checksums import PageChecksums
 from ..pages import PageGroup, PageWrite, Spans
 from ..staging import Slabs
-from . import tcp_place
+from . import tcp_address
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .grants import Writer
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
-from .landings import Landings, Passage
 from .leased_slabs import SlabReader, SlabWriter
 from .link import IncomingLink, LinkPhase, OutgoingLink
+from .receive_buffers import ReceiveBuffers, StagedWrite
 from .socket_backend import SocketBackend
 
 CONTACT_BYTES = 64
@@ -48,10 +48,12 @@ CONTACT_BYTES = 64
 Address = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
-class Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``end``: how the library finds a door. ``addresses``: of the pools behind it, in the owner's process; or of the
-    slabs that pages go to, of ``slab_bytes`` together. ``contact``: where to try whether they are reached. ``device``:
-    whose memory that is, None for the host's.
+class EndpointInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer needs to reach an endpoint.
+
+    ``end``: how the library finds it. ``addresses``: pools in the owner's process, or the slabs that pages go to, which
+    have ``slab_bytes`` together. ``contact``: an address that tells whether they are reached. ``device``: the device of
+    that memory, None for host memory.
     """
 
     end: Annotated[bytes, Meta(max_length=MAX_MEANS)]
@@ -61,7 +63,7 @@ class Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[int, Meta(ge=0, lt=1 << 10)] | None = None
 
 
-_MEANS = msgspec.msgpack.Decoder(Means)
+_MEANS = msgspec.msgpack.Decoder(EndpointInfo)
 
 
 class Memory(NamedTuple):
@@ -72,7 +74,7 @@ class Memory(NamedTuple):
     device: int | None = None
 
 
-class Door(ABC):
+class Endpoint(ABC):
     """The library's end by which one peer writes our pools. ``end``: how that peer's library finds it."""
 
     end: bytes
@@ -85,7 +87,7 @@ class Door(ABC):
         """Nothing is written any more once this has returned."""
 
 
-class Courier(ABC):
+class Initiator(ABC):
     """The library's end by which one peer's pools are written. Each method may raise ``LinkLost``, and never waits."""
 
     @abstractmethod
@@ -115,13 +117,13 @@ class LeasedBackend(SocketBackend):
     can = Capabilities(completion=Completion.POLLED)
     place = ""
     """Where others reach this instance."""
-    asks_doors = False
+    polls_endpoints = False
     """Whether pages land only where the library is asked to take them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._granted: set[tuple[str, HandoverId]] = set()
-        self._landings = Landings(())
+        self._receive_buffers = ReceiveBuffers(())
         self.slabs: Slabs | None = None
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
@@ -130,7 +132,7 @@ class LeasedBackend(SocketBackend):
             self.slabs = staged[0].slabs
             if len(self.slabs.memory) < self.slabs.nbytes + CONTACT_BYTES:
                 raise RegionError(f"the {self.name} backend needs {CONTACT_BYTES} bytes behind the slabs")
-            self._landings = Landings(groups)
+            self._receive_buffers = ReceiveBuffers(groups)
         return super().register(groups)
 
     @property
@@ -148,20 +150,20 @@ class LeasedBackend(SocketBackend):
             return [Memory(self.slabs.address, len(self.slabs.memory))]
         return self.sources
 
-    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
-        self._landings.note(peer, handover, landed)
+    def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
+        self._receive_buffers.note(peer, handover, landed)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
         self._granted.add((peer, handover))
         if self.slabs is None:
             return
-        self._landings.grant(peer, handover, pages, group)
+        self._receive_buffers.grant(peer, handover, pages, group)
         for link in [k for k in self._links if isinstance(k, LeaseReader) and k.peer == peer]:
             self._carry_on(link, link.granted)
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
         self._granted.discard((peer, handover))
-        writer = self._landings.revoke(peer, handover)
+        writer = self._receive_buffers.revoke(peer, handover)
         for link in [k for k in self._links if isinstance(k, LeaseReader) and k.is_writing(writer)]:
             self._lost(link, "the peer was still writing pages that it may not write any more")
 
@@ -171,48 +173,50 @@ class LeasedBackend(SocketBackend):
 
     def close(self) -> None:
         super().close()
-        self._landings.close()
+        self._receive_buffers.close()
 
     @abstractmethod
-    def door(self) -> Door:
+    def endpoint(self) -> Endpoint:
         """For one peer. Raises ``LinkLost``."""
 
     @abstractmethod
-    def _courier(self, offer: Offer, means: Means) -> Courier:
+    def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
         """To one peer. Raises ``LinkLost``."""
 
-    def means_of(self, door: Door) -> bytes:
-        """What a peer is told of its door."""
+    def info_of(self, endpoint: Endpoint) -> bytes:
+        """What a peer is told of its endpoint."""
         addresses = [memory.address for memory in self.targets]
         if self.slabs is None:
             # Into page 0, which is padding.
-            return msgspec.msgpack.encode(Means(door.end, addresses, addresses[0], device=self.targets[0].device))
+            return msgspec.msgpack.encode(
+                EndpointInfo(endpoint.end, addresses, addresses[0], device=self.targets[0].device)
+            )
         contact = self.slabs.address + self.slabs.nbytes
-        return msgspec.msgpack.encode(Means(door.end, addresses, contact, self.slabs.nbytes))
+        return msgspec.msgpack.encode(EndpointInfo(endpoint.end, addresses, contact, self.slabs.nbytes))
 
-    def courier_to(self, offer: Offer, told: bytes) -> tuple[Courier, Means]:
-        """To the peer that has told this of its door, and what it has told. Raises ``LinkLost``."""
+    def initiator_to(self, offer: Offer, told: bytes) -> tuple[Initiator, EndpointInfo]:
+        """To the peer that has told this of its endpoint, and what it has told. Raises ``LinkLost``."""
         try:
             means = decode(_MEANS, told, MAX_MEANS)
         except UndeclaredMessage as e:
             raise LinkLost(f"the peer does not say how {self.name} reaches it: {e}") from e
         if len(means.addresses) != (1 if means.slab_bytes else len(offer.groups)):
             raise LinkLost("the peer has other pools than it said")
-        return self._courier(offer, means), means
+        return self._initiator(offer, means), means
 
     def _listen(self) -> tuple[socket.socket, Offer]:
-        sock, self.place, port = tcp_place.listen(self.host, self.port, self.advertise_host)
+        sock, self.place, port = tcp_address.listen(self.host, self.port, self.advertise_host)
         return sock, self._offer(self.place, port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        return LeaseWriter(Stream(tcp_place.dial(offer, self._tune)), offer, self)
+        return LeaseWriter(Stream(tcp_address.dial(offer, self._tune)), offer, self)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
-        return tcp_place.unreachable(offer, reason)
+        return tcp_address.unreachable(offer, reason)
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
-        return LeaseReader(Stream(sock), self, self.slabs, self._landings)
+        return LeaseReader(Stream(sock), self, self.slabs, self._receive_buffers)
 
     def _tune(self, sock: socket.socket) -> None:
         tcp_socket.tune(sock, self.stall_seconds)
@@ -221,10 +225,10 @@ class LeasedBackend(SocketBackend):
         for link in list(self._links):
             if isinstance(link, LeaseReader | LeaseWriter) and link.phase in (LinkPhase.OPENING, LinkPhase.OPEN):
                 self._carry_on(link, lambda link=link: self._look(link))  # type: ignore[misc]
-        while (turn := self._landings.next_in_line()) is not None:
-            link, passage = turn
+        while (turn := self._receive_buffers.next_in_line()) is not None:
+            link, staged = turn
             assert isinstance(link, LeaseReader)
-            self._carry_on(link, lambda link=link, passage=passage: link.next_slab(passage))  # type: ignore[misc]
+            self._carry_on(link, lambda link=link, staged=staged: link.next_slab(staged))  # type: ignore[misc]
 
     def _look(self, link: LeaseReader | LeaseWriter) -> None:
         if isinstance(link, LeaseWriter) and link.phase is LinkPhase.OPENING:
@@ -241,10 +245,10 @@ class LeasedBackend(SocketBackend):
         """Seconds after which the library is to be looked after again; None: it needs nobody."""
         if any(link.phase is LinkPhase.OPENING for link in self._links):
             return OPENING_SECONDS
-        doors = [link for link in self._links if isinstance(link, LeaseReader)] if self.asks_doors else []
-        if not doors:
+        endpoints = [link for link in self._links if isinstance(link, LeaseReader)] if self.polls_endpoints else []
+        if not endpoints:
             return None
-        newest = max(link.opened_at for link in doors)
+        newest = max(link.opened_at for link in endpoints)
         busy = self._granted or time.monotonic() - newest < self.handshake_seconds
         return POLL_SECONDS if busy else IDLE_SECONDS
 
@@ -252,23 +256,25 @@ class LeasedBackend(SocketBackend):
 OPENING_SECONDS = 0.002
 """How often it is looked whether a library has reached a peer."""
 POLL_SECONDS = 0.0005
-"""How often a door is looked after that somebody may write by, or through which somebody is about to come."""
+"""How often an endpoint is looked after that somebody may write by, or through which somebody is about to come."""
 IDLE_SECONDS = 0.05
 
 
 class LeaseReader(IncomingLink):
     """The owner's end."""
 
-    def __init__(self, stream: Stream, backend: LeasedBackend, slabs: Slabs | None, landings: Landings) -> None:
+    def __init__(
+        self, stream: Stream, backend: LeasedBackend, slabs: Slabs | None, receive_buffers: ReceiveBuffers
+    ) -> None:
         super().__init__(stream)
         self.opened_at = 0.0
         self._backend = backend
-        self._door: Door | None = None
-        self._slabs = None if slabs is None else SlabReader(self, landings, slabs, backend.stall_seconds)
+        self._endpoint: Endpoint | None = None
+        self._slabs = None if slabs is None else SlabReader(self, receive_buffers, slabs, backend.stall_seconds)
 
     def welcome(self) -> bytes:
-        self._door = self._backend.door()
-        return self._backend.means_of(self._door)
+        self._endpoint = self._backend.endpoint()
+        return self._backend.info_of(self._endpoint)
 
     def opened(self) -> None:
         self.opened_at = time.monotonic()
@@ -279,8 +285,8 @@ class LeaseReader(IncomingLink):
 
     def look(self) -> None:
         """Let what has come land."""
-        if self._door is not None:
-            self._door.look()
+        if self._endpoint is not None:
+            self._endpoint.look()
         if self._slabs is not None:
             self._slabs.look()
 
@@ -289,10 +295,10 @@ class LeaseReader(IncomingLink):
         if self._slabs is not None:
             self._slabs.granted()
 
-    def next_slab(self, passage: Passage) -> None:
+    def next_slab(self, staged: StagedWrite) -> None:
         """It is this one's turn."""
         if self._slabs is not None:
-            self._slabs.next_slab(passage, in_turn=True)
+            self._slabs.next_slab(staged, in_turn=True)
 
     def is_writing(self, writer: Writer) -> bool:
         """Whether pages of a hand-over may be under way through slabs."""
@@ -302,9 +308,9 @@ class LeaseReader(IncomingLink):
         return None if self._slabs is None else self._slabs.stalled_at()
 
     def closed(self, reason: str) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
         if self._slabs is not None:
             self._slabs.close()
 
@@ -316,33 +322,33 @@ class LeaseWriter(OutgoingLink):
         super().__init__(stream, offer)
         self.lands_on_device = False
         self._backend = backend
-        self._courier: Courier | None = None
+        self._initiator: Initiator | None = None
         self._slabs: SlabWriter | None = None
         self._under_way: deque[tuple[WriteHandle, Any]] = deque()
         self._not_taken: list[WriteHandle] = []
 
     def welcomed(self, means: bytes) -> None:
-        self._courier, told = self._backend.courier_to(self.offer, means)
+        self._initiator, told = self._backend.initiator_to(self.offer, means)
         self.lands_on_device = told.device is not None
         if told.slab_bytes:
-            self._slabs = SlabWriter(self, self._courier, self._backend.groups, told.addresses[0], told.slab_bytes)
+            self._slabs = SlabWriter(self, self._initiator, self._backend.groups, told.addresses[0], told.slab_bytes)
             self._slabs.read()
         else:
             expect_end(self.stream)
 
     def is_ready(self) -> bool:
-        assert self._courier is not None
-        return self._courier.is_ready()
+        assert self._initiator is not None
+        return self._initiator.is_ready()
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        assert self._courier is not None
+        assert self._initiator is not None
         if not self._is_writing:
             self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
         if self._slabs is not None:
             return self._slabs.write(pages)
         handle = WriteHandle()
         try:
-            self._under_way.append((handle, self._courier.start(pages)))
+            self._under_way.append((handle, self._initiator.start(pages)))
         except LinkLost as e:
             # The link has to go, but not within this call, whose caller has no handle yet.
             handle.state, handle.error = WriteState.LOST, str(e)
@@ -351,12 +357,12 @@ class LeaseWriter(OutgoingLink):
 
     def look(self) -> None:
         """Take note of writes that have landed."""
-        assert self._courier is not None
+        assert self._initiator is not None
         if self._slabs is not None:
             self._slabs.look()
         left = deque[tuple[WriteHandle, Any]]()
         for handle, write in self._under_way:
-            if self._courier.has_landed(write):
+            if self._initiator.has_landed(write):
                 handle.state = WriteState.DONE
                 self.stream.last_progress = time.monotonic()
             else:
@@ -377,6 +383,6 @@ class LeaseWriter(OutgoingLink):
         self._not_taken.clear()
         if self._slabs is not None:
             self._slabs.close(reason)
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.close()
+        initiator, self._initiator = self._initiator, None
+        if initiator is not None:
+            initiator.close()

@@ -1,8 +1,8 @@
 """How a library that writes one-sidedly fills slabs of the owner's host memory, where the owner's pool is on a device.
 
 Neither the library nor the owner can tell where in a slab what ends, so both say it on the lease, beside the library
-(``wishes.py``): the owner's leave is a slab for some of the pages. What has been written there it hashes, brings into
-our order and copies to the device; then comes the next slab, or the batch has landed.
+(``write_requests.py``). The owner's leave is a slab for some of the pages. The owner hashes what was written there,
+brings it into its order of pages and copies it to the device. Then the next slab follows, or the batch has landed.
 
 Several batches may be under way, each with a slab at a time. A batch that waits for one holds none, so that however
 little memory there is, everything moves on.
@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from ...errors import LinkLost
 from ..pages import PageGroup, Spans
 from ..staging import Slabs
-from .landings import Batch, Landings, Passage
 from .link import Link
-from .wishes import Kind, Wish, WishReader, WishWriter
+from .receive_buffers import Batch, ReceiveBuffers, StagedWrite
+from .write_requests import Kind, WriteRequest, WriteRequestReader, WriteRequestWriter
 
 
 class Filler(Protocol):
-    """The library's end that fills slabs; see ``leased_backend.Courier``."""
+    """The library's end that fills slabs; see ``leased_backend.Initiator``."""
 
     def fill(self, group: int, spans: Spans, there: int) -> Any:
         """Begin to write pieces of a pool of ours, one behind the other, to an address of the peer's."""
@@ -33,62 +33,62 @@ class Filler(Protocol):
         ...
 
 
-class SlabReader(WishReader):
+class SlabReader(WriteRequestReader):
     """The owner's end of one link."""
 
-    def __init__(self, link: Link, landings: Landings, slabs: Slabs, stall_seconds: float) -> None:
-        super().__init__(link, landings, stall_seconds)
+    def __init__(self, link: Link, receive_buffers: ReceiveBuffers, slabs: Slabs, stall_seconds: float) -> None:
+        super().__init__(link, receive_buffers, stall_seconds)
         self._slabs = slabs
-        self._passing: dict[int, Passage] = {}
+        self._passing: dict[int, StagedWrite] = {}
 
     @property
     def _is_owed(self) -> bool:
-        return any(passage.slab is not None for passage in self._passing.values())
+        return any(staged.slab is not None for staged in self._passing.values())
 
     def _begin(self, batch: Batch) -> None:
-        self._passing[batch.number] = passage = self._landings.passage(batch)
-        self.next_slab(passage)
+        self._passing[batch.number] = staged = self._receive_buffers.staged(batch)
+        self.next_slab(staged)
 
-    def next_slab(self, passage: Passage, *, in_turn: bool = False) -> None:
+    def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
         """Tell the writer of a slab for its next pages, or wait for one."""
-        if self._landings.take_slab(self._link, passage, in_turn=in_turn):
-            assert passage.slab is not None
-            self._give_leave(Kind.SLAB, passage.batch, self._slabs.offset_of(passage.slab), len(passage.part))
+        if self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn):
+            assert staged.slab is not None
+            self._give_leave(Kind.SLAB, staged.batch, self._slabs.offset_of(staged.slab), len(staged.part))
 
     def close(self) -> None:
         """Give back all that is held."""
         super().close()
-        self._landings.leave(self._link)
-        for passage in self._passing.values():
-            passage.drop()
+        self._receive_buffers.leave(self._link)
+        for staged in self._passing.values():
+            staged.drop()
         self._passing.clear()
 
     def _on_written(self, batch: Batch) -> bool:
-        passage = self._passing[batch.number]
-        if passage.slab is None:
+        staged = self._passing[batch.number]
+        if staged.slab is None:
             raise LinkLost("the peer filled what it was not given")
-        if passage.land():
+        if staged.land():
             del self._passing[batch.number]
             return True
-        self.next_slab(passage)
+        self.next_slab(staged)
         return False
 
 
-class SlabWriter(WishWriter):
+class SlabWriter(WriteRequestWriter):
     """The writer's end of one link."""
 
     leave = Kind.SLAB
 
-    def __init__(self, link: Link, courier: Filler, groups: Sequence[PageGroup], address: int, nbytes: int) -> None:
+    def __init__(self, link: Link, initiator: Filler, groups: Sequence[PageGroup], address: int, nbytes: int) -> None:
         """``address``, ``nbytes``: of all slabs, in the owner's process."""
-        super().__init__(link, courier, groups)
-        self._courier = courier
+        super().__init__(link, initiator, groups)
+        self._initiator = initiator
         self._address = address
         self._nbytes = nbytes
 
-    def _start(self, wish: Wish, place: int, count: int) -> Any:
-        group, pages = self._groups[wish.pages.group], wish.pages
+    def _start(self, request: WriteRequest, place: int, count: int) -> Any:
+        group, pages = self._groups[request.pages.group], request.pages
         if place + count * group.piece_bytes(pages.layers) > self._nbytes:
             raise LinkLost("the peer offers a slab that it does not have")
-        spans = group.spans(pages.src[wish.at : wish.at + count], pages.layers)
-        return self._courier.fill(pages.group, spans, self._address + place)
+        spans = group.spans(pages.src[request.at : request.at + count], pages.layers)
+        return self._initiator.fill(pages.group, spans, self._address + place)

@@ -28,7 +28,7 @@ from typing import Any
 from ...errors import LinkLost, RegionError
 from ..pages import PageGroup, PageWrite, Spans, paired_spans
 from .handshake import Offer
-from .leased_backend import CONTACT_BYTES, Courier, Door, LeasedBackend, Means, Memory
+from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory
 
 ACCEPT_SECONDS = 0.02
 FIRST_SECONDS = 0.001
@@ -68,10 +68,10 @@ class MooncakeBackend(LeasedBackend):
             raise RegionError(f"mooncake reaches IPv4 addresses only, not {self.place}: give another --host")
         return sock, offer
 
-    def door(self) -> Door:
+    def endpoint(self) -> Endpoint:
         return _MooncakeDoor(self.place, self.targets)
 
-    def _courier(self, offer: Offer, means: Means) -> Courier:
+    def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
         return _MooncakeCourier(self.place, self.groups, self.sources, means, self.wake)
 
 
@@ -98,7 +98,7 @@ def _limit_accept(port: int) -> None:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-class _MooncakeDoor(Door):
+class _MooncakeDoor(Endpoint):
     def __init__(self, place: str, targets: Sequence[Memory]) -> None:
         self._engine = _make_engine(place, targets)
         self.end = f"{place}:{self._engine.get_rpc_port()}".encode()
@@ -108,13 +108,13 @@ class _MooncakeDoor(Door):
         self._engine = None
 
 
-class _MooncakeCourier(Courier):
+class _MooncakeCourier(Initiator):
     def __init__(
         self,
         place: str,
         groups: Sequence[PageGroup],
         sources: Sequence[Memory],
-        means: Means,
+        means: EndpointInfo,
         wake: Callable[[], None],
     ) -> None:
         self._groups = groups

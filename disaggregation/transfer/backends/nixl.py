@@ -5,8 +5,8 @@ Its ways are those of ``leased_backend``; what else it asks for:
 - one agent a link, on either side, with a name of its own: to end an agent is the only way to end a writer's access,
   and removing a peer from one, to add it again, races,
 - memory registered before an agent's metadata is asked for; pages prepared once a link, as descriptor lists,
-- everything by one thread, which asks after each write, and lets each door take what has come: without being asked, an
-  agent would keep a thread busy that takes a twelfth of a core, also when there is nothing to do.
+- everything by one thread, which polls after each write and lets each endpoint take what has come. Without polling, an
+  agent would keep a thread busy that takes a twelfth of a core, even if there is nothing to do.
 
 A pool on a device (``--kv-staging-size 0``) is registered as what it is, "VRAM", by its address there; either end may
 have its pool so or so.
@@ -34,7 +34,7 @@ from ...errors import LinkLost
 from ..pages import PageGroup, PageWrite, Spans
 from .base import Capabilities, Completion
 from .handshake import Offer
-from .leased_backend import CONTACT_BYTES, Courier, Door, LeasedBackend, Means, Memory
+from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory
 
 TRANSPORTS = "tcp"
 PLUGIN = "UCX"
@@ -63,7 +63,7 @@ class NixlBackend(LeasedBackend):
 
     name = "nixl"
     can = Capabilities(completion=Completion.DRIVEN)
-    asks_doors = True
+    polls_endpoints = True
     reaches_devices = True
 
     def _listen(self) -> tuple[socket.socket, Offer]:
@@ -82,10 +82,10 @@ class NixlBackend(LeasedBackend):
             raise
         return sock, offer
 
-    def door(self) -> Door:
+    def endpoint(self) -> Endpoint:
         return _NixlDoor(self.epoch, self.targets)
 
-    def _courier(self, offer: Offer, means: Means) -> Courier:
+    def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
         return _NixlCourier(self.epoch, self.groups, self.sources, means, offer)
 
 
@@ -106,7 +106,7 @@ def kind_of(device: int | None) -> str:
     return "DRAM" if device is None else "VRAM"
 
 
-class _NixlDoor(Door):
+class _NixlDoor(Endpoint):
     def __init__(self, epoch: str, targets: Sequence[Memory]) -> None:
         self._agent = _make_agent(epoch, targets)
         self.end: bytes = self._agent.get_agent_metadata()
@@ -122,9 +122,9 @@ class _NixlDoor(Door):
         self._agent = None
 
 
-class _NixlCourier(Courier):
+class _NixlCourier(Initiator):
     def __init__(
-        self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[Memory], means: Means, offer: Offer
+        self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[Memory], means: EndpointInfo, offer: Offer
     ) -> None:
         self._groups = groups
         self._addresses = means.addresses

@@ -26,13 +26,13 @@ import numpy as np
 from ....messages.base import I32, HandoverId
 from ...errors import BadPages, LinkLost
 from ...wire.stream import Stream
-from ..landed_pages import LandedPages
+from ..page_checksums import PageChecksums
 from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
 from .base import WriteHandle, WriteState
 from .grants import Writer
 from .handshake import Offer
-from .landings import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, Landings, Passage
 from .link import IncomingLink, OutgoingLink
+from .receive_buffers import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, ReceiveBuffers, StagedWrite
 from .socket_backend import SocketBackend
 
 BATCH = struct.Struct("<QQQHHHI")
@@ -49,44 +49,44 @@ class StreamBackend(SocketBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._landings = Landings(())
+        self._receive_buffers = ReceiveBuffers(())
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
         metadata = super().register(groups)
         if self.streams:
-            self._landings = Landings(groups)
+            self._receive_buffers = ReceiveBuffers(groups)
         return metadata
 
-    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
-        self._landings.note(peer, handover, landed)
+    def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
+        self._receive_buffers.note(peer, handover, landed)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
         if not self.streams:
             return
-        self._landings.grant(peer, handover, pages, group)
+        self._receive_buffers.grant(peer, handover, pages, group)
         # Control messages and grants take different ways here: a peer may be quicker than its grant.
         for link in [k for k in self._links if isinstance(k, StreamReader) and k.peer == peer and k.paused]:
             link.granted()
             self._rewatch(link)
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
-        writer = self._landings.revoke(peer, handover)
+        writer = self._receive_buffers.revoke(peer, handover)
         for link in [k for k in self._links if isinstance(k, StreamReader) and k.reading == writer]:
             self._lost(link, "the peer was still writing pages that it may not write any more")
 
     def close(self) -> None:
         super().close()
-        self._landings.close()
+        self._receive_buffers.close()
 
     def _reader(self, stream: Stream) -> StreamReader:
-        return StreamReader(stream, self._landings, self.stall_seconds)
+        return StreamReader(stream, self._receive_buffers, self.stall_seconds)
 
     def _advance(self) -> None:
         """Have those who wait for a slab read on, in their order, as long as there are any.
 
         Slabs become free by I/O, or with a link, and the news of its end keep the next turn from waiting.
         """
-        while (turn := self._landings.next_in_line()) is not None:
+        while (turn := self._receive_buffers.next_in_line()) is not None:
             link, _ = turn
             assert isinstance(link, StreamReader)
             link.next_slab(in_turn=True)
@@ -152,10 +152,10 @@ class StreamWriter(OutgoingLink):
 class StreamReader(IncomingLink):
     """The pool's end. ``reading``: the hand-over whose bytes may be under way into the pool."""
 
-    def __init__(self, stream: Stream, landings: Landings, stall_seconds: float) -> None:
+    def __init__(self, stream: Stream, receive_buffers: ReceiveBuffers, stall_seconds: float) -> None:
         super().__init__(stream)
-        self._landings = landings
-        self._passage: Passage | None = None
+        self._receive_buffers = receive_buffers
+        self._staged: StagedWrite | None = None
         self._stall_seconds = stall_seconds
         self._header = bytearray(BATCH.size)
         self._in_batch = False
@@ -171,10 +171,10 @@ class StreamReader(IncomingLink):
         return self.stream.last_progress + self._stall_seconds if self._in_batch and not waits_for_us else None
 
     def closed(self, reason: str) -> None:
-        passage, self._passage = self._passage, None
-        self._landings.leave(self)
-        if passage is not None:
-            passage.drop()
+        staged, self._staged = self._staged, None
+        self._receive_buffers.leave(self)
+        if staged is not None:
+            staged.drop()
 
     def _read_header(self) -> None:
         self._in_batch, self.reading = False, None
@@ -182,9 +182,9 @@ class StreamReader(IncomingLink):
 
     def _on_header(self) -> None:
         number, room, attempt, group, begin, end, count = BATCH.unpack(self._header)
-        if not 0 < count <= MAX_PAGES or group >= len(self._landings.pools):
+        if not 0 < count <= MAX_PAGES or group >= len(self._receive_buffers.pools):
             raise LinkLost("the peer sent a malformed batch")
-        pool, layers = self._landings.pools[group], LayerRange(begin, end)
+        pool, layers = self._receive_buffers.pools[group], LayerRange(begin, end)
         if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
             raise LinkLost("the peer sent a malformed batch")
         self._in_batch = True
@@ -207,7 +207,7 @@ class StreamReader(IncomingLink):
 
     @property
     def _waits_for_slab(self) -> bool:
-        return self._passage is not None and self._passage.slab is None
+        return self._staged is not None and self._staged.slab is None
 
     def granted(self) -> None:
         """Read the pages that wait for it, if they may be written by now."""
@@ -220,7 +220,7 @@ class StreamReader(IncomingLink):
         self._ungranted, self.reading = None, batch.writer
         group = batch.pool.group
         if group.staging is not None:
-            self._passage = self._landings.passage(batch)
+            self._staged = self._receive_buffers.staged(batch)
             self.next_slab()
             return
         spans = group.spans(batch.pages, batch.layers)
@@ -229,22 +229,22 @@ class StreamReader(IncomingLink):
 
     def next_slab(self, *, in_turn: bool = False) -> None:
         """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one."""
-        passage = self._passage
-        assert passage is not None
-        if not self._landings.take_slab(self, passage, in_turn=in_turn):
+        staged = self._staged
+        assert staged is not None
+        if not self._receive_buffers.take_slab(self, staged, in_turn=in_turn):
             self.stream.pause()
             return
         self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
-        self.stream.read([passage.memory], self._on_slab)
+        self.stream.read([staged.memory], self._on_slab)
 
     def _on_slab(self) -> None:
-        passage = self._passage
-        assert passage is not None
-        if not passage.land():
+        staged = self._staged
+        assert staged is not None
+        if not staged.land():
             self.next_slab()
             return
-        self._passage = None
-        self._on_payload(passage.batch.number, landed=True)
+        self._staged = None
+        self._on_payload(staged.batch.number, landed=True)
 
     def _to_discard(self, total: int) -> list[memoryview]:
         if not self._discard:

@@ -25,12 +25,12 @@ import numpy.typing as npt
 from ...errors import LinkLost, RegionError
 from ...wire.stream import Stream, expect_end
 from ..pages import PageGroup, PageWrite, paired_spans
-from . import unix_place
+from . import unix_address
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
 from .page_stream import StreamBackend, StreamWriter
-from .unix_place import DescriptorStream, host_id
+from .unix_address import DescriptorStream, host_id
 
 SHORT_BYTES = 128 << 10
 """What is copied as a memoryview: half the overhead of an array, which in return lets other threads run meanwhile."""
@@ -51,11 +51,11 @@ class ShmBackend(StreamBackend):
     def _listen(self) -> tuple[socket.socket, Offer]:
         if not self.streams and any(group.region.fd is None for group in self.groups):
             raise RegionError("the shm backend needs a KV region in shared memory: allocate_region(…, shared=True)")
-        sock, place = unix_place.listen()
+        sock, place = unix_address.listen()
         return sock, self._offer(place, host_id=host_id(), streams=self.streams)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        sock = unix_place.dial(offer.place)
+        sock = unix_address.dial(offer.place)
         if offer.streams:
             return StreamWriter(Stream(sock), offer, self.groups, self.stall_seconds)
         return _ShmWriter(DescriptorStream(sock), offer, self.groups)
@@ -70,7 +70,7 @@ class ShmBackend(StreamBackend):
         return f"can't reach the KV pool of peer {offer.epoch}: {reason}; {why}"
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        unix_place.check_user(sock)
+        unix_address.check_user(sock)
         return self._reader(Stream(sock)) if self.streams else _ShmReader(Stream(sock))
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
@@ -78,7 +78,7 @@ class ShmBackend(StreamBackend):
             super()._send_welcome(link, data)
             return
         descriptors = [group.region.fd for group in self.groups if group.region.fd is not None]
-        unix_place.send_descriptors(link.stream.sock, data, descriptors)
+        unix_address.send_descriptors(link.stream.sock, data, descriptors)
 
 
 class _ShmWriter(OutgoingLink):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...wire import tcp_socket
 from ...wire.stream import Stream
-from . import tcp_place
+from . import tcp_address
 from .base import Capabilities
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
@@ -29,15 +29,15 @@ class TcpBackend(StreamBackend):
 
     def _listen(self) -> tuple[socket.socket, Offer]:
         # Buffers before connections exist: the window scale is fixed by the handshake.
-        sock, place, port = tcp_place.listen(self.host, self.port, self.advertise_host, set_buffers)
+        sock, place, port = tcp_address.listen(self.host, self.port, self.advertise_host, set_buffers)
         return sock, self._offer(place, port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        sock = tcp_place.dial(offer, self._tune)
+        sock = tcp_address.dial(offer, self._tune)
         return StreamWriter(Stream(sock), offer, self.groups, self.stall_seconds)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
-        return tcp_place.unreachable(offer, reason)
+        return tcp_address.unreachable(offer, reason)
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)

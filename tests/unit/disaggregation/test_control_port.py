@@ -72,7 +72,7 @@ def port():
 
 
 def hello(sender="D", metadata=b"of D, with its secret", link=1, *, invite=True, **changes):
-    """It is followed by the wish to be given KV."""
+    """It is followed by the request to be given KV."""
     fields = {"version": PROTOCOL_VERSION, "fingerprint": "f", "layout": LAYOUT, "backend": "tcp", **changes}
     said = [Hello("P", sender, link, metadata=metadata, **fields), Invite("P", metadata)]
     return encode(said if invite else said[:1])

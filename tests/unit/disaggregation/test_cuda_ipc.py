@@ -28,7 +28,7 @@ from pdserve.disaggregation.transfer.backends import registry
 from pdserve.disaggregation.transfer.backends.cuda_driver import CudaDriver, load_driver
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy
-from pdserve.disaggregation.transfer.backends.wishes import WORD, Kind
+from pdserve.disaggregation.transfer.backends.write_requests import WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
@@ -165,7 +165,7 @@ def test_pages_wait_for_their_grant_and_end_the_link_where_it_does_not_come(star
     writer, owner = start("P"), start("D", stall_seconds=0.3)
     link(writer, owner)
     writer.submit(send([1], [1]))
-    wait_until(lambda: only_link(owner).wishes._ungranted, LIMIT, "its pages wait")
+    wait_until(lambda: only_link(owner).write_requests._ungranted, LIMIT, "its pages wait")
     owner.submit(grant([1]))
     assert writer.next().error is None
     writer.submit(send([1], [2], room=2))

@@ -410,7 +410,7 @@ def test_what_was_revoked_or_is_anothers_is_not_written(linked, make_node):
     writer, receiver = linked
     receiver.backend.grant("P", named(2), pages(5))
     receiver.backend.grant("Q", named(1), pages(3))
-    (pool,) = receiver.backend._landings.pools
+    (pool,) = receiver.backend._receive_buffers.pools
     covers = pool.grants.covers
     assert covers(Writer("P", 1, 1), pages(2))
     assert not covers(Writer("P", 1, 1), pages(2, 3))

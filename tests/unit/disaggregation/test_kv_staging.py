@@ -282,7 +282,7 @@ class Crowd:
         link(self.writer, self.owner, 1)
         self.owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
         self.writer.engine.submit(send())
-        wait_until(lambda: self.owner.engine._backend._landings.line, LIMIT, "P stands in line")
+        wait_until(lambda: self.owner.engine._backend._receive_buffers.line, LIMIT, "P stands in line")
         assert not self.owner.devices[0].writes
 
     def batch(self, number: int, *pages: int) -> bytes:

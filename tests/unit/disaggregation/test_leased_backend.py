@@ -66,7 +66,7 @@ def pair(start):
     writer, owner = start("P", stall_seconds=0.3), start("D")
     dial(writer, owner)
     assert writer.next() == PeerConnected("D", 1)
-    assert (owner.library.doors, writer.library.couriers) == (1, 1)
+    assert (owner.library.endpoints, writer.library.initiators) == (1, 1)
     writer.pool[:] = 7
     return writer, owner
 
@@ -95,16 +95,16 @@ def test_a_write_that_fails_ends_the_link_on_both_sides_and_its_rooms(pair, what
     assert isinstance(ended, SendEnded)
     assert why in ended.error
     assert owner.next() == PeerLinkDown("P", 1)
-    assert (owner.library.doors, writer.library.couriers) == (0, 0)
+    assert (owner.library.endpoints, writer.library.initiators) == (0, 0)
 
 
-def test_a_door_that_breaks_ends_the_link(pair):
+def test_an_endpoint_that_breaks_ends_the_link(pair):
     writer, owner = pair
-    owner.library.door_breaks = True
+    owner.library.endpoint_breaks = True
     owner.engine.submit(AdmitPeer("Q", 1))  # a turn
     assert {type(owner.next()), type(owner.next())} == {PeerAdmitted, PeerLinkDown}
     assert writer.next() == PeerLinkDown("D", 1)
-    assert (owner.library.doors, writer.library.couriers) == (0, 0)
+    assert (owner.library.endpoints, writer.library.initiators) == (0, 0)
 
 
 @pytest.mark.parametrize(("ready", "why"), [(None, "nobody there"), (False, "does not answer")])
@@ -116,4 +116,4 @@ def test_a_peer_that_the_library_does_not_reach_fails_the_connect(start, ready, 
     assert isinstance(failed, PeerFailed)
     assert why in failed.error
     assert owner.next() == PeerLinkDown("P", 1)
-    assert (owner.library.doors, writer.library.couriers) == (0, 0)
+    assert (owner.library.endpoints, writer.library.initiators) == (0, 0)

@@ -17,7 +17,7 @@ from support.staged_pools import held, slabs_of, staged_group
 from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.leased_backend import CONTACT_BYTES
-from pdserve.disaggregation.transfer.backends.wishes import MAX_WISHES, NOTE, WORD, Kind
+from pdserve.disaggregation.transfer.backends.write_requests import MAX_WISHES, NOTE, WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -90,7 +90,7 @@ def test_who_waits_for_a_slab_gets_it_when_another_is_done_with_it(start, how):
     wait_until(lambda: owner.slabs.free == 0, LIMIT, "Q has the slab")
     owner.grant("P", [4, 5, 6])
     one.send([4, 5, 6], [4, 5, 6])
-    wait_until(lambda: owner.library._landings.line, LIMIT, "P stands in line")
+    wait_until(lambda: owner.library._receive_buffers.line, LIMIT, "P stands in line")
     assert (owner.pool == ord("D")).all()
     if how == "it goes on":
         other.library.holds = False
@@ -153,7 +153,7 @@ class Stranger:
         length = int.from_bytes(self.sock.recv(4, socket.MSG_WAITALL), "little")
         self.sock.recv(length, socket.MSG_WAITALL)
 
-    def wish(self, number, pages, *, group=0, layers=(0, 1), count=None, kind=Kind.WISH):
+    def request(self, number, pages, *, group=0, layers=(0, 1), count=None, kind=Kind.WISH):
         word = WORD.pack(kind, number, 1, 1, group, *layers, len(pages) if count is None else count)
         self.sock.sendall(word + np.array(pages, "<i4").tobytes())
 
@@ -162,17 +162,17 @@ class Stranger:
 
 
 WORDS = {
-    "no kind": lambda q: q.wish(0, [1], kind=9),
-    "the owner's kind": lambda q: q.wish(0, [1], kind=Kind.LANDED),
-    "no group": lambda q: q.wish(0, [1], group=7),
-    "no layers": lambda q: q.wish(0, [1], layers=(1, 1)),
-    "layers that are none": lambda q: q.wish(0, [1], layers=(0, 2)),
-    "no pages": lambda q: q.wish(0, []),
-    "more pages than any batch": lambda q: q.wish(0, [], count=1 << 30),
-    "filled, and nothing was asked for": lambda q: q.wish(0, [], kind=Kind.WRITTEN),
-    "the same batch again": lambda q: [q.wish(0, [5]), q.wish(0, [5])],
-    "more batches than any writer": lambda q: [q.wish(i, [5]) for i in range(MAX_WISHES + 1)],
-    "filled before there was a slab": lambda q: [q.wish(0, [5]), q.wish(0, [], kind=Kind.WRITTEN)],
+    "no kind": lambda q: q.request(0, [1], kind=9),
+    "the owner's kind": lambda q: q.request(0, [1], kind=Kind.LANDED),
+    "no group": lambda q: q.request(0, [1], group=7),
+    "no layers": lambda q: q.request(0, [1], layers=(1, 1)),
+    "layers that are none": lambda q: q.request(0, [1], layers=(0, 2)),
+    "no pages": lambda q: q.request(0, []),
+    "more pages than any batch": lambda q: q.request(0, [], count=1 << 30),
+    "filled, and nothing was asked for": lambda q: q.request(0, [], kind=Kind.WRITTEN),
+    "the same batch again": lambda q: [q.request(0, [5]), q.request(0, [5])],
+    "more batches than any writer": lambda q: [q.request(i, [5]) for i in range(MAX_WISHES + 1)],
+    "filled before there was a slab": lambda q: [q.request(0, [5]), q.request(0, [], kind=Kind.WRITTEN)],
 }
 
 
@@ -194,7 +194,7 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
     owner = start("D")
     stranger = Stranger(owner)
     owner.grant("Q", [1, 2, 3])
-    stranger.wish(0, [1, 2, 3])
+    stranger.request(0, [1, 2, 3])
     assert stranger.told() == (Kind.SLAB, 0, 0, 2)
     stranger.sock.close()
     assert owner.next() == PeerLinkDown("Q", 0)

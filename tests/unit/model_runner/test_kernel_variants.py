@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
 from pdserve.model_runner.device_ops.triton_ops import TritonOps
-from pdserve.model_runner.queued_sampler.triton_sampler import TritonSampler
+from pdserve.model_runner.device_sampler.triton_sampler import TritonSampler
 
 ROWS, PAGE = 21, 16
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 1, "num_attention_heads": 3}

@@ -9,13 +9,13 @@ import torch
 
 from ..device.base import Device
 from ..rows import RowStates
-from .base import QueuedSampler
+from .base import DeviceSampler
 from .torch_sampler import TorchSampler
 
 log = logging.getLogger(__name__)
 
 
-def choose_sampler(device: Device, states: RowStates, logits_dtype: torch.dtype) -> QueuedSampler | None:
+def choose_sampler(device: Device, states: RowStates, logits_dtype: torch.dtype) -> DeviceSampler | None:
     """Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
     vocabulary, else torch's; None on the host itself, where a sampler may look before it goes on.
     """

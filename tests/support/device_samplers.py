@@ -10,13 +10,13 @@ import torch
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.device.base import Device
-from pdserve.model_runner.queued_sampler.base import QueuedSampler, SampledRows
+from pdserve.model_runner.device_sampler.base import DeviceSampler, SampledRows
 from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.sampler import sample
 
 from .sampler_reference import make_row
 
-MakeSampler = Callable[[Device, RowStates], QueuedSampler]
+MakeSampler = Callable[[Device, RowStates], DeviceSampler]
 
 
 def draw_row(row: int, rng: np.random.Generator, vocab: int, prompt_len: int) -> RowInit:

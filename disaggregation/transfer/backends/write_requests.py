@@ -1,4 +1,4 @@
-"""What two ends of a lease say of pages that move beside it: wished for, allowed, written, landed.
+"""What two ends of a lease say of pages that move beside it: requested for, allowed, written, landed.
 
     writer: the pages that it wants to write ─▶ owner: held against the grants ─▶ leave to write some or all of them ─▶
     (they are written) ─▶ writer: written ─▶ owner: leave for the next ones | landed
@@ -23,11 +23,11 @@ from ...errors import BadPages, LinkLost
 from ..pages import LayerRange, PageGroup, PageWrite, check_pages
 from .base import WriteHandle, WriteState
 from .grants import Writer
-from .landings import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, Landings
 from .link import Link
+from .receive_buffers import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, ReceiveBuffers
 
 WORD = struct.Struct("<BQQQHHHI")
-"""The writer's: kind, batch; and of a wish hand-over, group, layers, number of pages, which follow."""
+"""The writer's: kind, batch; and of a request hand-over, group, layers, number of pages, which follow."""
 NOTE = struct.Struct("<BQQI")
 """The owner's: kind, batch; and of a leave the place (of a slab), and for how many pages it is."""
 MAX_WISHES = 1024
@@ -46,12 +46,12 @@ class Kind(IntEnum):
     MAPS = 7
 
 
-class WishReader(ABC):
-    """The owner's end of one link: takes wishes, and has those begun that are granted."""
+class WriteRequestReader(ABC):
+    """The owner's end of one link: takes write requests, and begins those that are granted."""
 
-    def __init__(self, link: Link, landings: Landings, stall_seconds: float) -> None:
+    def __init__(self, link: Link, receive_buffers: ReceiveBuffers, stall_seconds: float) -> None:
         self._link = link
-        self._landings = landings
+        self._receive_buffers = receive_buffers
         self._stall_seconds = stall_seconds
         self._word = bytearray(WORD.size)
         self._ungranted: dict[int, Batch] = {}
@@ -113,9 +113,9 @@ class WishReader(ABC):
             return
         known = len(self._ungranted) + len(self._begun)
         is_new = known < MAX_WISHES and number not in self._ungranted and number not in self._begun
-        if kind != Kind.WISH or not is_new or not 0 < count <= MAX_PAGES or group >= len(self._landings.pools):
+        if kind != Kind.WISH or not is_new or not 0 < count <= MAX_PAGES or group >= len(self._receive_buffers.pools):
             raise LinkLost("the peer sent a malformed batch")
-        pool, layers = self._landings.pools[group], LayerRange(begin, end)
+        pool, layers = self._receive_buffers.pools[group], LayerRange(begin, end)
         if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
             raise LinkLost("the peer sent a malformed batch")
         table = bytearray(count * PAGE_NUMBER.itemsize)
@@ -148,7 +148,7 @@ class WishReader(ABC):
 
 
 @dataclass(slots=True)
-class Wish:
+class WriteRequest:
     """A write that is under way; ``at`` of its pages have been written. ``writing``: who moves them, of some more."""
 
     handle: WriteHandle
@@ -166,7 +166,7 @@ class Mover(Protocol):
         ...
 
 
-class WishWriter(ABC):
+class WriteRequestWriter(ABC):
     """The writer's end of one link. ``leave``: the kind of leave that its owner gives."""
 
     leave: ClassVar[Kind]
@@ -176,17 +176,17 @@ class WishWriter(ABC):
         self._mover = mover
         self._groups = groups
         self._note = bytearray(NOTE.size)
-        self._wishes: dict[int, Wish] = {}
+        self._write_requests: dict[int, WriteRequest] = {}
         self._next = 0
 
     @abstractmethod
-    def _start(self, wish: Wish, place: int, count: int) -> Any:
-        """Begin to write the wish's next ``count`` pages; returns what ``has_landed`` is asked with. ``LinkLost``."""
+    def _start(self, request: WriteRequest, place: int, count: int) -> Any:
+        """Begin to write the request's next ``count`` pages; return the argument of ``has_landed``. ``LinkLost``."""
 
     @property
     def under_way(self) -> bool:
         """Whether anything is."""
-        return bool(self._wishes)
+        return bool(self._write_requests)
 
     def read(self) -> None:
         """Wait for what the owner says next."""
@@ -198,10 +198,10 @@ class WishWriter(ABC):
         total = len(pages.dst) * group.piece_bytes(pages.layers)
         if len(pages.dst) > MAX_PAGES or total > MAX_BATCH_BYTES:
             raise BadPages(f"a batch of {len(pages.dst)} pages and {total} bytes is too large")
-        if not self._wishes:
+        if not self._write_requests:
             self._link.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
         handle = WriteHandle()
-        self._wishes[self._next] = Wish(handle, pages)
+        self._write_requests[self._next] = WriteRequest(handle, pages)
         room, attempt = pages.handover.room, pages.handover.attempt
         word = WORD.pack(Kind.WISH, self._next, room, attempt, pages.group, *pages.layers, len(pages.dst))
         self._link.stream.send([word + pages.dst.astype(PAGE_NUMBER).tobytes()])
@@ -210,33 +210,33 @@ class WishWriter(ABC):
 
     def look(self) -> None:
         """Say what has been written. Raises ``LinkLost``."""
-        for number, wish in self._wishes.items():
-            if wish.writing is not None and self._mover.has_landed(wish.writing):
-                wish.writing = None
-                wish.at += wish.count
+        for number, request in self._write_requests.items():
+            if request.writing is not None and self._mover.has_landed(request.writing):
+                request.writing = None
+                request.at += request.count
                 self._link.stream.send([WORD.pack(Kind.WRITTEN, number, 0, 0, 0, 0, 0, 0)])
 
     def close(self, reason: str) -> None:
         """The link is over."""
-        for wish in self._wishes.values():
-            wish.handle.state, wish.handle.error = WriteState.FAILED, reason
-        self._wishes.clear()
+        for request in self._write_requests.values():
+            request.handle.state, request.handle.error = WriteState.FAILED, reason
+        self._write_requests.clear()
 
     def _on_note(self) -> None:
         kind, number, place, count = NOTE.unpack(self._note)
         self.read()
-        wish = self._wishes.get(number)
-        if wish is None or wish.writing is not None:
+        request = self._write_requests.get(number)
+        if request is None or request.writing is not None:
             raise LinkLost("the peer speaks of a batch that was not sent")
         if kind == self.leave:
-            if not 0 < count <= len(wish.pages.src) - wish.at:
+            if not 0 < count <= len(request.pages.src) - request.at:
                 raise LinkLost("the peer gives leave for pages that nobody asked for")
-            wish.count = count
-            wish.writing = self._start(wish, place, count)
+            request.count = count
+            request.writing = self._start(request, place, count)
             return
-        is_whole = wish.at == len(wish.pages.dst)
+        is_whole = request.at == len(request.pages.dst)
         if not (kind == Kind.REFUSED or (kind == Kind.LANDED and is_whole)):
             raise LinkLost("the peer says what has no meaning here")
-        del self._wishes[number]
-        wish.handle.state = WriteState.DONE if kind == Kind.LANDED else WriteState.FAILED
-        wish.handle.error = "" if kind == Kind.LANDED else "the peer has no such pages"
+        del self._write_requests[number]
+        request.handle.state = WriteState.DONE if kind == Kind.LANDED else WriteState.FAILED
+        request.handle.error = "" if kind == Kind.LANDED else "the peer has no such pages"

@@ -24,7 +24,7 @@ from .pages import LayerRange, PageGroup
 _Key = tuple[int, int, int, bytes]
 
 
-class LandedPages:
+class PageChecksums:
     """``pieces``: layers of pages that came, each counted as often as it did."""
 
     def __init__(
@@ -50,9 +50,9 @@ class LandedPages:
         for number in range(len(groups)):
             self.converter(number, 1)
 
-    def landing(self, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> Landing:
+    def landing(self, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> PassedPages:
         """A batch that begins to pass; ``number``: of the group, for the backend."""
-        return Landing(self, group, number, layers, pages)
+        return PassedPages(self, group, number, layers, pages)
 
     def note(self, number: int, layers: LayerRange, pages: I32, checksum: int) -> None:
         """A batch is on the device. Raises ``LinkLost`` where there are more than an honest writer makes."""
@@ -84,10 +84,10 @@ class LandedPages:
         return found
 
 
-class Landing:
+class PassedPages:
     """A batch on its way, in parts."""
 
-    def __init__(self, landed: LandedPages, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> None:
+    def __init__(self, landed: PageChecksums, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> None:
         self._landed = landed
         self._batch = number, layers, pages
         self._hasher = landed.hasher()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....messages.base import I32, HandoverId
-from ..landed_pages import LandedPages
+from ..page_checksums import PageChecksums
 from ..pages import LayerRange, PageGroup
 from ..staging import Piece
 from .grants import Grants, Writer
@@ -55,10 +55,10 @@ class Batch(NamedTuple):
         return self.pool.grants.covers(self.writer, self.pages)
 
 
-class Passage:
+class StagedWrite:
     """A batch whose pages pass through slabs, one slab at a time; ``at`` of them are on the device."""
 
-    def __init__(self, batch: Batch, landed: LandedPages) -> None:
+    def __init__(self, batch: Batch, landed: PageChecksums) -> None:
         """``landed``: where to note what has come."""
         group = batch.pool.group
         assert group.staging is not None
@@ -116,7 +116,7 @@ class Passage:
             self.slab = None
 
 
-class Landings:
+class ReceiveBuffers:
     """Of all pools of an instance. ``line``: what waits for a slab, and by which link it comes."""
 
     def __init__(self, groups: Sequence[PageGroup]) -> None:
@@ -129,11 +129,11 @@ class Landings:
             )
             for number, group in enumerate(groups)
         ]
-        self.line: deque[tuple[Link, Passage]] = deque()
-        self._landed: dict[Writer, LandedPages] = {}
+        self.line: deque[tuple[Link, StagedWrite]] = deque()
+        self._landed: dict[Writer, PageChecksums] = {}
 
-    def note(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
-        """Where to note what comes for a hand-over, as ``TransferBackend.note_landings``."""
+    def note(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
+        """Where to note what comes for a hand-over, as ``TransferBackend.note_checksums_in``."""
         self._landed[Writer(peer, handover.room, handover.attempt)] = landed
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int) -> None:
@@ -148,20 +148,20 @@ class Landings:
             pool.grants.revoke(writer)
         return writer
 
-    def passage(self, batch: Batch) -> Passage:
+    def staged(self, batch: Batch) -> StagedWrite:
         """Of a batch that is granted."""
-        return Passage(batch, self._landed[batch.writer])
+        return StagedWrite(batch, self._landed[batch.writer])
 
-    def take_slab(self, link: Link, passage: Passage, *, in_turn: bool) -> bool:
-        """Take one for a passage; or have it wait for one: also where others do, unless it is its turn, so that none
+    def take_slab(self, link: Link, staged: StagedWrite, *, in_turn: bool) -> bool:
+        """Take one for a staged; or have it wait for one: also where others do, unless it is its turn, so that none
         is held up by one that has much to write.
         """
-        if (in_turn or not self.line) and passage.take():
+        if (in_turn or not self.line) and staged.take():
             return True
-        self.line.append((link, passage))
+        self.line.append((link, staged))
         return False
 
-    def next_in_line(self) -> tuple[Link, Passage] | None:
+    def next_in_line(self) -> tuple[Link, StagedWrite] | None:
         """Whose turn it is, where there is a slab for it."""
         return self.line.popleft() if self.line and self.line[0][1].can_take else None
 

@@ -24,10 +24,10 @@ from ..row_params import I64, RowParams
 from ..rows import RowStates
 from ..sampler import Sampled
 from ..top_tokens import top_tokens
-from .base import QueuedSampler, SampledRows
+from .base import DeviceSampler, SampledRows
 
 
-class TorchSampler(QueuedSampler):
+class TorchSampler(DeviceSampler):
     """On any device."""
 
     def __init__(self, device: Device, states: RowStates) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.queued_samplers import Bench
+from support.device_samplers import Bench
 from support.recording_device import RecordingDevice
 from support.sampler_reference import make_row
 from support.triton_device import DEVICE, INTERPRETED
@@ -18,10 +18,10 @@ from pdserve.messages.base import pack_i32
 from pdserve.model_runner import step_runner
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.device_sampler import triton_sampler
+from pdserve.model_runner.device_sampler.base import SampledRows
+from pdserve.model_runner.device_sampler.triton_sampler import TritonSampler
 from pdserve.model_runner.logprobs import score
-from pdserve.model_runner.queued_sampler import triton_sampler
-from pdserve.model_runner.queued_sampler.base import SampledRows
-from pdserve.model_runner.queued_sampler.triton_sampler import TritonSampler
 from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.step_runner import StepRunner

@@ -32,14 +32,14 @@ from ..triton_kernels.row_table import (
 )
 from ..triton_kernels.sampling import make_work, sample
 from ..triton_kernels.token_logprobs import MAX_BEST, make_logprob_work, token_logprobs
-from .base import QueuedSampler, SampledRows
+from .base import DeviceSampler, SampledRows
 
 BATCH = 256
 """Rows of one set of launches; more take several. What a set works in is 11 MB for a vocabulary of 128,256."""
 FIRST_PLACES = 4
 
 
-class TritonSampler(QueuedSampler):
+class TritonSampler(DeviceSampler):
     """On CUDA devices; on the host's memory in Triton's interpreter."""
 
     reads_halves = True

@@ -36,7 +36,7 @@ class SampledRows(NamedTuple):
     """``positions`` on the device."""
 
 
-class QueuedSampler(ABC):
+class DeviceSampler(ABC):
     """``torch_sampler.py`` and ``triton_sampler.py``; both choose the same tokens but where rounding decides.
 
     ``reads_halves``: whether logits may be bfloat16 or float16, too.
