@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from support.scrape import page_of
 from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_tiers import TieredSim
 
@@ -295,7 +296,9 @@ def test_metrics_tell_what_is_away_and_how_short_memory_is() -> None:
     report.turn(rig.sim.now)
     rig.sim.outbox.flush()
     [told] = rig.sim.to_detokenizer.messages
-    assert (told.released, told.pressure) == (["kv_cache", "weights"], "none")
+    page = page_of(told.families)
+    assert [page.total("pdserve_memory_released", tag=tag) for tag in ("kv_cache", "weights")] == [1, 1]
+    assert [page.total("pdserve_kv_pressure", level=level) for level in ("none", "some", "high")] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
