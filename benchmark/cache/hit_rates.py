@@ -18,7 +18,10 @@ from .options import CacheBenchOptions, EvictionPolicy
 
 @dataclass(frozen=True)
 class HitRate:
-    """Of one run. ``share``: of all different tokens, what the pool holds; ``rate``: of prompt tokens, what was hit."""
+    """Result of one run.
+
+    ``share`` is the part of all different tokens that fits the pool. ``rate`` is the part of prompt tokens with a hit.
+    """
 
     policy: EvictionPolicy
     share: float
@@ -38,7 +41,7 @@ class TraceTotals:
 
 
 def make_jobs(options: CacheBenchOptions) -> list[Job]:
-    """The trace's requests, scaled; raises ``WorkloadError``."""
+    """Make the trace's requests, scaled; raises ``WorkloadError``."""
     assert options.trace is not None
     entries = read_trace(options.trace, options.num_requests)
     replay = TraceReplay(TokenRange(1000, 29999), (0,), options.length_scale, 1.0)
@@ -51,8 +54,9 @@ def make_jobs(options: CacheBenchOptions) -> list[Job]:
 
 
 def totals(jobs: list[Job], page_size: int) -> TraceTotals:
-    """Each prompt after all that came before it; pages are told apart by their whole prefix. A prompt's last token is
-    always computed.
+    """Count tokens and possible hits of each prompt after all earlier ones. Pages are identified by their whole prefix.
+
+    A prompt's last token is always computed.
     """
     seen: set[bytes | int] = set()
     tokens = hits = 0
@@ -73,7 +77,7 @@ def totals(jobs: list[Job], page_size: int) -> TraceTotals:
 def hit_rate(
     options: CacheBenchOptions, policy: EvictionPolicy, share: float, jobs: list[Job], different: int
 ) -> HitRate:
-    """One run. Requests that don't fit the pool by themselves are left out, and not counted."""
+    """Run the trace once. Requests that do not fit the pool by themselves are left out, and not counted."""
     page = options.page_size
     pool = max(page, round(different * share) // page * page)
     fitting = [job for job in jobs if len(job.prompt) + job.max_tokens <= pool]
@@ -96,7 +100,7 @@ def hit_rate(
 
 
 def table(rates: list[HitRate], bound: float) -> str:
-    """A row for each size, a column for each policy, and how much of the bound the best one reaches."""
+    """Make a table: a row for each size, a column for each policy, and the best one's share of the bound."""
     policies = list(dict.fromkeys(rate.policy for rate in rates))
     lines = ["| pool, % of the trace | tokens | " + " | ".join(policies) + " | bound |"]
     lines.append("|---:|---:|" + "---:|" * (len(policies) + 1))

@@ -27,13 +27,14 @@ Times = dict[str, list[float]]
 
 
 class Row(NamedTuple):
-    """``key``: what of ours, and of SGLang's; ``bar``: µs that it may take, None where nobody said; ``vllm``: what of
-    vLLM's stands beside it.
-    """
+    """Row of the table."""
 
     key: str
+    """Measurement of ours, and of SGLang's."""
     bar: float | None
+    """Its limit in µs; None without one."""
     vllm: str | None
+    """Measurement of vLLM's beside it."""
     what: str
 
 

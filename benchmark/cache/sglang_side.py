@@ -1,9 +1,10 @@
 """``PYTHON sglang_side.py WORKLOAD``: SGLang's RadixCache and paged allocator, asked the same; prints JSON of µs.
 
-A program by itself, for an interpreter that has SGLang (``pip install --no-deps sglang``), torch and no pdserve. What
-SGLang imports beside them has nothing to do with its tree: whatever is missing is replaced by names that do nothing.
-``match`` includes the slots, as ours does. Its tree in Python is measured, which is what runs without a build of
-its own; the one in Rust wants a torch that it was compiled for.
+It runs by itself, without pdserve, in an interpreter with SGLang (``pip install --no-deps sglang``) and torch.
+SGLang's other imports have nothing to do with its tree. Missing ones are replaced by names that do nothing.
+
+``match`` includes the slots, as ours does. The tree in Python is measured, because it runs without a build of its own.
+The one in Rust needs the torch that it was compiled for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Anything(metaclass=_Nothing):
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator, it leaves what it decorates."""
+        """Return the decorated function unchanged, if used as a decorator."""
         return args[0] if args else self
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -58,22 +59,22 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names: set[str] = set()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Of those that were found missing, and of nothing else."""
+        """Find only modules that were missing."""
         if name.split(".")[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> types.ModuleType:
-        """One without contents."""
+        """Make a module without contents."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """So that modules within it can be asked for."""
+        """Make the module a package, so that modules in it can be imported."""
         module.__path__ = []
 
 
 def load(*names: str) -> list[Any]:
-    """The modules; raises ``ImportError`` where SGLang itself lacks one."""
+    """Import the modules; raises ``ImportError`` if SGLang itself lacks one."""
     stand_ins = _StandIns()
     sys.meta_path.append(stand_ins)
     for _ in range(MOST_MISSING):
@@ -90,7 +91,7 @@ def load(*names: str) -> list[Any]:
 
 
 def microseconds(what: Callable[[int], object], times: int) -> list[float]:
-    """Of each call."""
+    """Measure each call."""
     took = []
     for i in range(times):
         began = time.perf_counter()
@@ -127,7 +128,7 @@ class Theirs:
             self.allocator.free(slots[: self._insert(self.key(tokens), slots)])
 
     def key(self, tokens: Any) -> Any:
-        """As a request holds it."""
+        """Make the key of tokens, as a request has it."""
         return self.radix.RadixKey(array("q", tokens.tolist()))
 
     def _slots(self, count: int) -> Any:
@@ -143,13 +144,13 @@ class Theirs:
         return self.cache.path_device_indices(found.last_device_node)
 
     def match(self) -> list[float]:
-        """From token ids to slots."""
+        """Measure the way from token ids to slots."""
         keys = [self.key(tokens) for tokens in self.deep]
         assert len(self._match(keys[0])) == len(self.deep[0])
         return microseconds(lambda i: self._match(keys[i % len(keys)]), LOOKUPS)
 
     def insert(self) -> list[float]:
-        """A prompt from its first token, of which the tree lacks the end."""
+        """Measure inserting a prompt from its first token; the tree lacks its end."""
         keys, slots = [], []
         for tail in self.tails[::2]:
             keys.append(self.key(tail))
@@ -158,7 +159,7 @@ class Theirs:
         return microseconds(lambda i: self._insert(keys[i], slots[i]), len(keys))
 
     def decode(self) -> list[float]:
-        """One slot for each request."""
+        """Measure allocating one slot for each request."""
         lens = torch.from_numpy(np.random.default_rng(1).integers(100, 4000, self.decoding))
         last = self._slots(self.decoding * self.page)[:: self.page] + (lens - 1) % self.page
 
@@ -171,12 +172,12 @@ class Theirs:
         return microseconds(step, min(DECODES, 32 * self.page))
 
     def evict(self) -> list[float]:
-        """The pages of so many tokens go back to the allocator."""
+        """Measure evicting the pages of ``evicted`` tokens to the allocator."""
         return microseconds(lambda _: self.cache.evict(self.params.EvictParams(num_tokens=self.evicted)), EVICTIONS)
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the measurement."""
     torch.set_num_threads(1)
     with np.load(sys.argv[1]) as workload:
         theirs = Theirs({name: workload[name] for name in workload.files})

@@ -1,8 +1,12 @@
 """``PYTHON vllm_side.py WORKLOAD``: vLLM's prefix cache, asked the same; prints JSON of µs by what was done.
 
-A program by itself, for an interpreter that has vLLM and no pdserve. What each figure holds: ``match`` is the hash of a
-new prompt's blocks and the lookup, ``lookup`` the lookup alone, with hashes at hand; ``store`` is ``cache_blocks``;
-``decode`` is ``allocate_slots`` for each request; ``evict`` takes that many blocks, which are all cached.
+This program runs by itself, in an interpreter with vLLM and without pdserve. The figures are:
+
+- ``match``: hashing a new prompt's blocks, and looking them up;
+- ``lookup``: the lookup alone, with known hashes;
+- ``store``: ``cache_blocks``;
+- ``decode``: ``allocate_slots`` for each request;
+- ``evict``: taking that many blocks, which are all cached.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ LOOKUPS, DECODES, EVICTIONS = 50, 100, 4
 
 
 def microseconds(what: Callable[[int], object], times: int) -> list[float]:
-    """Of each call."""
+    """Measure each call."""
     took = []
     for i in range(times):
         began = time.perf_counter()
@@ -77,19 +81,19 @@ class Theirs:
         return request
 
     def match(self) -> list[float]:
-        """From token ids to blocks."""
+        """Measure the way from token ids to blocks."""
         deep = self.deep
         return microseconds(lambda i: self.manager.get_computed_blocks(self.request(deep[i % len(deep)])), LOOKUPS)
 
     def lookup(self) -> list[float]:
-        """From hashes to blocks."""
+        """Measure the way from hashes to blocks."""
         requests = [self.request(tokens) for tokens in self.deep]
         found = self.manager.get_computed_blocks(requests[0])[1]
         assert found >= len(self.deep[0]) - self.page
         return microseconds(lambda i: self.manager.get_computed_blocks(requests[i % len(requests)]), LOOKUPS)
 
     def store(self) -> list[float]:
-        """The blocks behind a cached prompt."""
+        """Measure storing the blocks after a cached prompt."""
         requests = [self.run(tail, delay=True) for tail in self.tails[1:16:2]]
         took = microseconds(lambda i: self.manager.cache_blocks(requests[i], requests[i].num_tokens), len(requests))
         for request in requests:
@@ -97,7 +101,7 @@ class Theirs:
         return took
 
     def decode(self) -> list[float]:
-        """One token for each request."""
+        """Measure one token for each request."""
         lens = np.random.default_rng(1).integers(100, 1000, self.decoding)
         requests = [self.run(np.arange(n, dtype=np.int64) + 40_000 * (i + 1)) for i, n in enumerate(lens)]
         took = []
@@ -115,13 +119,13 @@ class Theirs:
         return took
 
     def evict(self) -> list[float]:
-        """So many tokens' blocks are found, forgotten and handed out."""
+        """Measure finding, forgetting and handing out the blocks of ``evicted`` tokens."""
         pool = self.manager.block_pool
         return microseconds(lambda _: pool.get_new_blocks(self.evicted // self.page), EVICTIONS)
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the measurement."""
     with np.load(sys.argv[1]) as load:
         theirs = Theirs({name: load[name] for name in load.files})
     gc.collect()

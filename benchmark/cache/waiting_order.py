@@ -26,13 +26,14 @@ POOL_TOKENS = 1 << 16
 
 
 class QueueTimes(NamedTuple):
-    """In µs: of each step (the first few are found, get memory, and what they compute is stored), of putting all in
-    order, and of brute force: a lookup of each and a sort. ``losses``: how often prefixes were evicted meanwhile.
-    """
+    """Times of a queue in µs. ``losses`` counts the evictions of prefixes meanwhile."""
 
     step: list[float]
+    """Times of the steps: the first few requests are found, get memory, and their results are stored."""
     whole: list[float]
+    """Times of ordering all requests."""
     brute: list[float]
+    """Times of brute force: a lookup of each request, and a sort."""
     losses: int
 
 

@@ -1,8 +1,12 @@
-"""What all contestants are asked: token runs, drawn once, in a file that programs without pdserve can read, too.
+"""The workload of all contestants: token runs, drawn once, in a file that programs without pdserve can read, too.
 
-``stored`` are prompts that are stored one after the other: ``DEEP`` of ``prompt_tokens``, others that part from these
-at ``path_nodes - 1`` places and so divide their paths, and conversations, whose turns each store what came before and
-some more. ``tails`` go on from the deep ones.
+``stored`` are prompts that are stored one after the other:
+
+- ``DEEP`` prompts of ``prompt_tokens``;
+- prompts that diverge from these at ``path_nodes - 1`` places, and so divide their paths;
+- conversations, in which each turn stores all earlier tokens and some more.
+
+``tails`` go on from the deep ones.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ VOCABULARY = 30_000
 
 
 def write_workload(options: CacheBenchOptions, path: Path) -> None:
-    """Arrays ``tokens`` (all prompts behind one another) and ``ends``, the same of ``tails``, and sizes."""
+    """Write arrays ``tokens`` (all prompts one after another) and ``ends``, the same for ``tails``, and sizes."""
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> I32:

@@ -1,7 +1,7 @@
-"""Admission by a ratio, as SGLang does it and this server did: what the forecast is compared with.
+"""Admission by a ratio, as in SGLang and earlier in this server, to compare the forecast with.
 
-A share of what running requests may still generate is kept; it sinks with every step that went well and jumps up when a
-request had to be retracted.
+A share of the tokens that running requests may still generate is reserved. The share sinks with every step that went
+well, and jumps up when a request had to be retracted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ class RatioAdmission(Admission):
         return int(future * self._ratio)
 
     def step_done(self, retracted: int) -> None:
-        """A step was planned, for which so many requests were retracted."""
+        """Note that a step was planned, for which ``retracted`` requests were retracted."""
         self._ratio = max(self._floor, self._ratio - (self._initial - self._floor) / DECAY_STEPS)
         self._ratio = min(1.0, self._ratio + AFTER_RETRACTION * retracted)

@@ -23,8 +23,9 @@ SHORT, LONG = 0.25, 0.9
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run. TTFT in ms: mean and P99 of short, long and all prompts; tokens; ``plan_us``: the scheduler's own
-    time a step, by this machine's clock.
+    """Result of one run: TTFT in ms (mean and P99 of short, long and all prompts) and tokens.
+
+    ``plan_us`` is the scheduler's own time per step, by this machine's clock.
     """
 
     policy: Policy

@@ -1,5 +1,6 @@
-"""One instance in virtual time: the real scheduler, planner and prefix tree, over a model whose steps take the time
-that a formula says, and whose outputs have the lengths that it is told.
+"""One instance in virtual time: the real scheduler, planner and prefix tree, over a simulated model.
+
+A formula gives the time of the model's steps, and its outputs have given lengths.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ MEASURED = (StepShape(1, 64), StepShape(8, 512), *(StepShape().with_piece(0, n) 
 
 
 def step_ms(shape: StepShape) -> float:
-    """What a step takes: SmolLM2-135M in bfloat16 on two cores of an AMD EPYC, after the tables of
-    docs/performance.md (a small step reads the weights; a large one is bound by arithmetic).
+    """Return the time of a step of SmolLM2-135M in bfloat16 on two cores of an AMD EPYC.
+
+    It follows the tables of docs/performance.md. A small step reads the weights; a large one is bound by arithmetic.
     """
     linear = max(READ_MS, TOKEN_MS * shape.tokens) + DECODE_MS * shape.decodes
     return linear + KV_MS * shape.kv_tokens + PAIR_MS * shape.prompt_pairs
@@ -119,7 +121,7 @@ class VirtualInstance:
         self.scheduler.admit_message(req, req.arrival)
 
     def _work(self) -> None:
-        """The oldest step of those that were sent, to its end."""
+        """Run the oldest of the sent steps to its end."""
         step = self._worker.messages.popleft()
         assert isinstance(step, ForwardStep)
         for row in step.new_rows:
@@ -157,5 +159,5 @@ class VirtualInstance:
 
 
 def ttft_ms(outcomes: list[Outcome], start: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """[N]: from each one's arrival to its first token."""
+    """Return [N]: the time from each request's arrival to its first token."""
     return np.array([(o.first_token - start - o.job.at) * 1000 for o in outcomes])

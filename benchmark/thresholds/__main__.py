@@ -1,4 +1,4 @@
-"""``python -m pdserve.benchmark.thresholds``: who should compute a prompt, by measurement."""
+"""``python -m pdserve.benchmark.thresholds``: measures which instance should compute a prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULTS = ThresholdOptions()
 
 
 def show(outcomes: list[Outcome], options: ThresholdOptions, console: Console) -> None:
-    """Medians over the rounds: output tokens a second / P99 of the first token in seconds, and the goodput."""
+    """Print medians over the rounds: output tokens per second, P99 of the first token in seconds, and goodput."""
     for title, form in (
         ("output tokens a second / P99 of the first token, s", figures),
         ("goodput (first token within 3 s, 40 ms a token), requests a second", goodput),
@@ -39,17 +39,17 @@ def show(outcomes: list[Outcome], options: ThresholdOptions, console: Console) -
 
 
 def figures(outcome: Outcome) -> str:
-    """Throughput and wait."""
+    """Format throughput and wait."""
     return f"{outcome.tokens:,.0f} / {outcome.ttft_p99:.2f}"
 
 
 def goodput(outcome: Outcome) -> str:
-    """Of both promises."""
+    """Format the goodput by both limits."""
     return f"{outcome.goodput:.2f}"
 
 
 def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
-    """Of all rounds; each figure's own median."""
+    """Return the median of each figure over all rounds."""
     of = [o for o in outcomes if (o.load, o.cluster) == (load, cluster)]
     return Outcome(
         load=load,

@@ -41,7 +41,7 @@ class Cluster(Engine):
     backend: ClassVar[BackendName] = "pdserve"
 
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
-        """``pdserve up`` alone, which starts the rest."""
+        """Return the launch of ``pdserve up``, which starts the rest."""
         threshold = (*PAIR, "--disaggregation-threshold", self.contestant)
         shape = CLUSTERS.get("auto" if self.contestant == OTHER else self.contestant, threshold)
         where = ("--port", str(ports[0]), "--cpus", ",".join(map(str, setup.cores)))
@@ -51,6 +51,6 @@ class Cluster(Engine):
 
 
 def make_cluster(contestant: str, other_python: Path | None, model_path: str, dtype: str) -> Cluster:
-    """``contestant``: a name of ``CLUSTERS``, a threshold, or ``OTHER``."""
+    """Make the cluster of ``contestant``: a name of ``CLUSTERS``, a threshold, or ``OTHER``."""
     python = str(other_python) if contestant == OTHER else sys.executable
     return Cluster(contestant, python, model_path, dtype)

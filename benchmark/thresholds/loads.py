@@ -29,11 +29,11 @@ LOADS: Final[dict[str, dict[str, Any]]] = {
     "mixed": {"scenario": "mixed"},
     "trace": {"dataset": "trace", "length_scale": TRACE_LENGTHS, "num_prompts": TRACE_REQUESTS},
 }
-"""By name; one with ``groups`` is a scenario of its own."""
+"""Loads by name; one with ``groups`` is a scenario of its own."""
 
 
 def bench_options(name: str, seed: int, base_url: str, pace: float, trace: Path | None, folder: Path) -> BenchOptions:
-    """What ``pdserve bench serve`` is asked for the load ``name``; a scenario's file is written into ``folder``."""
+    """Make the options of ``pdserve bench serve`` for the load ``name``; a scenario's file goes into ``folder``."""
     fields = dict(LOADS[name])
     if "groups" in fields:
         path = folder / f"{name}.yaml"

@@ -31,7 +31,7 @@ DEFAULTS = TierBenchOptions()
 
 
 def show_resume(result: ResumeResult, console: Console) -> None:
-    """TTFT by place, and what a store must give to be worth it."""
+    """Print TTFT by tier, and the rate from which a store is worth it."""
     table = Table("tokens", *(f"{place}: ms" for place in PLACES), "restarted / computed", "not computed")
     for row in result.rows:
         ms = [f"{1000 * row.seconds[place]:,.0f}" if place in row.seconds else "–" for place in PLACES]
@@ -49,7 +49,7 @@ def show_resume(result: ResumeResult, console: Console) -> None:
 
 
 def show_agents(results: list[AgentResult], console: Console) -> None:
-    """Tokens computed again, by what is behind the pool."""
+    """Print the tokens that were computed again, by the tiers after the pool."""
     table = Table("behind the pool", "prompt tokens", "computed", "again", "found in pool / host / store", "TTFT, ms")
     table.add_column("copies, s")
     for r in results:
@@ -62,7 +62,7 @@ def show_agents(results: list[AgentResult], console: Console) -> None:
 
 
 def show_pair(rows: list[PairRow], console: Console) -> None:
-    """First and second token by who has the store, and what was computed, fetched and sent for it."""
+    """Print first and second token by the instances that have the store, with the tokens computed and fetched."""
     table = Table("tokens", "the prefill", "the store is", "first token, ms", "second token, ms")
     for heading in ("computed", "fetched by the decode", "handed over, MB"):
         table.add_column(heading)

@@ -1,7 +1,7 @@
-"""Users who take turns on a pool that holds some of them: what is computed again, with and without tiers.
+"""Users that take turns on a pool too small for all: tokens computed again, with and without tiers.
 
-Each turn sends the whole conversation and some tokens more, as agents do that call a tool. All users have their first
-turn, then their second, and so on: an evicting cache of less than all of them has lost each when it comes again.
+Each turn sends the whole conversation and some more tokens, as agents do that call a tool. All users have their first
+turn, then their second, and so on. So a cache that is too small has evicted each conversation when it comes again.
 """
 
 from __future__ import annotations

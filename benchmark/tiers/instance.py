@@ -47,7 +47,7 @@ class Instance:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS, trust_env=False)
 
     def ask(self, tokens: list[int], count: int) -> Answer:
-        """Greedy, ``count`` tokens whatever they are."""
+        """Ask for ``count`` greedy tokens, whatever they are."""
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
         told = self._client.post("/generate", json={"input_ids": tokens, "sampling_params": sampling})
@@ -59,13 +59,13 @@ class Instance:
         return Answer(answer["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details", {}), seconds)
 
     def post(self, body: dict[str, Any]) -> None:
-        """A leg of a request, whose answer is another's to give."""
+        """Send a leg of a request that another instance answers."""
         told = self._client.post("/generate", json=body)
         if told.status_code != 200:
             raise ServerError(f"/generate answers {told.status_code}: {told.text[:200]}")
 
     def stream(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """The answer's tokens, and in how many seconds each of them came."""
+        """Return the answer's tokens, and the seconds until each of them came."""
         tokens: list[int] = []
         times: list[float] = []
         began = time.perf_counter()
@@ -82,7 +82,7 @@ class Instance:
         return tokens, times
 
     def info(self) -> dict[str, Any]:
-        """/server_info."""
+        """Return ``/server_info``."""
         told: dict[str, Any] = self._client.get("/server_info", headers=self._admin).raise_for_status().json()
         return told
 
@@ -96,14 +96,14 @@ class Instance:
             time.sleep(BUSY_POLL_SECONDS)
 
     def wait_stored(self) -> None:
-        """Until the store has all that it is to have."""
+        """Wait until the store has all pages that it is meant to have."""
         while (tiers := self.info()["tiers"])["backlog"] or tiers["stored"] + tiers["fetched"] < tiers["saved"]:
             if tiers["store"]["breaker"] != "closed":
                 raise ServerError(f"the store fails: {tiers['store']['reason']}")
             time.sleep(POLL_SECONDS)
 
     def kill(self) -> None:
-        """-9, all of its processes."""
+        """Kill all of its processes (-9)."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -124,7 +124,7 @@ class Instance:
 
 @contextmanager
 def instance(folder: Path, *flags: str) -> Iterator[Instance]:
-    """``pdserve server FLAGS``, on a port of its own; its log lies in ``folder``."""
+    """Run ``pdserve server FLAGS`` on a port of its own; its log is in ``folder``."""
     [port] = free_ports(1)
     admin, more = admin_key(folder)
     argv = python_command("-m", "pdserve.server.cli", "server", "--port", str(port), *flags, *more)

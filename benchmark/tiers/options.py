@@ -8,7 +8,7 @@ from typing import Literal
 from ..errors import BenchOptionsError
 
 MOST_TURN_TOKENS = 128
-"""Behind a conversation's first turn: its answer, and what is asked then."""
+"""Maximum tokens that a turn adds to a conversation: its answer, and the next question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,5 +68,5 @@ class TierBenchOptions:
 
     @property
     def conversation_tokens(self) -> int:
-        """Of a user, at the end."""
+        """Length of a user's conversation at the end, in tokens."""
         return self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens

@@ -1,9 +1,15 @@
-"""What a store behind a pair is worth: the second turn of a conversation whose instances were both started anew.
+"""The worth of a store for a pair: the second turn of a conversation after a restart of both instances.
 
-By who has the store: nobody, the prefill, which fetches and hands over, or both, so that the decode may fetch what it
-would be sent. Once with a prefill that has nothing else to do, and once with one that computes another prompt as long.
-The two are asked as a router does it. What is told is when the first token is there, and when the second, which waits
-for the KV.
+There are three cases:
+
+- no instance has the store;
+- the prefill has it, fetches and hands over;
+- both have it, so the decode may fetch pages itself.
+
+Each is measured with an idle prefill, and with one that computes another prompt of equal length.
+
+The pair is asked as by a router. The results are the times of the first token, and of the second one, which waits for
+the KV.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ MOST_ROOM = 1 << 63
 
 
 class PairRow(NamedTuple):
-    """Of one case: medians in seconds, and tokens and bytes of all conversations of a length together."""
+    """Result of one case: medians in seconds, and tokens and bytes of all conversations of a length together."""
 
     name: str
     busy: bool
@@ -43,7 +49,7 @@ class _Pair:
         self._bootstrap, self._rng = bootstrap, rng
 
     def ask(self, tokens: list[int], count: int) -> tuple[list[int], list[float]]:
-        """Both legs; the answer's tokens, and when each of them came, in seconds."""
+        """Ask by both legs; return the answer's tokens, and the seconds until each of them came."""
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
@@ -59,7 +65,7 @@ class _Pair:
 
     @contextmanager
     def busy_with(self, length: int) -> Iterator[None]:
-        """The prefill computes a prompt of its own, from before the block begins on."""
+        """Have the prefill compute another prompt, beginning before the block."""
         sampling = {"max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": random_tokens(self._rng, length), "sampling_params": sampling}
         with ThreadPoolExecutor(1) as other:
@@ -69,7 +75,7 @@ class _Pair:
             done.result()
 
     def counts(self) -> tuple[int, int, int]:
-        """Tokens computed, tokens that the decode fetched, bytes handed over."""
+        """Return the tokens computed, the tokens that the decode fetched, and the bytes handed over."""
         told = [self.prefill.info(), self.decode.info()]
         computed = sum(info["counters"]["prompt_tokens"] for info in told)
         handovers = told[1]["disaggregation"]

@@ -1,9 +1,14 @@
-"""How soon a conversation goes on from a store, beside computing it again.
+"""Time to continue a conversation from a store, beside computing it again.
 
 Each conversation has its first turn on one instance, which is killed (-9) when all of it is stored. Its second turn is
-asked of the same one, started again; of another one over the same store; of that again, with the store's files out of
-the system's memory, where it is a folder; and of one without tiers. One token is asked for, so that the time of an
-answer is that of its first token.
+sent to:
+
+- the same instance after a restart;
+- another instance with the same store;
+- that instance again, with a folder's files no longer in the system's memory;
+- an instance without tiers.
+
+One token is asked for, so the time of an answer is that of its first token.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ class Conversation(NamedTuple):
     answer: list[int]
 
     def second_turn(self, rng: Random) -> list[int]:
-        """What is asked then; different each time, so that nobody has stored its end."""
+        """Make the prompt of the second turn. It differs each time, so that its end is never stored."""
         return self.prompt + self.answer + random_tokens(rng, QUESTION)
 
 
@@ -54,7 +59,7 @@ class ResumeResult(NamedTuple):
 
 
 def random_tokens(rng: Random, count: int) -> list[int]:
-    """That no tokenizer made."""
+    """Draw random token ids."""
     return [rng.randrange(*TOKEN_IDS) for _ in range(count)]
 
 
@@ -109,7 +114,7 @@ def _page_bytes(server: Instance) -> float:
 
 
 def _out_of_memory(store: Path) -> None:
-    """The system reads the files from the disk next time."""
+    """Drop the store's files from the system's memory, so that the next reads go to the disk."""
     os.sync()
     for page in store.rglob("*.page"):
         fd = os.open(page, os.O_RDONLY)

@@ -90,7 +90,7 @@ def send(room, src, dst, *, last=True, peer="D"):
 
 
 def summed(node, pages, *bounds):
-    """What ``node`` tells of pages that it has written: the sums of its GPU, if it has one, as all peers here do."""
+    """Return the checksums that ``node`` reports of pages that it has written: its GPU's, if it has one."""
     return summed_up(node.pool, pages, *bounds, num_layers=node.layers, algorithm=node.algorithm)
 
 
