@@ -91,7 +91,7 @@ class ApiKeyAuth:
                 await error_answer(401, NO_KEY)(scope, receive, send)
                 return
             caller = ANYBODY
-        elif self._needs_admin(access) and not caller.is_admin:
+        elif self._needs_admin(access, scope["headers"]) and not caller.is_admin:
             AccessRecord.of(scope).is_known = bool(caller.name)
             refusal = error_answer(403, NO_ADMIN) if caller.name else error_answer(401, NO_ADMIN_KEY)
             await refusal(scope, receive, send)
@@ -112,10 +112,13 @@ class ApiKeyAuth:
             return await asyncio.get_running_loop().run_in_executor(self._namer, find)
         return self._keys.caller(headers, routers_sign=routers_sign)
 
-    def _needs_admin(self, access: Access) -> bool:
-        """Return whether a path needs the admin key. A router without any key leaves that to the instances."""
-        if self._is_router and not (self._keys or self._keys.own_admin):
-            return False
+    def _needs_admin(self, access: Access, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Return whether a request needs the admin key here. A router without keys leaves shown keys to the instances.
+
+        It refuses admins' orders that show none, since every instance would.
+        """
+        if self._is_router and not self._keys:
+            return access is Access.ADMIN and not any(name in KEY_HEADERS for name, _ in headers)
         return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))
 
     def _proving(self, scope: Scope, send: Send) -> Send:

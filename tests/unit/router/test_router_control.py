@@ -92,6 +92,8 @@ async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
 async def test_open_handovers_of_all_instances_are_told_together(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
+    assert (await client.get("/transfers")).status_code == 401
+    client.headers["authorization"] = "Bearer of-the-instances"
     told = (await client.get("/transfers")).json()
     assert told["open"] == 4
     assert {(t["room"], t["instance"]) for t in told["transfers"]} == {(i.port, i.url) for i in (p, d)}

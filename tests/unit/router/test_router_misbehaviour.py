@@ -45,6 +45,7 @@ async def test_what_is_nested_too_deeply_to_be_written_is_passed_on_as_text(rig)
 async def test_lists_that_are_none_are_empty(rig):
     w = await rig.instance()
     client = await rig.route(worker=[w])
+    client.headers["authorization"] = "Bearer of-the-instances"
     odd = [{"name": "b"}, {"name": 3, "owner": None}, 7, None, [], "x"]
     for listed, names in ((odd, ["b", "3"]), (7, []), (None, [])):
         w.answers = {

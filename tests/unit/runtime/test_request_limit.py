@@ -89,6 +89,7 @@ def test_what_a_router_answers_itself_is_always_served(path: str) -> None:
 async def test_a_router_without_keys_asks_its_instances_for_handovers_once_at_a_time(rig: Any) -> None:
     instance = await rig.instance()
     client = await rig.route(worker=[instance])
+    client.headers["authorization"] = "Bearer of-the-instances"
     instance.holds = "/transfers"
     asked = asyncio.create_task(client.get("/transfers"))
     await instance.arrived.wait()
@@ -99,18 +100,17 @@ async def test_a_router_without_keys_asks_its_instances_for_handovers_once_at_a_
     assert [path for _, path, _ in instance.questions].count("/transfers") == 1
 
 
-@pytest.mark.parametrize("path", ["/transfers"])
-def test_a_router_that_drew_the_admins_key_refuses_others_itself(path: str) -> None:
-    """Its instances know that key from the router's signature alone, so no client's own key could help there."""
+@pytest.mark.parametrize("keys", [Keys({}), Keys({}).with_own_admin("drawn")], ids=["no key", "a key that it drew"])
+def test_a_router_without_keys_passes_on_no_order_that_shows_none(keys: Keys) -> None:
+    """Every instance would refuse it. A key that is shown may be that of the instances."""
     passed: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         passed.append(scope["path"])
 
-    keys = Keys({}).with_own_admin("drawn")
     auth = ApiKeyAuth(app, keys, TABLE, is_router=True, signs=True)
 
-    async def ask(*headers: tuple[bytes, bytes]) -> list[int]:
+    async def ask(path: str, *headers: tuple[bytes, bytes]) -> list[int]:
         statuses: list[int] = []
 
         async def send(message: Any) -> None:
@@ -121,7 +121,8 @@ def test_a_router_that_drew_the_admins_key_refuses_others_itself(path: str) -> N
         await auth(scope | {VISIT_KEY: AccessRecord(scope)}, None, send)  # type: ignore[arg-type]
         return statuses
 
-    assert asyncio.run(ask()) == [401]
+    assert asyncio.run(ask("/transfers")) == [401]
     assert passed == []
-    assert asyncio.run(ask((b"authorization", b"Bearer drawn"))) == []
-    assert passed == [path]
+    assert asyncio.run(ask("/transfers", (b"authorization", b"Bearer of-the-instances"))) == []
+    assert asyncio.run(ask("/server_info")) == []
+    assert passed == ["/transfers", "/server_info"]
