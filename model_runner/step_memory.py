@@ -45,10 +45,14 @@ class StepSizes(NamedTuple):
     def of(cls, options: ServerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
         """Sizes for these options. ``gathers``: attention copies whole contexts, which are kept short here."""
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
+        each = options.max_logprobs_per_request
+        scored = min(tokens, rows * each)
         if options.chunked_prefill_size == -1:
+            # Either many prompts, or one that is longer than all of them may be.
             tokens = max(options.max_prefill_tokens, context_length)
+            scored = max(min(options.max_prefill_tokens, rows * each), min(context_length, each))
         tokens = min(tokens, rows * (context_length - 2))
-        scored = min(tokens, options.max_logprobs_per_request)
+        scored = min(scored, tokens)
         return cls(rows, tokens, scored, min(context_length, tokens + 2) if gathers else context_length)
 
 

@@ -157,9 +157,16 @@ def test_steps_that_do_not_fit_beside_the_weights_say_what_to_lower(device, tmp_
     ("options", "gathers", "expected"),
     [
         ({}, False, (256, 2048, 2048, 4096)),
-        ({"chunked_prefill_size": 512, "max_logprobs_per_request": 100}, False, (256, 512, 100, 4096)),
+        # Of several requests in one step.
+        ({"chunked_prefill_size": 512, "max_logprobs_per_request": 100}, False, (256, 512, 512, 4096)),
+        ({"max_logprobs_per_request": 1, "max_running_requests": 16}, False, (16, 2048, 16, 4096)),
         # Prompts that are never cut.
         ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, False, (256, 4096, 4096, 4096)),
+        (
+            {"chunked_prefill_size": -1, "max_prefill_tokens": 1000, "max_logprobs_per_request": 100},
+            False,
+            (256, 4096, 1000, 4096),
+        ),
         (
             {"max_running_requests": 2, "chunked_prefill_size": 10000, "max_prefill_tokens": 10000},
             False,
