@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class PageRun(NamedTuple):
-    """Pages ``[begin, end)``, and ``[window, end)`` of the group behind a window; ``window`` None: there is none."""
+    """Pages ``[begin, end)``, and ``[window, end)`` of the group with a window. ``window`` is None without windows."""
 
     begin: int
     end: int

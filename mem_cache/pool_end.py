@@ -1,4 +1,4 @@
-"""The end of pools that become smaller, or larger again, up to what they were made for."""
+"""Moves the end of pools that become smaller, or larger again, up to their maximum size."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .base_prefix_cache import BasePrefixCache, KVHold
 
 
 class PoolEnd:
-    """Moves it. Sizes are in tokens of the pool that keeps all of them, whole pages; the one behind windows follows.
+    """The end of the pools, and its moves. ``holds``: all live holds, kept up to date by their owner.
 
-    ``holds``: all that live, always.
+    Sizes are in tokens of the full pool, in whole pages. The window pool follows it.
     """
 
     def __init__(self, cache: BasePrefixCache, holds: Collection[KVHold]) -> None:
@@ -25,17 +25,17 @@ class PoolEnd:
 
     @property
     def most(self) -> int:
-        """What the pool can become."""
+        """Maximum size of the pool."""
         return self._allocator.most_pages * self._allocator.page_size
 
     @property
     def window_pages(self) -> int:
-        """How many there are now, 0 without windows."""
+        """Number of window pages, 0 without windows."""
         return self._windows.num_pages if self._windows is not None else 0
 
     @property
     def beyond(self) -> int:
-        """Pages in use that the pools do not have any more."""
+        """Pages in use that lie beyond the ends of the pools."""
         return self._allocator.beyond + (self._windows.beyond if self._windows is not None else 0)
 
     @property

@@ -93,7 +93,7 @@ class KeptPages:
         while self._wishes and (self._wishes[0].done is None or now > self._wishes[0].deadline):
             wish = self._wishes.popleft()
             if wish.done is not None:
-                late = f"the KV store did not take it within {MOST_SECONDS:.0f} s"
+                late = f"the KV store did not take the pages within {MOST_SECONDS:.0f} s"
                 self._end(wish, Kept(0, "; ".join(filter(None, (late, self._tiers.problem(now))))))
         ready, self._ready = self._ready, []
         for wish in ready:

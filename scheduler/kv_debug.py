@@ -66,7 +66,7 @@ class Place(StrEnum):
 
 NOW = {
     Place.PREFILL: "now that it was computed again",
-    Place.TRANSFER: "as it landed",
+    Place.TRANSFER: "as it arrived",
     Place.HOST: "back from host memory",
     Place.STORE: "back from the store",
     Place.RESTORE: "as its session was restored",
@@ -74,10 +74,10 @@ NOW = {
 }
 BEFORE = {
     Place.PREFILL: "when it was computed",
-    Place.TRANSFER: "when it had landed",
+    Place.TRANSFER: "when it had arrived",
     Place.HOST: "when it had come from host memory",
     Place.STORE: "when it had come from the store",
-    Place.RESTORE: "when its session was written down",
+    Place.RESTORE: "when its session was saved",
     Place.REUSE: "when it was found in the cache first",
 }
 
@@ -212,7 +212,7 @@ class KVDebug:
         """Return what the pages of these names held, as in ``TransferDone``; b"" if they are too many."""
         none = bytes(sum(self._row_bytes))
         if len(none) * len(names) > MAX_HASH_BYTES:
-            log.info("%d pages have more hashes than a message takes: they are not told", len(names))
+            log.info("the hashes of %d pages do not fit into a message and are not sent", len(names))
             return b""
         known = [self._table.get(name) for name in names]
         return b"".join(none if page is None else b"".join(page.row) for page in known)
@@ -259,7 +259,7 @@ class KVDebug:
             packed.append(pack_i32(self.windows.page_of[pages]))
         self._send(HashPages(number, packed))
 
-    # --- what may still be looked at ---
+    # --- pending questions ---
 
     @property
     def newest(self) -> int:

@@ -435,7 +435,7 @@ class KVMemory:
         if hold.pins:
             return
         if hold.left is None:
-            raise AssertionError(f"the memory in row {hold.row} was let go of while its request lives")
+            raise AssertionError(f"the memory in row {hold.row} was released while its request lives")
         self._holds.remove(hold)
         self.let_go_step = self.newest_step
         before = hold.cached_len

@@ -203,7 +203,7 @@ class MemorySaver:
         scheduler = self._scheduler
         if "kv_cache" in self._tags:
             dropped = scheduler.memory.empty()
-            log.info("the prefix cache is empty, of %d tokens", dropped)
+            log.info("prefix cache emptied: %d tokens dropped", dropped)
             if scheduler.tiers is not None:
                 # Pages are saved before their memory goes: the worker keeps the order of messages.
                 scheduler.outbox.all_to_worker(scheduler.tiers.take_before())

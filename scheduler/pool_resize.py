@@ -102,7 +102,7 @@ class PoolResize:
             return  # the first trim, at the start
         order, self._order = self._order, None
         tokens = self._memory.max_total_tokens
-        log.info("the KV pool is of %d tokens, and was of %d", tokens, self._before)
+        log.info("KV pool resized from %d to %d tokens", self._before, tokens)
         self._scheduler.outbox.answer(ResizeResult(order.id, 200, tokens, self._before, event.error, event.nbytes))
 
     def _trim(self) -> None:
@@ -157,7 +157,7 @@ class PoolResize:
     def _problem(self, tokens: int) -> tuple[int, str] | None:
         worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options
         if self._order is not None:
-            return 409, "the pool is about to have another size; ask again when that is over"
+            return 409, "a resize of the pool is under way; ask again when it is done"
         if self._scheduler.handovers is not None and not self._scheduler.handovers.may_resize:
             backend = options.disaggregation_transfer_backend
             return (

@@ -7,7 +7,7 @@
       └───────────────┴───────────────────────────────────────────────────────────────────────────────────────┘
 
 A profile ends by itself after its steps, or after ``MAX_SECONDS``, so one that was forgotten costs no more than that.
-``/stop_profile`` after its end tells again what it wrote.
+``/stop_profile`` after its end reports again what it wrote.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Profiling:
             self._end("time limit", now)
 
     def info(self) -> dict[str, Any]:
-        """Return what ``/server_info`` tells."""
+        """Return the JSON-ready part of ``/server_info``."""
         last = self._result
         if last is None:
             return {"state": self.state}

@@ -90,7 +90,7 @@ class ReqTimes:
     arrival: float
     turn: float
     ready: float = 0.0
-    """When only memory and the queue kept the request waiting: a hand-over's peer has connected by then."""
+    """Time since when only memory and the queue have kept the request waiting: its hand-over's peer has connected."""
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0

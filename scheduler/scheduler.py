@@ -333,11 +333,11 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         """End requests that have exceeded their ``timeout_s``."""
         for req in self.deadlines.pop(now):
-            text = f"the request was not over within its timeout_s of {req.msg.timeout_s:g} s"
+            text = f"the request did not finish within its timeout_s of {req.msg.timeout_s:g} s"
             if req.output_len and req.route is not Route.OUTGOING:
                 self.end(req, ReqState.ABORTED, FinishReason(FinishType.TIMEOUT, message=text))
             else:
-                self.fail(req, 408, f"{text}, and had not begun to be answered", "timeout_error")
+                self.fail(req, 408, f"{text}, and had no output yet", "timeout_error")
             self._cancel(req, text)
 
     def _end_stuck(self, now: float) -> None:
@@ -477,9 +477,9 @@ class Scheduler:
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
         if (most := len(msg.input_ids) // 4 + max_new_tokens) > self.longest:
-            return f"it may grow to {most} tokens, there is room for {self.longest} here"
+            return f"the request may grow to {most} tokens; this instance holds at most {self.longest}"
         if len(output) >= max_new_tokens:
-            return "it has all of its output"
+            return "the request has all of its output already"
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news, self.now, self.role)
         req.elsewhere = True
@@ -498,7 +498,7 @@ class Scheduler:
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
         if (length := len(msg.input_ids) // 4) > self.longest:
-            return f"it has {length} tokens, there is room for {self.longest} here"
+            return f"the prompt has {length} tokens; this instance holds at most {self.longest}"
         req = self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
         req.elsewhere = True
         return req

@@ -38,7 +38,7 @@ MAX_ENDED_TOKENS = 1 << 20
 """Tokens remembered of all ended requests (4 MiB), and maximum tokens of one session."""
 LOGPROB_WEIGHT = 16
 NO_STORE = (
-    "this instance has no KV store, so that the KV is computed again; start it with --enable-hierarchical-cache "
+    "this instance has no KV store, so the KV will be recomputed; start it with --enable-hierarchical-cache "
     "--hicache-storage-backend file|redis --hicache-storage-url …"
 )
 
@@ -115,7 +115,7 @@ class Sessions:
         if known is not None:
             self._ended_tokens -= known.weight
 
-    # --- writing down ---
+    # --- snapshots ---
 
     def _snapshot(self, ask: SnapshotReq, now: float) -> None:
         req = self._scheduler.reqs.get(ask.rid)
@@ -130,13 +130,13 @@ class Sessions:
             self._answer(SnapshotResult(ask.id, status=409, message=text))
             return
         if known.weight > MAX_ENDED_TOKENS:
-            text = "it has more tokens, or logprobs of them, than a session holds; ask for fewer top_logprobs"
+            text = "the request has more tokens or logprobs than a session holds; ask for fewer top_logprobs"
             self._answer(SnapshotResult(ask.id, status=413, message=text))
             return
         state = self._state(known, with_output=ask.with_output)
         problem = problem_of(state.running, self._worker.vocab_size)
         if problem is not None:
-            self._answer(SnapshotResult(ask.id, status=409, message=f"it can't be written down: {problem}"))
+            self._answer(SnapshotResult(ask.id, status=409, message=f"the request can't be saved: {problem}"))
             return
         self._save(ask, state, known, req, now)
 
@@ -170,7 +170,7 @@ class Sessions:
         if req is None or req.hold is None:  # host memory may have what the pool no longer has
             count += len(tiers.host.match(hashes[count:]))
         del hashes[count:]
-        short = "" if len(hashes) * page_size == wanted else "others needed the memory before it was saved"
+        short = "" if len(hashes) * page_size == wanted else "the memory was needed before the KV was saved"
         page_bytes = self._worker.layout.page_bytes
 
         def done(kept: Kept) -> None:
@@ -207,7 +207,7 @@ class Sessions:
     def _answer(self, result: SnapshotResult) -> None:
         self._scheduler.outbox.answer(result)
 
-    # --- going on ---
+    # --- resuming ---
 
     def _resume(self, state: SessionState, now: float) -> None:
         request, output = state.running.request, unpack_i32(state.running.output)
@@ -217,7 +217,9 @@ class Sessions:
             return
         req = self._scheduler.admit_moved(request, output, state.running.max_new_tokens)
         if isinstance(req, str):
-            self._scheduler.outbox.error(ReqError(request.rid, 409, f"it can't go on here: {req}", BAD_REQUEST))
+            self._scheduler.outbox.error(
+                ReqError(request.rid, 409, f"the session can't resume here: {req}", BAD_REQUEST)
+            )
             return
         req.restored = True
         self._expect(state, req.known_tokens(req.known_len))
@@ -227,7 +229,7 @@ class Sessions:
             req.input_logprobs = state.input_logprobs
         if self._scheduler.tiers is not None and self._scheduler.tiers.store is not None:
             self._scheduler.tiers.store.insist(req.rid)
-        log.info("it goes on after %d tokens of output", req.output_len, extra={"rid": req.rid})
+        log.info("resumed after %d output tokens", req.output_len, extra={"rid": req.rid})
         self._scheduler.start_moved(req, now)
 
     def _refusal(self, state: SessionState) -> Refusal | None:
@@ -244,7 +246,7 @@ class Sessions:
             problem = "its answer has ended; send what comes next as a prompt that begins with its tokens"
         if problem is None and len(state.logprobs) != wanted:
             problem = "its logprobs are not those of its output"
-        return Refusal(409, f"the session can't go on: {problem}", BAD_REQUEST) if problem is not None else None
+        return Refusal(409, f"the session can't resume: {problem}", BAD_REQUEST) if problem is not None else None
 
 
 def refuse_loading(message: SnapshotReq | ResumeReq) -> SnapshotResult | ReqError:

@@ -376,12 +376,12 @@ class StoreLink:
         """Return the problem that an operator should look at, "" for none."""
         silence = self._silence(now)
         if silence >= STALL_SECONDS:
-            return f"the KV store has not answered for {silence:.0f} s; serving goes on without it"
+            return f"the KV store has not answered for {silence:.0f} s; serving continues without it"
         if self.state.breaker == "closed":
             # A store that answers reads may yet be read-only, full of others' files, or gone.
             is_refusing = self._pause >= LASTING_PAUSE
-            return f"the KV store takes nothing, serving goes on without: {self._refusal}" if is_refusing else ""
-        return f"the KV store is left alone for a while, serving goes on without it: {self.state.reason}"
+            return f"the KV store refuses pages; serving continues without it: {self._refusal}" if is_refusing else ""
+        return f"the KV store is paused after failures; serving continues without it: {self.state.reason}"
 
     @property
     def fetching(self) -> int:

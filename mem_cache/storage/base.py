@@ -22,24 +22,24 @@ class StoreError(Exception):
 
 
 class StoreUnavailable(StoreError):
-    """It does not answer: dead, out of reach, or slower than its time-out."""
+    """The store does not answer: it is dead, out of reach, or slower than its timeout."""
 
 
 class StoreFull(StoreError):
-    """It takes no more; what it holds can be read."""
+    """The store takes no more pages; those that it holds can be read."""
 
 
 class StoreMisconfigured(StoreError):
-    """It can't be used as the options say: refused at start."""
+    """The store can't be used as the options say: refused at start."""
 
 
 class StoreUsage(NamedTuple):
-    """What a store holds, as far as it can tell cheaply (None: it can't), and what became of it."""
+    """Contents of a store, as far as they are known cheaply (otherwise None), and counts of lost pages."""
 
     pages: int | None
     nbytes: int | None
     bad_pages: int
-    """Found corrupt, truncated or foreign since this process began; each was dropped, or will be written over."""
+    """Pages found corrupt, truncated or foreign since this process began. Each was dropped, or will be overwritten."""
     evicted_pages: int
 
 
@@ -79,16 +79,16 @@ class PageStore(ABC):
 
     @abstractmethod
     def probe(self) -> None:
-        """Try whether it can be read and written again, with as little as will tell; one that is full can be read.
+        """Test with minimal effort whether the store can be read and written again. A full store counts as readable.
 
         Raises ``StoreUnavailable``.
         """
 
     @abstractmethod
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
-        """Let these go after all others until that time (Unix), where it is this store's to choose; 0: no longer.
+        """Evict these pages after all others until the Unix time ``until``, if this store chooses; 0: no longer.
 
-        Returns how many of the first are there. Raises ``StoreUnavailable``.
+        Returns how many of the first pages are there. Raises ``StoreUnavailable``.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ MOST_SECONDS = 60.0
 
 
 class BreakerState(StrEnum):
-    """See the module."""
+    """State of the circuit breaker; the module shows the transitions."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -22,7 +22,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """Times are ``time.monotonic()``."""
+    """Circuit breaker of one store. Times are ``time.monotonic()``."""
 
     def __init__(self) -> None:
         self._failures = 0

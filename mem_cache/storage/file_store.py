@@ -53,7 +53,7 @@ class _Found(NamedTuple):
 
 
 class FileStore(PageStore):
-    """See the module. ``limit``: bytes that the folder's pages may take together."""
+    """A store of pages as files; see the module. ``limit``: maximum bytes of the folder's pages together."""
 
     def __init__(self, folder: Path, page_bytes: int, limit: int, framing: Framing | None = None) -> None:
         super().__init__(page_bytes, framing)
@@ -286,7 +286,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def _read_all(fd: int, buffers: list[memoryview]) -> int:
-    """Fill ``buffers``, which stand one behind the other in the file; returns how many bytes there were.
+    """Fill ``buffers``, which follow one another in the file. Return how many bytes there were.
 
     One byte more is asked for: a file that is too long is not the page's.
     """

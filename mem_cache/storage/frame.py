@@ -19,7 +19,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class BadFrame(ValueError):
-    """What was read is not the page that was asked for. The message says in which respect."""
+    """The data that was read is not the page that was asked for. The message says in which respect."""
 
 
 def header(page_hash: bytes, page: memoryview) -> bytes:
@@ -28,7 +28,7 @@ def header(page_hash: bytes, page: memoryview) -> bytes:
 
 
 def check(head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
-    """Raises ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
+    """Raise ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
     if len(head) != HEADER_BYTES:
         raise BadFrame(f"{len(head)} bytes are less than a header of {HEADER_BYTES}")
     magic, version, named, nbytes, checksum = _HEADER.unpack(head)
@@ -60,7 +60,7 @@ class Framing(ABC):
 
 
 class Checksummed(Framing):
-    """With a checksum, as this module says."""
+    """Framing with a checksum, as this module describes it."""
 
     version = VERSION
     header_bytes = HEADER_BYTES

@@ -26,7 +26,7 @@ _HEADER = struct.Struct(f"<4sHxx16sQ{NONCE_BYTES}s{TAG_BYTES}s")
 
 
 class Sealed(Framing):
-    """See the module. Pages are sealed with the ring's first key, and read with any of them."""
+    """Framing with a tag; see the module. Pages are sealed with the ring's first key, and read with any of them."""
 
     version = 2
     header_bytes = _HEADER.size

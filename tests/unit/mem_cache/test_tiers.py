@@ -143,7 +143,7 @@ def test_a_store_that_can_be_read_and_takes_nothing_is_said_to(monkeypatch):
             sim.now += 10
             sim.settle()
         assert sim.tiers.store.state.breaker == "closed"
-        assert sim.tiers.problem(sim.now).endswith("takes nothing, serving goes on without: read-only")
+        assert sim.tiers.problem(sim.now).endswith("refuses pages; serving continues without it: read-only")
     sim.now += 100
     sim.settle()
     assert len(sim.store.kept) == 40

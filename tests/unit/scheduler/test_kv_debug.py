@@ -315,7 +315,7 @@ def test_a_page_that_a_transfer_has_changed_is_not_used(caplog):
     handed_over(pair)
     assert pair.decode.receivers.recomputed == 1
     assert debug_of(pair.decode).mismatches == {Place.TRANSFER: 20}
-    assert "as it landed" in caplog.text
+    assert "as it arrived" in caplog.text
     assert "at the instance that computed it" in caplog.text
     assert {r.rid for r in caplog.records if "KV differs" in r.getMessage()} == {"a"}
     assert debug_of(pair.decode).problem
@@ -413,7 +413,7 @@ def test_a_session_that_goes_on_elsewhere_finds_what_was_computed(monkeypatch, c
     assert debug_of(third).mismatches == {Place.RESTORE: 1}
     assert "page 5 (tokens 20 to 23), layer 0, K: " in caplog.text
     assert "as its session was restored" in caplog.text
-    assert "when its session was written down" in caplog.text
+    assert "when its session was saved" in caplog.text
 
 
 def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monkeypatch):
