@@ -127,7 +127,7 @@ class Claims:
         self._revocations: dict[str, int] = {}
         """How often a request has given its memory back, by rid."""
         self._outgoing: dict[str, int] = {}
-        """Prompt tokens, in whole pages, of the prompts that are computed for peers, by rid."""
+        """Tokens, in whole pages, of the prompts that are computed for peers, by rid."""
         self.starved: Req | None = None
         """A request that decodes alone and cannot get its next page."""
 

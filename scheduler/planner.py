@@ -357,7 +357,7 @@ class StepPlanner:
     def _begin(self, req: Req, candidates: Generator[Req], pieces: PromptPieces, now: float) -> Req | None:
         """Give the request memory and its first piece. Return the next candidate.
 
-        Return None if this one gets no memory: no other request overtakes it then.
+        Return None if this one gets no memory, so that no other request overtakes it, or if the step has no more room.
         """
         if not self._memory.admit(req, self.claims.reserve(req), prefix_limit=req.longest_reusable_prefix):
             candidates.close()

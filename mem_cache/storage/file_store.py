@@ -73,7 +73,6 @@ class FileStore(PageStore):
         self._pages, self._nbytes = len(files), sum(f.nbytes for f in files)
 
     def exists(self, hashes: Sequence[bytes]) -> int:
-        """See the base class."""
         for i, page_hash in enumerate(hashes):
             try:
                 self._path(page_hash).stat()
@@ -84,7 +83,6 @@ class FileStore(PageStore):
         return len(hashes)
 
     def get(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """See the base class."""
         for i, (page_hash, page) in enumerate(zip(hashes, into, strict=True)):
             try:
                 if not self._read(page_hash, page):
@@ -94,7 +92,6 @@ class FileStore(PageStore):
         return len(hashes)
 
     def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
-        """See the base class."""
         try:
             self._set(hashes, pages)
             is_due = time.monotonic() - self._counted_at >= RECOUNT_SECONDS
@@ -114,7 +111,6 @@ class FileStore(PageStore):
                 raise StoreFull(f"{self._folder}: {e.strerror}; make room, or set --hicache-storage-size") from e
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """See the base class."""
         for page_hash in hashes:
             path = self._path(page_hash)
             try:
@@ -125,7 +121,6 @@ class FileStore(PageStore):
                 raise self._unavailable(e) from e
 
     def probe(self) -> None:
-        """See the base class."""
         trial = self._folder / f"unfinished-{self._own}-{next(self._names)}"
         try:
             os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -135,7 +130,6 @@ class FileStore(PageStore):
                 raise self._unavailable(e) from e
 
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
-        """See the base class."""
         for i, page_hash in enumerate(hashes):
             path = self._path(page_hash)
             try:
@@ -151,11 +145,9 @@ class FileStore(PageStore):
         return len(hashes)
 
     def usage(self) -> StoreUsage:
-        """See the base class."""
         return StoreUsage(self._pages, self._nbytes, self._bad, self._evicted)
 
     def close(self) -> None:
-        """See the base class."""
         os.close(self._lock)
 
     def _path(self, page_hash: bytes) -> Path:

@@ -67,9 +67,7 @@ class Checksummed(Framing):
     suffix = ".page"
 
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
-        """See the base class."""
         return header(page_hash, page)
 
     def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
-        """See the base class."""
         check(head, page_hash, page)

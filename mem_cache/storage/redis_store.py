@@ -38,7 +38,6 @@ class RedisStore(PageStore):
         self._bad = 0
 
     def exists(self, hashes: Sequence[bytes]) -> int:
-        """See the base class."""
 
         def ask() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
@@ -50,7 +49,6 @@ class RedisStore(PageStore):
         return next((i for i, there in enumerate(found) if not there), min(len(found), len(hashes)))
 
     def get(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """See the base class."""
         for begin in range(0, len(hashes), self._batch):
             part = hashes[begin : begin + self._batch]
             values = self._ask(lambda: list(self._client.mget([self._prefix + page_hash for page_hash in part])))  # noqa: B023
@@ -61,7 +59,6 @@ class RedisStore(PageStore):
         return len(hashes)
 
     def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
-        """See the base class."""
         for begin in range(0, len(hashes), self._batch):
             end = begin + self._batch
             pipeline = self._client.pipeline(transaction=False)
@@ -70,24 +67,20 @@ class RedisStore(PageStore):
             self._ask(pipeline.execute)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """See the base class."""
         if hashes:
             self._ask(lambda: self._client.delete(*(self._prefix + page_hash for page_hash in hashes)))
 
     def probe(self) -> None:
-        """See the base class."""
         self._ask(self._client.ping)
 
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
-        """See the base class: what goes is the server's to choose."""
+        """Return how many of the first pages are there. Their order of eviction is up to the server."""
         return self.exists(hashes)
 
     def usage(self) -> StoreUsage:
-        """See the base class."""
         return StoreUsage(None, None, self._bad, 0)
 
     def close(self) -> None:
-        """See the base class."""
         self._client.close()
 
     def _take(self, page_hash: bytes, value: object, page: memoryview) -> bool:

@@ -36,13 +36,11 @@ class Sealed(Framing):
         self._keys = ring.keys("stored pages")
 
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
-        """See the base class."""
         nonce = os.urandom(NONCE_BYTES)
         tag = _cipher(self._keys[0], page_hash).encrypt(nonce, b"", page)
         return _HEADER.pack(MAGIC, self.version, page_hash, page.nbytes, nonce, tag)
 
     def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
-        """See the base class."""
         if len(head) != _HEADER.size:
             raise BadFrame(f"{len(head)} bytes are less than a header of {_HEADER.size}")
         magic, version, named, nbytes, nonce, tag = _HEADER.unpack(head)

@@ -40,7 +40,6 @@ class ByKey(SchedulePolicy):
         """Return the sort key of a request, smallest first."""
 
     def add(self, req: Req, lane: int) -> None:
-        """See the base class."""
         self._number += 1
         place = _Place(self.key(req), self._number)
         self._places[req] = lane, place
@@ -49,7 +48,6 @@ class ByKey(SchedulePolicy):
         line.reqs.insert(bisect_left(line.places, place), req)
 
     def remove(self, req: Req) -> None:
-        """See the base class."""
         lane, place = self._places.pop(req)
         line = self._lines[lane]
         at = bisect_left(line.places, place)
@@ -58,7 +56,6 @@ class ByKey(SchedulePolicy):
             del self._lines[lane]
 
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
-        """See the base class."""
         line = self._lines.get(lane)
         reqs = list(line.reqs) if line is not None else []
         return (req for req in reqs if not computing_only or req.route is not Route.INCOMING)
@@ -68,7 +65,6 @@ class FirstComeFirstServed(ByKey):
     """Order of arrival, a batch's prompts one after the other (``ReqTimes.turn``)."""
 
     def key(self, req: Req) -> tuple[float, float]:
-        """See the base class."""
         return req.times.turn, 0.0
 
 
@@ -79,7 +75,6 @@ class LongestOutputFirst(ByKey):
     """
 
     def key(self, req: Req) -> tuple[float, float]:
-        """See the base class."""
         return -req.max_new_tokens, req.times.turn
 
 
@@ -91,5 +86,4 @@ class Random(ByKey):
         self._rng = random.Random(seed)
 
     def key(self, req: Req) -> tuple[float, float]:
-        """See the base class."""
         return self._rng.random(), 0.0

@@ -41,19 +41,15 @@ class ByPrefix(SchedulePolicy):
         self.index = PrefixIndex(memory)
 
     def add(self, req: Req, lane: int) -> None:
-        """See the base class."""
         self.index.add(req, lane)
 
     def remove(self, req: Req) -> None:
-        """See the base class."""
         self.index.remove(req)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """See the base class."""
         self.index.stored(extra_key, tokens, start)
 
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
-        """See the base class."""
         # Nothing is looked at before it is drawn: of thousands of lanes a step may get to one.
         index = self.index
         is_wanted = index.lane[index.order] == lane
@@ -89,7 +85,6 @@ class ByRank(ByPrefix):
         """Return the ranker for one order."""
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        """See the base class."""
         turn, rank = self.index.turn[slots], self.ranker()
 
         def choose(left: Flags) -> int:
@@ -139,7 +134,6 @@ class LongestPrefixMatch(ByRank):
     """
 
     def ranker(self) -> Ranker:
-        """See the base class."""
         return lambda slots: -self.index.matched[slots].astype(np.float64)
 
 
@@ -153,7 +147,6 @@ class HeaviestPrefixFirst(ByPrefix):
     """
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        """See the base class."""
         index, turn = self.index, self.index.turn[slots]
         # Two neighbours of the lane share as much as the least that any two between them share.
         alike = np.minimum.reduceat(index.common, positions)[:-1] if len(positions) else index.common[:0]

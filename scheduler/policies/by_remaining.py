@@ -36,7 +36,6 @@ class ShortestRemainingFirst(ByRank):
         self._model = model
 
     def ranker(self) -> Ranker:
-        """See the base class."""
         index = self.index
         per_token, per_pair = self._rates()
 
@@ -50,11 +49,9 @@ class ShortestRemainingFirst(ByRank):
         return due
 
     def begun(self, reqs: list[Req]) -> list[Req]:
-        """See the base class."""
         return sorted(reqs, key=self._due_begun)
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
-        """See the base class."""
         if waiting.retractions:
             return not begun.retractions
         due = self.due(waiting, waiting.known_len, self.index.matched_of(waiting))
@@ -67,7 +64,6 @@ class ShortestRemainingFirst(ByRank):
         return req.times.turn + per_token * (length - computed) + per_pair * pairs
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
-        """See the base class."""
         per_token, per_pair = self._rates()
 
         def due(one: Req, left: int) -> float:
