@@ -51,9 +51,9 @@ class SharedPrompts:
         """Number of requests parked since the start."""
 
     def follows(self, req: Req, cached: int, begun: Iterable[Req]) -> bool:
-        """Park ``req``, of which ``cached`` tokens are cached, if one of ``begun`` computes a shared prefix.
+        """Return whether ``req`` is to be parked because one of ``begun`` computes a prefix that it shares.
 
-        Return whether it is.
+        ``cached``: tokens of ``req`` in the cache. A request to be parked is noted as a follower.
         """
         if not self._enabled or req.longest_reusable_prefix - cached < LEAST_SHARED:
             return False
