@@ -6,7 +6,7 @@ The file has one line for each source file, so that branches which lower differe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .check import Counts, Report
@@ -32,17 +32,31 @@ def save(root: Path, baseline: Baseline) -> None:
     (root / PATH).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def lowered(baseline: Baseline, reports: Iterable[Report]) -> Baseline:
-    """Return the baseline with every count lowered to what is left; files that are gone are dropped."""
+def lowered(baseline: Baseline, reports: Sequence[Report]) -> Baseline:
+    """Return the baseline with every count lowered to what is left.
+
+    Files that are gone leave their allowance to files of the same top-level folder that exceed theirs, because their
+    text may have moved there.
+    """
     present = {report.path: report.counts for report in reports}
-    return {path: _least(allowed, present[path]) for path, allowed in baseline.items() if path in present}
+    result = {path: dict(allowed) for path, allowed in baseline.items()}
+    for path in [path for path in baseline if path not in present]:
+        for report in reports:
+            if _room(report.path) == _room(path):
+                excess = report.excess(result.get(report.path, {}))
+                _transfer(result[path], result.setdefault(report.path, {}), {}, excess)
+    return {path: _least(allowed, present[path]) for path, allowed in result.items() if path in present}
+
+
+def _room(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def _least(allowed: Counts, counts: Counts) -> dict[str, int]:
     return {name: min(number, counts.get(name, 0)) for name, number in allowed.items()}
 
 
-def moved(baseline: Baseline, reports: Iterable[Report], old: str, new: str) -> Baseline:
+def moved(baseline: Baseline, reports: Sequence[Report], old: str, new: str) -> Baseline:
     """Return the baseline after text went from ``old`` to ``new``: two files, or two folders with files of equal names.
 
     ``new`` gets what it needs of the allowance that ``old`` no longer uses, so no total rises.

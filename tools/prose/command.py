@@ -23,8 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check; return 1 where a file has more findings than it may have."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
     parser.add_argument("paths", nargs="*", help="list every finding in these files and folders, and change nothing")
-    parser.add_argument("--update", action="store_true", help="lower the baseline to what is left")
-    parser.add_argument("--move", nargs=2, metavar=("OLD", "NEW"), help="let text that moved keep its allowance")
+    parser.add_argument(
+        "--update", action="store_true", help="lower the baseline to what is left, after moves within a folder too"
+    )
+    parser.add_argument(
+        "--move", nargs=2, metavar=("OLD", "NEW"), help="let text that moved to another folder keep its allowance"
+    )
     parser.add_argument("--figures", action="store_true", help="print the counts of each top-level folder")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="the repository")
     options = parser.parse_args(arguments)

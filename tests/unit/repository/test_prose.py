@@ -145,11 +145,20 @@ def test_a_file_may_keep_what_the_baseline_allows_and_no_more(tmp_path, capsys):
 
 
 def test_an_update_lowers_the_baseline_and_never_raises_it(tmp_path):
-    allowed = '{"room/a.py": {"who": 3, "long": 1}, "room/gone.py": {"who": 2}, "room/b.py": {"who": 1}}'
+    allowed = '{"room/a.py": {"who": 3, "long": 1}, "shed/gone.py": {"who": 2}, "room/b.py": {"who": 1}}'
     repository(tmp_path, allowed, room__a_py="# Nobody waits.\n", room__b_py="# Nobody asks whom.\n")
     assert check(tmp_path, "--update") == 1
     assert baseline_of(tmp_path) == '{\n"room/a.py": {"who": 1},\n"room/b.py": {"who": 1}\n}\n'
     assert check(tmp_path, "--update") == 1
+
+
+def test_a_file_that_is_gone_leaves_its_allowance_to_its_folder(tmp_path):
+    allowed = '{"room/old.py": {"who": 3}, "shed/old.py": {"who": 3}}'
+    repository(
+        tmp_path, allowed, room__a_py="# Nobody.\n", room__b_py="# Nobody asks whom.\n", barn__c_py="# Nobody.\n"
+    )
+    assert check(tmp_path, "--update") == 1
+    assert baseline_of(tmp_path) == '{\n"room/a.py": {"who": 1},\n"room/b.py": {"who": 2}\n}\n'
 
 
 def test_text_that_moves_keeps_its_allowance(tmp_path):
