@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...runtime.python import python_command
@@ -36,7 +37,7 @@ NO_GPU = 2
 
 def main() -> int:
     """Return the number of parts in which something was found amiss or left out."""
-    options = _arguments()
+    options = arguments()
     results = options.cache / ("dry-run" if options.dry_run else "results")
     results.mkdir(parents=True, exist_ok=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,8 @@ def main() -> int:
     return failed
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--wheels", type=Path, help="folder to install from what is missing; nothing else is asked")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be given again")
@@ -63,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / ".gpu-check", help="compiled kernels, records, logs")
     parser.add_argument("--page", type=Path, default=None, help="what is written; default docs/gpu-results.md")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a part may take")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.cache = options.cache.absolute()
     if options.page is None:
         # A dry run says nothing of a GPU: its page is no document.

@@ -120,6 +120,7 @@ class Kind(Enum):
 
     LIVE = auto()
     OPTIONS = auto()
+    GPU_CHECK = auto()
     MAKE = auto()
     PYTHON = auto()
     NOT_RUN = auto()
@@ -136,6 +137,8 @@ def kind_of(command: Command) -> Kind:
         return Kind.NOT_RUN
     if re.search(r"\bcurl\b|\bhashes\b|^ask |pdserve chat|pdserve check --url|pdserve completion|^\w+='", text):
         return Kind.LIVE
+    if "pdserve.benchmark.gpu_check " in text:
+        return Kind.GPU_CHECK
     for prefix, kind in (("pdserve ", Kind.OPTIONS), ("nohup pdserve ", Kind.OPTIONS), ("python -c ", Kind.PYTHON)):
         if text.startswith(prefix):
             return kind

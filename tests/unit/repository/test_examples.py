@@ -29,6 +29,7 @@ from support.doc_examples import (
     words,
 )
 
+from pdserve.benchmark.gpu_check import __main__ as gpu_check_main
 from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer, GenerateAnswer
 
@@ -102,6 +103,13 @@ def test_options_are_accepted(dry: list[Any], command: Command) -> None:
     (argv,) = [one for one in words(command.text.removeprefix("nohup ")) if one[0] == "pdserve"]
     assert app(argv[1:], result_action="return_value") == 0
     assert len(dry) == 1
+
+
+@pytest.mark.parametrize("command", of_kind(Kind.GPU_CHECK), ids=named)
+def test_options_of_gpu_check_are_accepted(command: Command) -> None:
+    (argv,) = [one for one in words(command.text) if "pdserve.benchmark.gpu_check" in one]
+    begin = argv.index("pdserve.benchmark.gpu_check") + 1
+    assert gpu_check_main.arguments(argv[begin:]).only
 
 
 @pytest.mark.parametrize("text", INLINE)
