@@ -127,7 +127,7 @@ def test_a_group_that_dies_or_hangs_leaves_the_others_alone(tmp_path: Path, monk
     monkeypatch.setattr(driver, "python_command", lambda *words: [sys.executable, str(script), *words[2:]])
     page = tmp_path / "page.md"
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--only", "kernels", "--cache", str(tmp_path), "--page", str(page)])
-    options = driver._arguments()
+    options = driver.arguments()
     driver._run_part("kernels", tmp_path / "kernels.json", options, None)
     record = read_record(tmp_path / "kernels.json")
     found = [(f.name, f.ok) for f in record.findings]
