@@ -59,7 +59,7 @@ class PagePool(NamedTuple):
 
 
 def new_hasher(algorithm: Literal["xxh3", "words"]) -> xxhash.xxh3_64 | WordSum:
-    """What computes a checksum of bytes that the host sees."""
+    """Return a hasher for bytes that the host sees."""
     return WordSum() if algorithm == "words" else xxhash.xxh3_64()
 
 

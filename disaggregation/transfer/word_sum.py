@@ -1,14 +1,15 @@
 """A checksum of pages that a device computes where they lie, and a host too.
 
-xxh3 of a slice is a chain over its bytes: a device's thousands of programs could not share it. This one is a sum,
-modulo 2^64, of a mixed word for each 8 bytes of the slice: splitmix64's mixer of the word plus its place times the
-golden ratio. A sum has no order, so programs and pages divide it as they like.
+xxh3 of a slice is a chain over its bytes, which a device's thousands of programs can't share. This checksum is a sum,
+modulo 2^64, of one mixed word for each 8 bytes of the slice. The mixer is splitmix64's, applied to the word plus its
+index times the golden ratio. A sum has no order, so programs and pages divide it as they like.
 
-What it tells:
-- every change within one aligned word, of however many bits: the mixer is one to one, so one term differs;
-- other changes (words swapped, shifted, pages in another order, several words wrong), unless the sums of differences
-  meet in 64 bits: 1 in 2^64 for differences that do not know the mixer.
-It is against faults of memory and transport, as xxh3 is, and no help against who wants to deceive.
+What it detects:
+- every change within one aligned word: the mixer is one to one, so one term differs;
+- other changes, unless their differences cancel out modulo 2^64. That has a probability of 1 in 2^64. Examples are
+  swapped or shifted words, pages in another order, and several wrong words.
+
+It protects against faults of memory and transport, as xxh3 does, and not against a deliberate forgery.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def host_checksum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
 
 
 class WordSum:
-    """The checksum of a slice whose bytes come in parts, used as a hasher of ``xxhash`` is."""
+    """The checksum of a slice that arrives in parts, with the interface of a hasher of ``xxhash``."""
 
     def __init__(self) -> None:
         self._total = 0
         self._words = 0
         self._rest = b""
-        """Bytes of a word whose end is yet to come."""
+        """Bytes of a word that is incomplete so far."""
 
     def update(self, data: bytes | memoryview) -> None:
         """Add the next bytes."""

@@ -69,11 +69,11 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> Memory:
-        """All of it, and what is free."""
+        """Return the device's total and free memory."""
 
     @abstractmethod
     def used(self) -> int:
-        """Bytes that are in use: by this process on the host, by all on an accelerator."""
+        """Return the bytes in use: by this process on the host, by all processes on an accelerator."""
 
     @abstractmethod
     def peak(self, run: Callable[[], object]) -> int:

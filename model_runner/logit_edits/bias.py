@@ -21,7 +21,7 @@ class TokenBias(NamedTuple):
 
     @classmethod
     def of(cls, biases: Mapping[int, float], vocab_size: int) -> TokenBias | None:
-        """None where there are none. A client may name tokens that the vocabulary does not have."""
+        """Return the biases of known tokens, or None. A client may name tokens that the vocabulary does not have."""
         known = {token_id: value for token_id, value in biases.items() if 0 <= token_id < vocab_size}
         if not known:
             return None

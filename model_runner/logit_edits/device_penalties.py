@@ -1,4 +1,4 @@
-"""Penalties whose counts lie on the device: the next token of a row is penalised before the host knows the one before.
+"""Penalties with counts on the device: a row's next token is penalised before the host knows the previous one.
 
 Counted are the tokens that each penalised row's request has seen, and how often it had them as output. A row of counts
 lives as long as the request's row: from its ``RowInit`` to the next one.
@@ -42,7 +42,7 @@ class DevicePenalties(LogitEdit):
         return True
 
     def take(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
-        """The request in ``row`` has seen ``tokens``, those from ``prompt_len`` on as output."""
+        """Count ``tokens`` as seen by the request in ``row``, those from ``prompt_len`` on as output."""
         self.stop(row)
         if not self._free:
             self._grow()
@@ -54,7 +54,7 @@ class DevicePenalties(LogitEdit):
         own.index_copy_(0, self._device.upload(distinct.astype(np.int64)), self._device.upload(counts))
 
     def stop(self, row: int) -> None:
-        """Another request takes the row."""
+        """Free the counts of a row that another request takes."""
         if (place := self._places.pop(row, None)) is not None:
             self._free.append(place)
 
@@ -76,7 +76,7 @@ class DevicePenalties(LogitEdit):
         self._free = list(range(old, len(grown)))
 
     def put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """The array on the device."""
+        """Return the array as a tensor on the device."""
         return self._device.upload(array)
 
 
@@ -101,6 +101,6 @@ class SeenRows(RowsEdit):
         logits_NV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
 
     def count(self, tokens_N: Tensor) -> None:
-        """The rows' tokens were chosen."""
+        """Count the tokens that were chosen for the rows."""
         where = (self._places_M, tokens_N.index_select(0, self._at_M))
         self._seen.counts[where] = self._seen.counts[where].clamp(min=0) + 1

@@ -1,8 +1,8 @@
 """Penalties on tokens that a request has seen: repetition, frequency and presence.
 
-A history lives as long as its request holds its row: made from ``RowInit.history`` (prompt, then output so far), grown
-by one token each time the worker samples for the row, dropped when the row gets its next request. It is for processors
-that are through with a step when it returns; ``device_penalties.py`` is for the others.
+A history lives as long as its request holds its row. It is made from ``RowInit.history`` (prompt, then output so far).
+It grows by one token each time the worker samples for the row, and is dropped when the row gets its next request. It is
+for processors that have finished a step when it returns. ``device_penalties.py`` is for the others.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class PenalisedRows(RowsEdit):
         sizes = [len(history.ids) for history in seen]
         flat = np.concatenate([history.ids + i * vocab for i, history in zip(rows, seen, strict=True)])
         counts = np.concatenate([history.output_counts for history in seen])
-        # One array to subtract leaves the device one rounding: a fused multiply-add in only the vectorised part of a
-        # loop would make a logit depend on its place in the batch.
+        # One array to subtract leaves the device one rounding. A fused multiply-add in only the vectorised part of a
+        # loop would make a logit depend on its index in the batch.
         minus = np.repeat(frequency_N[rows], sizes) * counts + np.repeat(presence_N[rows], sizes) * (counts > 0)
         device = logits_NV.device
         flat_M = torch.from_numpy(flat).to(device)

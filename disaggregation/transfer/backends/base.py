@@ -156,7 +156,7 @@ class TransferBackend(ABC):
         """
 
     def lands_on_device(self, peer: str) -> bool:
-        """Whether what is written to a peer that is connected lands in its pool on a device at once."""
+        """Return whether a write to a connected peer lands in its pool on a device at once."""
         return False
 
     @abstractmethod

@@ -268,7 +268,9 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
     kept.advance(1.0)
     [asked_for] = tiers.told
     kept.advance(MOST_SECONDS + 0.5)
-    assert [one.problem for one in saving] == [f"the KV store did not take the pages within {MOST_SECONDS:.0f} s; it is dead"]
+    assert [one.problem for one in saving] == [
+        f"the KV store did not take the pages within {MOST_SECONDS:.0f} s; it is dead"
+    ]
     assert keeping == []
     kept.advance(MOST_SECONDS + 1.5)
     assert len(keeping) == 1
