@@ -19,9 +19,12 @@ Baseline = dict[str, dict[str, int]]
 
 
 def load(root: Path) -> Baseline:
-    """Read the baseline; an absent one allows nothing."""
+    """Read the baseline; an absent one allows nothing. Exits for a broken one."""
     file = root / PATH
-    baseline: Baseline = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    try:
+        baseline: Baseline = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except json.JSONDecodeError as e:
+        raise SystemExit(f"prose: {PATH}: {e}; after a merge conflict take either side, then run --update") from e
     return baseline
 
 

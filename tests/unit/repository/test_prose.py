@@ -152,6 +152,12 @@ def test_an_update_lowers_the_baseline_and_never_raises_it(tmp_path):
     assert check(tmp_path, "--update") == 1
 
 
+def test_a_baseline_with_a_merge_conflict_says_what_to_do(tmp_path):
+    repository(tmp_path, "<<<<<<< HEAD\n{}\n", room__a_py=CLEAN)
+    with pytest.raises(SystemExit, match="take either side, then run --update"):
+        check(tmp_path)
+
+
 def test_a_file_that_is_gone_leaves_its_allowance_to_its_folder(tmp_path):
     allowed = '{"room/old.py": {"who": 3}, "shed/old.py": {"who": 3}}'
     repository(
