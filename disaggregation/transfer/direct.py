@@ -2,7 +2,8 @@
 
 Where both sides are such pools, their devices compute the checksums (``word_sum.py``). The host can't see such a page.
 If it has to, it copies some to a window of its memory, which costs a copy from the device for each page. It has to if
-the other side's pool is the host's, or if pages have another order. ``--disable-handover-checksum`` leaves checksums out.
+the other side's pool is the host's, or if pages have another order. ``--disable-handover-checksum`` leaves checksums
+out.
 """
 
 from __future__ import annotations
