@@ -1,4 +1,4 @@
-"""Questions about the instance, and orders to it."""
+"""Endpoints that answer questions about the instance, and admin orders such as flushing the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOR_USERS = frozenset(
         *("preemptions", "counters", "cost_model", "itl_budget", "load_seconds", "http"),
     )
 )
-"""What ``/server_info`` tells who is no admin: not the options, ports, peers and the epoch."""
+"""Fields of ``/server_info`` that a caller other than the admin sees: not the options, ports, peers and the epoch."""
 
 QUESTION_TIMEOUT_SECONDS = 5.0
 HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0

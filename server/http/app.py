@@ -1,4 +1,4 @@
-"""The FastAPI application: which path is answered by what."""
+"""The FastAPI application: its paths, and the endpoint that answers each."""
 
 from __future__ import annotations
 
@@ -143,12 +143,12 @@ STREAMS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionAnswer,
     "/v1/chat/completions": ChatChunk,
 }
-"""What an event of a stream holds."""
+"""Schema of one event of a streamed answer, by path."""
 QUERIES = {
     SESSION_PATH: (QueryParameter("owner"),),
     SLOTS_PATH: (QueryParameter("action", ACTIONS, required=True),),
 }
-"""The parameters behind a path's question mark."""
+"""Query parameters, by path."""
 
 
 def make_app(
@@ -158,9 +158,10 @@ def make_app(
     model: ServedModel | None = None,
     own_admin_key: str | None = None,
 ) -> ASGIApp:
-    """The application in front of ``engine``; ``model`` None: what the options say of it, without its files.
+    """Make the application in front of ``engine``.
 
-    ``own_admin_key``: see ``guard``.
+    ``model``: None means what the options say about the model, without reading its files. ``own_admin_key``: see
+    ``guard``.
     """
     app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False, docs_url=None, redoc_url=None)
     counts = AccessCounts()
@@ -193,7 +194,7 @@ def make_app(
         described[path] = Described(body, answer, STREAMS.get(path), QUERIES.get(path, ()))
     app.add_api_route("/flush_cache", flush_cache, methods=["POST"])
     app.add_api_route(SESSION_PATH, delete_session, methods=["DELETE"])
-    # For instances: who has a ticket needs no other key.
+    # For other instances: a valid ticket is the only key that is needed.
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.add_api_route("/docs", docs_page, methods=["GET"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]

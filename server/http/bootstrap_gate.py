@@ -29,7 +29,7 @@ from .request_fields import RequestFields
 
 
 class BootstrapGate:
-    """Of one instance."""
+    """Decides which bootstrap addresses and move targets one instance follows."""
 
     def __init__(self, options: ServerOptions) -> None:
         secret = ClusterSecret.read(options.cluster_secret_file)
@@ -66,7 +66,7 @@ class BootstrapGate:
             raise ApiError(503, str(e), code=OVERLOADED) from None
 
     def move_refusal(self, targets: Iterable[tuple[str, int]]) -> str:
-        """Why requests are not moved to the bootstrap servers ``targets``, "" where they may be."""
+        """Return why requests are not moved to the bootstrap servers ``targets``, "" if they may be."""
         for host, port in targets:
             is_known = (host.lower(), port) in self._targets or means_this_host(host)
             if not (is_known or self._follows_all):
@@ -78,7 +78,10 @@ class BootstrapGate:
         return ""
 
     def vouched(self, fields: RequestFields) -> bool:
-        """Whether addresses that are followed are the cluster's: signed, or allowed. Nobody vouches for others."""
+        """Return whether the addresses of ``fields``, which are followed, are the cluster's: signed or allowed.
+
+        Loopback addresses without a cluster secret, and those of ``--insecure-cluster``, are followed without either.
+        """
         return self._signature is not None or self._addresses(fields) <= self._allowed
 
     def _addresses(self, fields: RequestFields) -> set[tuple[str, int]]:
@@ -86,5 +89,5 @@ class BootstrapGate:
         size = max(len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
         all_hosts = hosts if isinstance(hosts, list) else [hosts] * size
         all_ports = ports if isinstance(ports, list) else [ports] * size
-        pairs = zip(all_hosts, all_ports, strict=False)  # of unlike lengths they are refused elsewhere
+        pairs = zip(all_hosts, all_ports, strict=False)  # lists of unequal length are refused elsewhere
         return {(str(host).lower(), port or self.default_port) for host, port in pairs}

@@ -34,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
     state = HttpState.of(request)
     body = named(request, timed(request, await parse_body(request, ChatBody)), "chatcmpl-")
     check_model(body.model, state.model)
-    # Without a limit the answer ends where the context does; the engine shortens the number to what fits.
+    # Without a limit the answer ends with the context: the engine lowers the number to what fits.
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
     if body.min_tokens > max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_of(body: ChatBody) -> Conversation:
-    """The conversation that the body asks to answer."""
+    """Return the conversation that the body asks to answer."""
     args = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         args.setdefault("reasoning_effort", body.reasoning_effort)
@@ -54,12 +54,12 @@ def chat_of(body: ChatBody) -> Conversation:
 
 
 class ChatRenderer(EnvelopeRenderer):
-    """Writes messages, or deltas of them; ``names`` is None where no logprobs are wanted."""
+    """Writes messages, or deltas of them; ``names`` is None if no logprobs are wanted."""
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """A ``chat.completion`` object."""
+        """Return a ``chat.completion`` object."""
         rendered = [
             {
                 "index": choice.index,
@@ -73,7 +73,7 @@ class ChatRenderer(EnvelopeRenderer):
         return {**self._envelope.wrap(KIND, rendered), **self._prompt_ids(choices[0]), "usage": usage(choices)}
 
     def events(self, delta: Delta) -> bytes:
-        """The role first, then what is new; none for tokens that show no text yet."""
+        """Return the role first, then what is new; nothing for tokens that show no text yet."""
         choice, opening = delta.choice, b""
         if delta.is_first:
             start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -89,7 +89,7 @@ class ChatRenderer(EnvelopeRenderer):
         return opening + self._envelope.chunk(CHUNK_KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """The usage, where it was asked for."""
+        """Return the usage chunk if it was asked for, else nothing."""
         return self._envelope.usage_chunk(CHUNK_KIND, choices)
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:

@@ -48,7 +48,7 @@ async def completions(request: Request) -> Response:
 
 
 def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether the client gave a batch; raises ``ApiError`` where one is empty."""
+    """Return the prompts, and whether the client gave a batch. Raises ``ApiError`` if one is empty."""
     texts: list[str] = []
     id_lists: list[list[int]] = []
     ids: list[int] = []
@@ -64,9 +64,9 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple
 
 
 class CompletionRenderer(EnvelopeRenderer):
-    """``echoes``: the text of each prompt, to put before its completions (None in it: what its token ids read).
+    """Writes completions. ``names`` is None if no logprobs are wanted.
 
-    ``names`` is None where no logprobs are wanted.
+    ``echoes``: the text of each prompt, to put before its completions; None in it means the text of its token ids.
     """
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}
@@ -75,10 +75,10 @@ class CompletionRenderer(EnvelopeRenderer):
         super().__init__(envelope, names)
         self._echoes = echoes
         self._offsets: dict[int, int] = {}
-        """Where in each choice's text, prompt included, its next token begins."""
+        """Offset of each choice's next token in its text, prompt included."""
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """A ``text_completion`` object."""
+        """Return a ``text_completion`` object."""
         rendered = [
             {
                 "index": choice.index,
@@ -93,7 +93,7 @@ class CompletionRenderer(EnvelopeRenderer):
         return {**self._envelope.wrap(KIND, rendered), "usage": usage(choices)}
 
     def events(self, delta: Delta) -> bytes:
-        """What is new since the last event; none for tokens that show no text yet."""
+        """Return what is new since the last event; nothing for tokens that show no text yet."""
         choice = delta.choice
         echo = self._echo(choice) if delta.is_first else ""
         if not (echo or delta.text or delta.logprobs or delta.finish or self._envelope.token_ids):
@@ -108,7 +108,7 @@ class CompletionRenderer(EnvelopeRenderer):
         return self._envelope.chunk(KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """The usage, where it was asked for."""
+        """Return the usage chunk if it was asked for, else nothing."""
         return self._envelope.usage_chunk(KIND, choices)
 
     def _echo(self, choice: Choice) -> str:
@@ -132,12 +132,12 @@ class CompletionRenderer(EnvelopeRenderer):
         offsets = _offsets(prompt, 0, len(echo))
         start = self._offsets.get(choice.index)
         if start is None:
-            # What was told elsewhere, of an answer that goes on here, comes before.
+            # An answer that began at another instance: what was sent from there comes before.
             start = len(echo) + choice.told_logprob_chars
             if choice.keeps_told:
                 start += sum(entry.chars for entry in choice.logprobs)
             start -= sum(entry.chars for entry in entries)
-        # Until the end, text may be held back that is longer than what is shown.
+        # Before the end, text that is held back may be longer than what is shown.
         end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + choice.chars
         offsets += _offsets(entries, start, end)
         self._offsets[choice.index] = start + sum(entry.chars for entry in entries)
@@ -145,7 +145,7 @@ class CompletionRenderer(EnvelopeRenderer):
 
 
 def _offsets(entries: list[NamedLogprob], start: int, end: int) -> list[int]:
-    """Where each entry's token begins in a text that ends at ``end``: a stop string may have cut it."""
+    """Return where each entry's token begins in a text that ends at ``end``: a stop string may have cut it."""
     offsets = []
     for entry in entries:
         offsets.append(min(start, end))
@@ -154,7 +154,7 @@ def _offsets(entries: list[NamedLogprob], start: int, end: int) -> list[int]:
 
 
 def logprobs_object(entries: list[NamedLogprob], offsets: list[int], names: TokenNames) -> dict[str, Any]:
-    """OpenAI's ``logprobs``. ``offsets``: characters of the choice's text before each token."""
+    """Return OpenAI's ``logprobs`` object. ``offsets``: characters of the choice's text before each token."""
     return {
         "tokens": [names.name(e.token_id, e.data) for e in entries],
         "token_logprobs": [e.logprob for e in entries],
@@ -164,7 +164,7 @@ def logprobs_object(entries: list[NamedLogprob], offsets: list[int], names: Toke
 
 
 def _alternatives(entry: NamedLogprob, names: TokenNames) -> dict[str, float] | None:
-    """By name; of tokens that read the same, the likeliest."""
+    """Return the alternatives by name; of tokens with the same text, the most probable one counts."""
     alternatives: dict[str, float] = {}
     for token_id, logprob, data in top_with_own(entry):
         alternatives.setdefault(names.name(token_id, data), logprob)

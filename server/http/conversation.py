@@ -1,4 +1,4 @@
-"""From a body's messages to the conversation that the tokenizer process renders."""
+"""Converts the messages of a body to the conversation that the tokenizer process renders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from .openai_schemas import Message
 def read_conversation(
     messages: Sequence[Message], add_generation_prompt: bool | None, continue_final_message: bool, args: dict[str, Any]
 ) -> Conversation:
-    """``add_generation_prompt`` None: as the kind of answer wants it. ``args``: variables for the model's template."""
+    """Return the conversation of a body's messages.
+
+    ``add_generation_prompt``: None means True unless ``continue_final_message``. ``args``: variables for the model's
+    template.
+    """
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     turns = [_turn(message) for message in messages]
@@ -20,6 +24,6 @@ def read_conversation(
 
 
 def _turn(message: Message) -> ChatMessage:
-    # "developer" is OpenAI's newer word for "system", which chat templates don't know.
+    # "developer" is OpenAI's newer word for "system"; chat templates know only "system".
     role = "system" if message.role == "developer" else message.role
     return ChatMessage(role, message.text, message.name, message.reasoning_content)

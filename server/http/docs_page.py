@@ -1,7 +1,8 @@
 """``GET /docs``: the OpenAPI page for people, as one HTML page without scripts.
 
-FastAPI's own pages load scripts and styles from another host, and run them with this server's origin: whoever has that
-host could use the API with the reader's access. This page loads nothing, and its policy says so to the browser.
+FastAPI's own pages load scripts and styles from another host and run them with this server's origin. Control of that
+host would give access to the API with the reader's rights. This page loads nothing, and its policy tells the browser
+so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LIMITS = {
     "minItems": "≥ {} items",
     "maxItems": "≤ {} items",
 }
-"""What each limit of a schema reads like."""
+"""How each limit of a schema is shown."""
 ALTERNATIVES = ("anyOf", "oneOf")
 Schema = Mapping[str, Any]
 
@@ -50,7 +51,7 @@ async def docs_page(request: Request) -> HTMLResponse:
 
 
 def render(page: Schema) -> str:
-    """The HTML page of an OpenAPI document."""
+    """Render an OpenAPI document as an HTML page."""
     title = f"{page['info']['title']} {page['info']['version']}"
     operations = [
         (method, path, operation) for path, methods in page["paths"].items() for method, operation in methods.items()
@@ -110,7 +111,7 @@ def _contents(content: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A schema in few words, with links to objects."""
+    """Describe a schema in few words, with links to objects."""
     if reference := schema.get("$ref"):
         name = escape(reference.rsplit("/", 1)[1])
         return f'<a href="#{name}">{name}</a>'
@@ -137,7 +138,7 @@ def _plain(schema: Schema) -> str:
 
 
 def _text(text: str) -> str:
-    """Prose with ``code`` marked by backquotes."""
+    """Render prose as HTML; text in backquotes becomes ``code``."""
     marked = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text))
     return f"<div>{marked}</div>" if text else ""
 

@@ -1,7 +1,7 @@
-"""The HTTP process's side of the ring: requests out, text and answers in.
+"""The HTTP process's side of the ring: sends requests, and receives text and answers.
 
-A request is live from ``submit`` until the engine ends it. One whose client has gone is aborted and stays known under
-its wire id, without an owner, until the engine has ended it too: a new request of the same name can't get its text.
+A request is live from ``submit`` until the engine ends it. If its client has gone, it is aborted. Its wire id stays
+known, without an owner, until the engine has ended it too. So a new request of the same name can't get its text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ A = TypeVar(
 )
 ABORTED = "aborted by the client"
 MAX_HELD_BYTES = 1 << 30
-"""Maximum length of the messages of all running requests: until one ends, the engine keeps its prompt in some form."""
+"""Maximum total length of the messages of all running requests: the engine keeps each prompt in some form until its
+request ends.
+"""
 log = logging.getLogger(__name__)
 
 
 class AbortCount(NamedTuple):
-    """``aborted``: requests that were running; ``legs``: those of them that other instances answer."""
+    """``aborted``: requests that were running. ``legs``: how many of these another instance answers."""
 
     aborted: int
     legs: int
@@ -81,7 +83,7 @@ class _Live(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests and questions, and hands every answer to the one who waits for it. Event-loop thread only."""
+    """Submits requests and questions, and delivers each answer to its waiter. Event-loop thread only."""
 
     def __init__(
         self,
@@ -97,10 +99,14 @@ class EngineClient:
         max_logprobs: int | None = None,
         max_requests: int | None = None,
     ) -> None:
-        """``max_requests``: how many may be queued and running at a time; a batch of more is refused."""
+        """Make a client of the tokenizer and the supervisor. ``max_requests``: maximum answers queued and running at a
+        time.
+
+        A batch of more answers than that is refused.
+        """
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
-        """What the scheduler said last, None while it is still loading."""
+        """The scheduler's latest report, None while it is still loading."""
         self._tokenizer = tokenizer
         self._supervisor = supervisor
         self._mode = mode
@@ -109,7 +115,7 @@ class EngineClient:
         self._max_held_bytes = max_held_bytes
         self.logprobs = LogprobAccount(max_logprobs)
         self.held_bytes = 0
-        """Length of the messages of all submissions that have not ended."""
+        """Total length of the messages of all submissions that have not ended."""
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
         self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
@@ -121,16 +127,16 @@ class EngineClient:
 
     @property
     def role(self) -> str:
-        """What the instance is offered now, as far as is known."""
+        """Return the instance's current role as last reported; before the first report, the configured mode."""
         return self.scheduler_metrics.role if self.scheduler_metrics is not None else self._mode
 
     @property
     def live_requests(self) -> int:
-        """Requests that the engine has not ended, those whose client has gone included."""
+        """Return how many requests the engine has not ended, abandoned ones included."""
         return len(self._live)
 
     def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
-        """Whether a running request of ``caller`` goes by this name."""
+        """Return whether a running request of ``caller`` has this name."""
         return (caller.name, name) in self._names
 
     # --- requests ---
@@ -145,21 +151,24 @@ class EngineClient:
         follows: bool = False,
         keeps_told: bool = True,
     ) -> Submission:
-        """Send one request for each prompt. ``group``: a name for all answers, beside those in ``plans``.
-        ``follows``: the client reads the rest of an answer elsewhere if it is told to. ``keeps_told``: see ``Choice``.
+        """Send one request for each prompt.
 
-        Raises ``ApiError``: 400 if a name is in use, 413 and 429 if the prompts are too large or too much is running
-        already, 503 after ``close``.
+        ``group``: a name for all answers, beside those in ``plans``. ``follows``: the client can read the rest of an
+        answer elsewhere. ``keeps_told``: see ``Choice``. Raises ``ApiError``:
+        - 400 if a name is in use;
+        - 413 if the prompts are too large;
+        - 429 if too much is running already;
+        - 503 after ``close``.
         """
         self._check_open()
         self._check_batch(plans)
         if self._cache_by_key:
-            # No key's name holds the character behind it, so that no client can ask for another's prefixes.
+            # No key's name contains "\\0", so no client can ask for prefixes of another one.
             plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
         is_prefill = self.role == "prefill"
         asker = Asker(caller.name, streaming, group, is_prefill, keeps_told, self._max_request_bytes)
         batch = await make_batch(plans, asker)
-        # From here on without a pause: no answer can come, and no name be taken, before all are known.
+        # No await from here on: no answer can come, and no name be taken, before all are known.
         self._check_open()
         choices = batch.choices
         taken = next((name for name in batch.named if self.is_named(name, caller)), None)
@@ -182,7 +191,7 @@ class EngineClient:
             account=self.logprobs,
         )
         self._check_held(batch.nbytes)
-        # Sent first: what can't be sent must leave no name behind.
+        # Send first: a request that can't be sent must leave no name behind.
         self._send(*batch.requests)
         self.held_bytes += batch.nbytes
         self._names.add(caller.name, batch.named)
@@ -190,7 +199,7 @@ class EngineClient:
         return submission
 
     def _check_held(self, nbytes: int) -> None:
-        """Raise ``ApiError`` 429 if requests of ``nbytes`` would be too many beside those that run."""
+        """Raise ``ApiError`` 429 if requests of ``nbytes`` and those that run would exceed the limit."""
         if self.held_bytes + nbytes > self._max_held_bytes:
             raise ApiError(
                 429,
@@ -199,14 +208,14 @@ class EngineClient:
             )
 
     def _send(self, *messages: Message) -> None:
-        """Send to the tokenizer; raises ``ApiError`` 413 if no frame can hold a message, and then sends none."""
+        """Send to the tokenizer. If no frame can hold a message, send none and raise ``ApiError`` 413."""
         try:
             self._tokenizer.send(*messages)
         except FrameTooLarge as e:
             raise ApiError(413, explain(e)) from None
 
     def _check_batch(self, plans: Sequence[PromptPlan]) -> None:
-        """Raise ``ApiError`` 413 for a batch that can never be taken in whole, before any of it is."""
+        """Raise ``ApiError`` 413 for a batch with more answers than may ever be queued and running."""
         answers = sum(plan.n for plan in plans)
         if self._max_requests is not None and answers > self._max_requests:
             text = f"the batch asks for {answers} answers, and {self._max_requests} may be queued or running at a time"
@@ -222,7 +231,10 @@ class EngineClient:
         follows: bool = False,
         keeps_told: bool = True,
     ) -> Submission:
-        """The answer that was begun elsewhere and goes on here. Raises ``ApiError`` where there is none."""
+        """Take over the answer that began at another instance and goes on here.
+
+        Raises ``ApiError`` if there is none.
+        """
         self._check_open()
         if len(plans) != 1 or plans[0].n != 1:
             raise bad_request(None, "a ticket is for one answer")
@@ -244,8 +256,9 @@ class EngineClient:
         follows: bool = False,
         keeps_told: bool = True,
     ) -> Submission:
-        """Go on with what was written down for ``owner``, under the name that its request has now. Raises ``ApiError``
-        where that is in use, or after ``close``.
+        """Continue a session of ``owner`` under the name that its request has now.
+
+        Raises ``ApiError`` if the name is in use, and after ``close``.
         """
         self._check_open()
         request, arrival = state.running.request, time.monotonic()
@@ -257,8 +270,8 @@ class EngineClient:
         choice.replay = bool(state.running.output)
         key = request.extra_key
         if self._cache_by_key and not key.startswith(f"{owner}\0"):
-            key = f"{owner}\0{key}"  # it was written down where prefixes are everybody's
-        # The time that was over, or would have been, was another client's.
+            key = f"{owner}\0{key}"  # it was saved by a server that shares prefixes between keys
+        # The old time limit was that of another client's request.
         fields = {"stream": streaming, "extra_key": key, "key_name": owner, "timeout_s": 0.0}
         request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, **fields)
         running = msgspec.structs.replace(state.running, request=request)
@@ -281,11 +294,11 @@ class EngineClient:
         return submission
 
     def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
-        """Nobody comes back for the KV of these tokens (int32), but for the first ``shared``."""
+        """Release the stored KV of these tokens (int32) except the first ``shared``."""
         self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
 
     def end(self, submission: Submission) -> None:
-        """Forget a submission; whatever of it still runs is aborted."""
+        """Forget a submission, and abort whatever of it still runs."""
         self.held_bytes -= submission.nbytes
         self.logprobs.drop(submission)
         self._names.remove(submission.owner, submission.names)
@@ -305,7 +318,7 @@ class EngineClient:
         return self._abort(self._names.find(caller, rid), ABORTED)
 
     def abort_all(self, caller: Caller = ANYBODY) -> AbortCount:
-        """End every running request, of ``caller``'s own unless it is the admin."""
+        """End every running request, for a caller other than the admin only its own."""
         if not caller.is_admin:
             return self._abort(self._names.owned(caller), ABORTED)
         legs = sum(live is not None and live.choice.kind is Kind.LEG for live in self._live.values())
@@ -315,12 +328,12 @@ class EngineClient:
         return running
 
     def running(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
-        """The engine's names of the running requests that ``caller`` calls ``rid``."""
+        """Return the wire ids of the running requests that ``caller`` calls ``rid``."""
         choices = self._names.find(caller, rid)
         return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
 
     def known(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
-        """The same, or of those of this name that have ended last."""
+        """Return the wire ids of the running requests that ``caller`` calls ``rid``, else of those that ended last."""
         return self.running(rid, caller) or self._names.find_ended(caller, rid)
 
     def _abort(self, choices: Iterable[Choice], reason: str) -> AbortCount:
@@ -330,8 +343,11 @@ class EngineClient:
         return AbortCount(len(running), sum(choice.kind is Kind.LEG for choice in running))
 
     def _wire_rid(self, rid: str, taken: Container[str]) -> str:
-        """``rid``, or that with a number behind it: another caller's request may have the name, or one whose client has
-        gone, or one of this submission, ``taken``; and what the number makes of it may be a name too."""
+        """Return ``rid``, with a number appended if it is in use.
+
+        Another caller's request may have it, an abandoned one, or one of the same submission (``taken``). A numbered
+        name may be in use as well.
+        """
         wire_rid = rid
         while wire_rid in self._live or wire_rid in taken:
             wire_rid = f"{rid}~{next(self._ids)}"
@@ -344,7 +360,10 @@ class EngineClient:
     # --- questions ---
 
     async def ask(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
-        """Send the question that ``make(id)`` gives and wait for its answer; raises ``TimeoutError`` (seconds)."""
+        """Send the question that ``make(id)`` gives, and wait for its answer.
+
+        Raises ``TimeoutError`` after ``timeout`` seconds.
+        """
         self._check_open()
         question = make(next(self._ids))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -360,7 +379,7 @@ class EngineClient:
         return result
 
     async def told(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
-        """``ask``, for a client: 503 where there is no answer in time."""
+        """Ask like ``ask``, for a client: raise ``ApiError`` 503 if there is no answer in time."""
         try:
             return await self.ask(make, answer, timeout)
         except TimeoutError:
@@ -368,7 +387,10 @@ class EngineClient:
             raise ApiError(503, f"the {who} did not answer within {timeout:g} s") from None
 
     async def limits(self, timeout: float) -> Limits:
-        """What the model takes; asked until it is known. Raises ``ApiError`` (seconds), also if closed."""
+        """Return the model's limits; ask the tokenizer until they are known.
+
+        Raises ``ApiError`` if there is no answer within ``timeout`` seconds, and after ``close``.
+        """
         self._check_open()
         if self._limits is None:
             self._limits = await self.told(lambda id_: LimitsReq(id=id_), Limits, timeout)
@@ -377,7 +399,7 @@ class EngineClient:
     # --- answers ---
 
     async def run(self, receiver: AsyncReceiver[Any]) -> NoReturn:
-        """Take in what the engine sends, for ever. A frame that is not declared is logged and dropped."""
+        """Receive what the engine sends, for ever. A frame that is not declared is logged and dropped."""
         while True:
             try:
                 messages = await receiver.recv()
@@ -387,7 +409,7 @@ class EngineClient:
             self.dispatch(messages)
 
     def dispatch(self, messages: Iterable[ToHttp]) -> None:
-        """Hand each message to the one who waits for it; what nobody waits for any more is dropped."""
+        """Deliver each message to its waiter; drop messages without one."""
         for message in messages:
             if isinstance(message, TextBatch):
                 self._on_text(message)
@@ -403,7 +425,7 @@ class EngineClient:
             elif isinstance(message, ReqMoved):
                 self._on_moved(message)
             elif isinstance(message, Drained):
-                # Every answer that came before it has been handed to its client's connection; but some go on elsewhere.
+                # All earlier answers have been written to their clients' connections, but some go on elsewhere.
                 self.moved.when_quiet(functools.partial(self._report, message))
             else:
                 future = self._questions.get(message.id)
@@ -411,7 +433,7 @@ class EngineClient:
                     future.set_result(message)
 
     def drain(self, to: list[tuple[str, int]]) -> None:
-        """Have the instance stopped as by SIGTERM; those behind these bootstrap addresses go on with what runs."""
+        """Stop the instance as by SIGTERM. The instances at these bootstrap addresses continue what runs."""
         self._report(StopAsked(to))
 
     def _report(self, message: Drained | StopAsked) -> None:
@@ -427,10 +449,10 @@ class EngineClient:
             if live is None:
                 continue
             if live.choice.replay:
-                # Counted where it was generated; and the time to the next one is nobody's latency.
+                # These tokens were counted where they were generated. The gap to the next one is no latency.
                 live.choice.replay = False
                 live.choice.first_token_at = live.choice.last_token_at = now
-            elif not self.moved.is_away(item.rid):  # that is counted where it goes on
+            elif not self.moved.is_away(item.rid):  # the instance where it goes on counts it
                 self.metrics.on_text(live.choice, item, now)
             live.owner.update(live.choice, item, now)
 
@@ -441,7 +463,7 @@ class EngineClient:
     def _on_moved(self, message: ReqMoved) -> None:
         live = self._live.get(message.rid)
         if live is None:
-            self._live.pop(message.rid, None)  # nobody comes for it there
+            self._live.pop(message.rid, None)  # its client has gone: the answer stays unread there
             return
         self.metrics.dropped(live.choice, MOVED)
         if live.owner.follows:
@@ -451,7 +473,10 @@ class EngineClient:
             self.moved.relay(message, live.choice, live.owner, self._on_text)
 
     def close(self, reason: str, code: str | None = None) -> None:
-        """Fail everything that waits, and all that comes later, with a 503. ``code``: of requests under way."""
+        """Fail everything that waits, and all later requests, with a 503.
+
+        ``code``: error code of requests under way.
+        """
         self._closed = reason
         for owner in {live.owner for live in self._live.values() if live is not None}:
             owner.fail(ApiError(503, reason, code=code))

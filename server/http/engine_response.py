@@ -1,9 +1,9 @@
 """The answer to a generation request, plain or as server-sent events.
 
-Submitting happens here, inside the response: whatever ends it (the last token, an error, the client, a bug) ends the
-requests as well. The status line waits for the first news, so that a request that fails at once gets its true status;
-a failure after that is the event ``{"error": {...}}``. Where no news comes for ``KEEP_ALIVE_SECONDS``, the status goes
-out nonetheless, and a comment, as proxies cut connections on which nothing moves.
+The response submits the requests itself: whatever ends it (the last token, an error, the client, a bug) ends them as
+well. The status line waits for the first delta, so that a request that fails at once gets its true status. A failure
+after that is the event ``{"error": {...}}``. If nothing comes for ``KEEP_ALIVE_SECONDS``, the status is sent
+nonetheless, with a comment: proxies cut idle connections.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 LARGE_LOGPROBS = 10_000
-"""Log-probabilities that take some 10 ms to write."""
+"""Number of log-probabilities that take some 10 ms to write."""
 KEEP_ALIVE_SECONDS = 15.0
-"""Proxies wait for 60 s, mostly. Short answers look as if there were none of this."""
+"""Interval of keep-alive comments. Most proxies wait for 60 s; shorter answers contain none."""
 EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,37 +48,39 @@ EVENT_STREAM = (
 
 
 class Renderer(Protocol):
-    """One API's way to write answers."""
+    """Writes answers in the format of one API."""
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """Its names of the engine's fields, where they differ."""
+        """Return the API's names of the engine's fields that it calls differently."""
 
     @property
     def created(self) -> int:
-        """What its answers say of when they were begun (Unix time), 0 where they don't."""
+        """Return the creation time that answers report (Unix time), 0 if they report none."""
 
     @property
     def repeats(self) -> bool:
-        """Whether each event of a stream repeats what was told before."""
+        """Return whether each event of a stream repeats the output so far."""
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
-        """The plain answer, JSON-ready."""
+        """Return the plain answer, JSON-ready."""
 
     def events(self, delta: Delta) -> bytes:
-        """The events for what is new of a choice; may be empty."""
+        """Return the events for what is new of a choice; may be empty."""
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """The events between the last choice's end and ``[DONE]``; may be empty."""
+        """Return the events between the last choice's end and ``[DONE]``; may be empty."""
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return DATA_PREFIX + orjson.dumps(content) + EVENT_END
 
 
 def summary(submission: Submission) -> dict[str, Any]:
-    """What the access log says of an answer: tokens of all its choices, seconds to the first token, how they ended."""
+    """Return the access log's fields of an answer: tokens of all choices, seconds to the first token, and how they
+    ended.
+    """
     choices = submission.choices
     begun = [choice.first_token_at for choice in choices if choice.first_token_at]
     if submission.is_abandoned or submission.is_moved:
@@ -95,7 +97,7 @@ def summary(submission: Submission) -> dict[str, Any]:
 
 
 def choice_end(choice: Choice) -> str:
-    """Why a choice ended, as metrics and the access log call it."""
+    """Return why a choice ended, in the words of metrics and the access log."""
     if choice.finish is None:
         return ERROR
     handed_over = choice.kind is Kind.LEG and choice.finish.type is FinishType.LENGTH
@@ -119,7 +121,7 @@ async def watch_disconnect(receive: Receive, submission: Submission) -> AsyncIte
 
 
 class KeepAlive:
-    """Wakes the one who waits for ``submission`` where it has been silent for long. A context manager."""
+    """Wakes the waiter of ``submission`` after a long silence. A context manager."""
 
     def __init__(self, submission: Submission) -> None:
         self._submission = submission
@@ -137,7 +139,7 @@ class KeepAlive:
 
 
 class EngineResponse(Response):
-    """Submits ``plans`` and answers as ``renderer`` says."""
+    """Submits ``plans``, and answers in the format of ``renderer``."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class EngineResponse(Response):
         stream: bool,
         group: str | None = None,
     ) -> None:
-        # Response.__init__ would render a body; this one is written while it comes.
+        # Response.__init__ would render a body; this one is written as it is generated.
         self.status_code = 200
         self.background = None
         self._engine = engine
@@ -160,9 +162,9 @@ class EngineResponse(Response):
         self._keeps_told = not stream or renderer.repeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
+        """Send the answer. Raises ``ApiError`` while nothing has been sent; a later error is sent as an event."""
         visit = AccessRecord.of(scope)
-        # Whoever has no answer here can't write names of their choice into the log.
+        # Without an answer here, a client can't write names of its choice into the log.
         if header(scope["headers"], TICKET) is None:
             visit.name(self._name)
         submission = await self._submission(scope)
@@ -184,9 +186,9 @@ class EngineResponse(Response):
             submission.close()
 
     async def _submission(self, scope: Scope) -> Submission:
-        """What is asked of the engine; or, of an answer that was begun elsewhere, the rest."""
+        """Submit the plans, or take over the rest of an answer that began at another instance."""
         caller, ticket, follows = Caller.of(scope), ticket_of(scope), can_follow(scope)
-        # The prompts are the engine's then: they may be megabytes, and the answer may take an hour.
+        # Don't keep the prompts: they may be megabytes, and the answer may take an hour.
         plans, self._plans = self._plans, ()
         if ticket is not None:
             return await self._engine.adopt(
@@ -207,14 +209,14 @@ class EngineResponse(Response):
         except AnswerMoved as e:
             await self._send_ticket(submission, e, send)
             return
-        # With many log-probabilities it takes a while, and all of it is Python: the event loop has its turns meanwhile.
+        # Encoding many log-probabilities takes a while, and all of it is Python: let the event loop run meanwhile.
         aside = HttpState.of(Request(scope)).aside
         is_large = submission.logprobs > LARGE_LOGPROBS
         body = await aside.run(is_large, lambda: orjson.dumps(self._renderer.answer(choices)))
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_ticket(self, submission: Submission, moved: AnswerMoved, send: Send) -> None:
-        """In the place of an answer of which nothing has been sent."""
+        """Send a ticket in place of an answer of which nothing has been sent."""
         headers = [(b"content-type", MOVED_TYPE)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self._ticket(submission, moved), "more_body": False})

@@ -1,4 +1,4 @@
-"""Every error this API answers with, in one shape: that of ``runtime/web/errors.py``."""
+"""Every error that this API answers with, in the one shape of ``runtime/web/errors.py``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ...runtime.web.json_response import json_response
 
 
 class ClientGone(Exception):
-    """The client closed its connection: nobody is left to answer."""
+    """The client closed its connection: there is no one to answer."""
 
 
 class AnswerMoved(Exception):
-    """The rest of the answer is had from another instance, by ``key``; the client can follow."""
+    """The rest of the answer is read at another instance, by ``key``; the client can follow."""
 
     def __init__(self, epoch: str, host: str, port: int, key: str) -> None:
         super().__init__(f"it goes on at {host}:{port}")
@@ -35,7 +35,7 @@ class AnswerMoved(Exception):
 class ApiError(Exception):
     """An answer other than 200. ``param`` names the offending field; the message says what to do.
 
-    ``code`` tells programs what went wrong, in OpenAI's words, where it has one.
+    ``code`` tells programs what went wrong, in OpenAI's words if it has one for it.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ApiError(Exception):
         self.code = code
         self.headers: Mapping[str, str] | None = None
         self.retry_after = 0
-        """Seconds after which it may go better, 0 where nobody knows."""
+        """Seconds after which a retry may succeed, 0 if unknown."""
 
     @staticmethod
     def from_engine(error: ReqError) -> ApiError:
-        """What the engine said of one request; a status that is no error status becomes 500."""
+        """Convert the engine's error of one request; a status outside 400 to 599 becomes 500."""
         status = error.status if 400 <= error.status <= 599 else 500
         kind = error.kind if status != 500 else None
         api_error = ApiError(status, error.message, param=error.field, kind=kind, code=error.code)
@@ -61,7 +61,7 @@ class ApiError(Exception):
         return api_error
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error with ``param`` as the client calls it, and named in the message."""
+        """Return a copy with ``param`` as the client calls it, and named in the message."""
         param = names.get(self.param, self.param) if self.param is not None else None
         message = f"{param}: {self.message}" if param is not None and param not in self.message else self.message
         renamed = ApiError(self.status, message, param=param, kind=self.kind, code=self.code)
@@ -69,17 +69,17 @@ class ApiError(Exception):
         return renamed
 
     def body(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the error object, JSON-ready."""
         return error_body(self.status, self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
-        """The answer."""
+        """Return the HTTP response."""
         headers = error_headers(self.status, self.retry_after)
         return json_response(self.body(), self.status, {**(self.headers or {}), **headers})
 
 
 def bad_request(param: str | None, message: str) -> ApiError:
-    """A 400 that names its field: the message is ``param: message``."""
+    """Make a 400 that names its field: the message is ``param: message``."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
@@ -105,12 +105,12 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_bug(_request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after this answer, so its traceback reaches the log.
+    # Starlette raises the error again after this response, so its traceback reaches the log.
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details").response()
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error leaves ``app`` in the one shape."""
+    """Make every error leave ``app`` in the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 IGNORED_HEADER = b"x-pdserve-ignored"
 UnknownFields = Literal["warn", "refuse", "ignore"]
 MAX_HEADER = 1024
-"""Bytes of the header's value."""
+"""Maximum length of the header's value, in bytes."""
 MAX_NAMED = 32
-"""Fields that one answer names."""
+"""Maximum number of fields that one answer names."""
 MAX_HINTS = 8
 MAX_FIELDS = 1024
-"""Names in one object."""
+"""Maximum number of names in one object."""
 MAX_LOGGED = 256
-"""Names that the log ever tells."""
+"""Maximum number of names that are logged in all."""
 MAX_NAME = 64
-"""Characters of a field's name that are repeated."""
+"""Maximum number of characters of a field's name that are repeated."""
 TOKEN_CHARACTERS = "!#$&'*+-.^_`|~[]"
 """Characters of a field name, beside letters and digits, that are not percent-encoded in the header and the log."""
 MORE = "..."
@@ -76,7 +76,7 @@ NO_HINT = Hint("", "")
 
 
 class IgnoredField(NamedTuple):
-    """A field that nothing comes of. ``place``: the path of the object that it stands in, ending in a dot, or empty."""
+    """A field that has no effect. ``place``: the path of the object that contains it, ending in a dot, or empty."""
 
     place: str
     schema: type[Body]
@@ -95,14 +95,14 @@ class IgnoredField(NamedTuple):
 
 
 class FieldNames:
-    """Checks names for one server; remembers which ignored ones its log has told."""
+    """Checks names for one server; remembers which ignored ones have been logged."""
 
     def __init__(self, unknown: UnknownFields) -> None:
         self._unknown = unknown
         self._logged: set[str] = set()
 
     def check(self, schema: type[Body], content: Mapping[str, Any]) -> bytes:
-        """Log what is ignored of ``content``, and return the header's value, empty where that is nothing.
+        """Log the ignored fields of ``content`` and return the header's value, empty if there are none.
 
         Raises ``ApiError`` 400 that names the first refused field.
         """
@@ -129,7 +129,7 @@ class FieldNames:
 
 
 class _Search:
-    """Looks at every name of a body, as one may be refused; keeps the first few that are ignored."""
+    """Checks every name of a body, as any may be refused; keeps the first few that are ignored."""
 
     def __init__(self, *, refuse: bool) -> None:
         self.found: list[IgnoredField] = []
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _header(fields: list[IgnoredField], is_cut: bool) -> str:
-    """``name, name;did-you-mean=other, …``."""
+    """Return the header's value: ``name, name;did-you-mean=other, …``."""
     value = ""
     for i, field in enumerate(fields):
         # A hint costs a comparison with every known name.
@@ -190,14 +190,14 @@ def _header(fields: list[IgnoredField], is_cut: bool) -> str:
 
 
 def _plain(name: str) -> str:
-    """A client's ``name`` in printable ASCII, bounded."""
+    """Return a client's ``name`` in printable ASCII, bounded."""
     encoded = quote(name[: MAX_NAME + 1], safe=TOKEN_CHARACTERS)
     return encoded if len(encoded) <= MAX_NAME else encoded[:MAX_NAME] + MORE
 
 
 def find_hint(schema: type[Body], name: str) -> Hint:
-    """Which field of ``schema`` may have been meant by an unknown ``name``."""
-    # A long one must not come into the cache: a client could fill it with names of 32 MiB.
+    """Return which field of ``schema`` may have been meant by an unknown ``name``."""
+    # Don't cache long names: a client could fill the cache with names of 32 MiB.
     return NO_HINT if len(name) > MAX_NAME else _find_hint(schema, name)
 
 

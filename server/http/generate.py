@@ -1,4 +1,4 @@
-"""``POST /generate``: SGLang's native shape."""
+"""``POST /generate``: SGLang's native API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def generate(request: Request) -> Response:
 
 
 def is_batch(body: GenerateBody) -> bool:
-    """Whether the body holds a list of prompts (the answer is a list then, even of one)."""
+    """Return whether the body holds a list of prompts (the answer is a list then, even of one)."""
     if body.input_ids is not None:
         return bool(body.input_ids) and isinstance(body.input_ids[0], list)
     return isinstance(body.text, list)
@@ -61,7 +61,7 @@ def plan_generate(
     defaults: SamplingDefaults = NO_DEFAULTS,
     terms: Terms = NO_TERMS,
 ) -> list[PromptPlan]:
-    """What the engine is asked; raises ``ApiError``."""
+    """Plan one request to the engine for each prompt. Raises ``ApiError``."""
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text" if body.text is None else "input_ids", 'give exactly one of "text" and "input_ids"')
     if body.text is not None:
@@ -95,13 +95,13 @@ SAMPLING_NAMES = {
     **{name: f"sampling_params.{name}" for name in ("stop", "stop_token_ids", "logit_bias")},
     "logprobs": "top_logprobs_num",
 }
-"""Fields that the tokenizer process checks, as clients call them."""
+"""Clients' names of the fields that the tokenizer process checks."""
 
 
 class NativeRenderer:
-    """Objects of text, output_ids and meta_info; in a stream with ``index`` where there are several.
+    """Writes objects of text, output_ids and meta_info; in a stream with ``index`` if there are several.
 
-    A stream's objects hold everything so far, or, ``incremental``, what is new; counts are of everything either way.
+    A stream's objects hold everything so far, or what is new (``incremental``); counts are of everything either way.
     """
 
     def __init__(
@@ -126,32 +126,32 @@ class NativeRenderer:
 
     @property
     def created(self) -> int:
-        """Its objects have no time."""
+        """Return 0: these objects have no time."""
         return 0
 
     @property
     def repeats(self) -> bool:
-        """Whether its events hold everything so far."""
+        """Return whether events hold everything so far."""
         return not self._incremental
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
-        """One object, or a list where the body held a list or asked for several choices."""
+        """Return one object, or a list if the body held a list or asked for several choices."""
         answers = [self._render(choice, None) for choice in choices]
         return answers if self._as_list else answers[0]
 
     def events(self, delta: Delta) -> bytes:
-        """One event."""
+        """Return one event."""
         content = self._render(delta.choice, delta if self._incremental else None)
         if self._as_list:
             content["index"] = delta.choice.index
         return event(content)
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Nothing is left to say."""
+        """Return nothing: no event follows the last choice's end."""
         return b""
 
     def _render(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
-        """Everything so far, or what ``delta`` says is new."""
+        """Return everything so far, or what ``delta`` says is new."""
         meta_info: dict[str, Any] = {
             "id": choice.rid,
             "finish_reason": finish_reason(choice.finish, choice.completion_tokens),
@@ -170,7 +170,7 @@ class NativeRenderer:
         if options is not None:
             lists = self._lists.get(choice.index)
             if lists is None or delta is not None:
-                # What was told before is not told again: of a new set of lists only this delta's entries come out.
+                # Nothing is sent twice: a new set of lists writes only this delta's entries.
                 lists = self._lists[choice.index] = LogprobLists(top=bool(options.top_num), texts=self._texts)
             if delta is None:
                 meta_info |= lists.upto(choice.prompt, choice.logprobs)
@@ -183,11 +183,12 @@ class NativeRenderer:
 
 
 def by_tier(meta: ReqMeta) -> dict[str, Any]:
-    """Where cached tokens were found, as SGLang names it: together they are ``cached_tokens``. ``decode``: where a
-    decode had those that were not handed over.
+    """Return where cached tokens were found, in SGLang's names: the sum is ``cached_tokens``.
+
+    ``decode``: where a decode instance found the tokens that were not handed over.
     """
     assert meta.cached_beyond is not None
-    # Another instance may have said how many there were, and need not be right.
+    # The counts may come from another instance, and need not be right.
     host, storage = meta.cached_beyond.host, meta.cached_beyond.store
     told: dict[str, Any] = {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
     if (held := meta.held) is not None:
@@ -196,7 +197,9 @@ def by_tier(meta: ReqMeta) -> dict[str, Any]:
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
-    """SGLang's shape: ``type``, and with it ``matched`` ("stop"), ``length`` or ``message`` ("abort", "timeout")."""
+    """Return the reason in SGLang's shape: ``type`` with ``matched`` ("stop"), ``length`` or ``message`` ("abort",
+    "timeout").
+    """
     if finish is None:
         return None
     if finish.type is FinishType.STOP:

@@ -1,8 +1,8 @@
-"""Whether this instance can serve: asked around the whole ring, not guessed.
+"""Whether this instance can serve, as found by a ping around the whole ring of processes.
 
-A ring that answers late is busy, not dead: a tokenizer with a large batch, a machine with more to do than cores. So
-one ping stays out until it comes back, and meanwhile the last word counts, until ``SILENT_SECONDS`` have gone. That a
-process died is not found out here: the supervisor sees it at once and ends the instance.
+A ring that answers late is busy, not dead: a tokenizer with a large batch, or more work than the machine has cores. So
+one ping stays out until it comes back. Meanwhile the last verdict counts, until ``SILENT_SECONDS`` have passed. The
+death of a process is not detected here: the supervisor sees it at once and ends the instance.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .errors import ApiError
 QUICK_SECONDS = 0.5
 """How long an answer waits for the ping that is out."""
 SILENT_SECONDS = 10.0
-"""After so long a ring without an answer can't serve."""
+"""A ring without an answer for this long can't serve."""
 CACHE_SECONDS = 0.2
 
 
 class Verdict(NamedTuple):
-    """``reason`` says why not, or what somebody should look after. ``identity``: whose it is, as far as it is known.
+    """Whether the instance is ready. ``reason``: why not, or a warning. ``identity``: the instance's, if known.
 
-    ``hangs``: processes of the instance don't answer, so that its requests won't end either.
+    ``hangs``: processes of the instance don't answer, so its requests won't end either.
     """
 
     ready: bool
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 class HealthCheck:
-    """One ping at a time goes round the ring; who asks meanwhile, or up to 0.2 s later, gets the same verdict."""
+    """Pings the ring, one ping at a time. Calls meanwhile, or up to 0.2 s later, get the same verdict."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -45,11 +45,11 @@ class HealthCheck:
         self._last = Verdict(False, "no process has answered yet")
 
     async def verdict(self) -> Verdict:
-        """The newest there is; takes at most ``QUICK_SECONDS``."""
+        """Return the newest verdict; takes at most ``QUICK_SECONDS``."""
         asking = self._asking
         if asking is None or (asking.done() and time.monotonic() - self._answered_at >= CACHE_SECONDS):
             asking = self._asking = asyncio.create_task(self._ask())
-        # A client that goes must not take the ping away from the others: waiting cancels nothing.
+        # A client that leaves must not cancel the ping of the others: waiting cancels nothing.
         await asyncio.wait((asking,), timeout=QUICK_SECONDS)
         return self._last
 

@@ -1,6 +1,6 @@
-"""An instance's ``/metrics``: what its scheduler and its HTTP process count.
+"""An instance's ``/metrics``: the counts of its scheduler and its HTTP process.
 
-The counts are declared where they are made; docs/metrics.md lists them beside vLLM's and SGLang's.
+Each count is declared in the file that makes it; docs/metrics.md lists them beside vLLM's and SGLang's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INFO_LABELS = ("model", "version", "epoch")
 
 
 class InstanceMetrics:
-    """Makes the families of each scrape. Every sample of pdserve's own has the instance's ``role``."""
+    """Makes the metric families of each scrape. Every sample of pdserve's own has the instance's ``role``."""
 
     def __init__(
         self, options: ServerOptions, engine: EngineClient, visits: AccessCounts, info: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""``POST /kv/hashes``: what the KV pool holds of a prompt, as hashes of each layer's keys and values. An admin's."""
+"""``POST /kv/hashes``, for admins: what the KV pool holds of a prompt, as hashes of each layer's keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import HttpState
 from .text_schemas import MAX_CHARACTERS
 
 SECONDS = 30.0
-"""For the tokenizer, and for the worker, which looks behind the steps under way."""
+"""Timeout for the tokenizer, and for the worker, which answers after the steps under way."""
 
 
 class KVHashesBody(Body):
@@ -67,7 +67,7 @@ async def kv_hashes(request: Request) -> Response:
 
 
 def _layers(group: HashedGroup) -> list[dict[str, Any]]:
-    """Each layer with the hashes of its pages, by part; null for a page that is not there."""
+    """Return each layer with the hashes of its pages, by part; null for a page that is not in the pool."""
     hashes = np.frombuffer(group.hashes, dtype="<u8").reshape(-1, len(group.layers), len(group.parts))
     return [
         {"layer": layer}

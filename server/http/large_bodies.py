@@ -1,7 +1,7 @@
-"""Work on large bodies that must not hold up the event loop: on a thread (``Aside``), and in pieces.
+"""Work on large bodies without holding up the event loop: on a thread (``Aside``), and in pieces.
 
-A large body is parsed field by field, and lists of lists entry by entry; between two pieces the event loop has its
-turn. A piece is at most one prompt.
+A large body is parsed field by field, and a list of lists entry by entry. The event loop can run between two pieces. A
+piece is at most one prompt.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .errors import ApiError
 LARGE_BYTES = 1 << 16
 """A body of this length takes some 0.2 ms to parse, but up to 10 ms to check, with thousands of objects in it."""
 LARGE_BATCH = 256
-"""Prompts from which on a batch is large: each takes some 10 µs to plan."""
+"""A batch of more prompts than this is large: each takes some 10 µs to plan."""
 PIECE_BYTES = 1 << 18
 """Lists longer than this are parsed entry by entry."""
 MAX_PIECES = 1 << 14
-"""Maximum number of lists and objects in a body that is parsed in pieces. More take longer one by one than at once."""
+"""Maximum number of lists and objects in a body that is parsed in pieces. More take longer in pieces than at once."""
 MAX_TOKEN_IDS = 1 << 20
-"""Maximum number of token ids in one body: to check them takes some 60 ms, in one piece."""
+"""Maximum number of token ids in one body: checking them takes some 60 ms, in one piece."""
 MAX_TEXT_PARTS = 1 << 14
 """Maximum number of text parts in all messages of one body."""
 
@@ -35,7 +35,7 @@ def parse_in_pieces(data: bytes) -> Any:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return {name: _parse_value(memoryview(raw)) for name, raw in fields.items()}
     except (msgspec.MsgspecError, orjson.JSONDecodeError, RecursionError):
-        return orjson.loads(data)  # it is no object, or not valid: this parser has the words for it
+        return orjson.loads(data)  # not an object, or not valid: this parser explains the error
 
 
 def _parse_value(raw: memoryview) -> Any:

@@ -1,8 +1,8 @@
-"""Log-probabilities that the answers of all running requests hold, alternatives included.
+"""Counts the log-probabilities that the answers of all running requests hold, alternatives included.
 
-One takes some 250 bytes in this process until its answer is written. How many a single request may ask for has a limit
-of its own (``--max-logprobs-per-request``); here all of them together have one. More end the request that holds most
-of them, so that a few large requests do not keep out small ones.
+One takes some 250 bytes in this process until its answer is written. A single request has a limit of its own
+(``--max-logprobs-per-request``); here all of them together have one. Beyond that, the request that holds the most is
+ended, so that a few large requests do not keep out small ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Protocol
 from .errors import ApiError
 
 MAX_HELD = 1 << 22
-"""Maximum number in all: some 1 GiB."""
+"""Maximum number of log-probabilities in all: some 1 GiB."""
 
 
 class Holder(Protocol):
-    """What answers belong to; a ``Submission`` is one."""
+    """An owner of answers, such as a ``Submission``."""
 
     logprobs: int
 
@@ -26,7 +26,7 @@ class Holder(Protocol):
 
 
 class LogprobAccount:
-    """Counts by holder. ``each``: maximum of one holder; None: no limit but that of all."""
+    """Counts log-probabilities by holder. ``each``: maximum of one holder; None: only the total is limited."""
 
     def __init__(self, each: int | None = None, held: int = MAX_HELD) -> None:
         self._each = each
@@ -36,7 +36,9 @@ class LogprobAccount:
         """Log-probabilities of all holders that have not been dropped."""
 
     def add(self, holder: Holder, count: int) -> None:
-        """``holder`` has ``count`` more. Ends it where it has too many, and the largest where all have too many."""
+        """Add ``count`` to ``holder``. Fail it if it has too many, and the largest holder if all together have too
+        many.
+        """
         self._holders.add(holder)
         holder.logprobs += count
         self.held += count
@@ -60,7 +62,7 @@ class LogprobAccount:
         return sum(holder.logprobs for holder in self._holders if not holder.is_failed)
 
     def drop(self, holder: Holder) -> None:
-        """What ``holder`` has is let go of."""
+        """Forget ``holder`` and its log-probabilities."""
         if holder in self._holders:
             self._holders.discard(holder)
             self.held -= holder.logprobs

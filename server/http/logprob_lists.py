@@ -1,7 +1,7 @@
 """The logprobs of ``/generate``, as JSON: ``[logprob, token id, text or null]`` for each token.
 
-A stream repeats all of them in every event, so each entry is rendered once and its bytes are kept: an event costs a
-copy, not a walk through a prompt of thousands of tokens. Texts are told where the client asked for them.
+A stream repeats all of them in every event, so each entry is rendered once and its bytes are kept. An event costs a
+copy instead of a walk through a prompt of thousands of tokens. Texts are included if the client asked for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EncodedList:
         self._json = bytearray()
 
     def upto(self, entries: Sequence[NamedLogprob]) -> orjson.Fragment:
-        """All of ``entries``, which begin with those of the last call."""
+        """Return all of ``entries``, which begin with those of the last call."""
         if new := [self._render(entry) for entry in entries[self._count :]]:
             self._json += (b"," if self._count else b"") + orjson.dumps(new)[1:-1]
             self._count = len(entries)
@@ -31,9 +31,9 @@ class EncodedList:
 
 
 class LogprobLists:
-    """What one choice's ``meta_info`` says of logprobs.
+    """The logprobs in one choice's ``meta_info``.
 
-    ``top``: with the alternatives to each token; ``texts``: and what tokens read.
+    ``top``: include the alternatives to each token. ``texts``: include the tokens' text.
     """
 
     def __init__(self, top: bool, texts: bool = False) -> None:
@@ -41,7 +41,7 @@ class LogprobLists:
             return entry.logprob, entry.token_id, _text(entry.data) if texts else None
 
         def alternatives(entry: NamedLogprob) -> Any:
-            # The prompt's first token follows nothing: it has no alternatives.
+            # The prompt's first token has no context, so it has no alternatives.
             if entry.logprob is None:
                 return None
             return [(logprob, token_id, _text(data) if texts else None) for token_id, logprob, data in entry.top]
@@ -51,7 +51,7 @@ class LogprobLists:
         self._outputs = self._empty()
 
     def upto(self, prompt: PromptText | None, logprobs: Sequence[NamedLogprob]) -> dict[str, orjson.Fragment]:
-        """The lists so far; ``prompt`` and ``logprobs`` begin with those of the last call."""
+        """Return the lists so far; ``prompt`` and ``logprobs`` begin with those of the last call."""
         scored = (prompt.logprobs if prompt is not None else None) or []
         lists = {f"input_{kind}_logprobs": encoded.upto(scored) for kind, encoded in self._inputs.items()}
         return lists | {f"output_{kind}_logprobs": e.upto(logprobs) for kind, e in self._outputs.items()}

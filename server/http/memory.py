@@ -1,5 +1,5 @@
-"""Memory that is given back and taken again: ``POST /release_memory_occupation`` and ``/resume_memory_occupation``,
-SGLang's names; and ``POST /kv/resize``. An admin's.
+"""Endpoints that release and resume memory, for admins, by SGLang's names: ``POST /release_memory_occupation`` and
+``/resume_memory_occupation``. Also ``POST /kv/resize``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .parsing import parse_body
 from .state import HttpState
 
 RELEASE_SECONDS = 60.0
-"""Beyond ``wait_s``: for peers to part, and for the worker."""
+"""Timeout beyond ``wait_s``: for peers to disconnect, and for the worker."""
 RESIZE_SECONDS = 30.0
-"""Beyond ``wait_s``: for the worker, which may be in the middle of a long step."""
+"""Timeout beyond ``wait_s``: for the worker, which may be in the middle of a long step."""
 LONGEST_WAIT = 3600.0
 
 

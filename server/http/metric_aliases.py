@@ -1,7 +1,8 @@
-"""The names that other servers' dashboards ask for, with our figures behind them.
+"""Metric names that other servers' dashboards query, with this server's values.
 
-An alias renames a family of ours, or the samples of it that ``where`` names. Labels that the other server doesn't have
-are summed away; ``keep`` renames those that it has. Kinds and meanings are as close as docs/metrics.md says.
+An alias renames one of this server's families, or those of its samples that ``where`` selects. Labels that the other
+server doesn't have are summed away; ``keep`` renames one that it has. docs/metrics.md says how close kinds and meanings
+are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ Vocabulary = Literal["none", "vllm", "sglang"]
 
 
 class Alias(NamedTuple):
-    """``theirs`` for ``ours``, without the ``_total`` of counters. ``where``: values of a label of ours to count."""
+    """The name ``theirs`` for the family ``ours``, without the ``_total`` of counters.
+
+    ``where``: a label of ours, and the values of it to count.
+    """
 
     theirs: str
     ours: str
@@ -24,7 +28,7 @@ class Alias(NamedTuple):
 
 
 THROUGHPUT, HIT_RATE = "throughput", "hit_rate"
-"""Gauges of SGLang's that we don't have: figures between two scrapes."""
+"""SGLang's gauges of figures between two scrapes, which pdserve has only as aliases."""
 RUNNING = ("state", ("prefilling", "running"))
 WAITING = ("state", ("waiting", "bootstrapping", "preallocated", "transferring"))
 CACHED = ("source", ("cached",))
@@ -76,9 +80,9 @@ ALIASES: Mapping[Vocabulary, tuple[Alias, ...]] = {
 
 
 class Growth:
-    """How much one count grew for each unit of another since the last scrape: what ``rate`` would say of ours.
+    """Growth of one count for each unit of another since the last scrape: what ``rate`` computes from our counters.
 
-    ``least``: what the other must have grown by; who asks again sooner is told the same.
+    ``least``: minimum growth of the other. A scrape sooner than that gets the previous ratio.
     """
 
     def __init__(self, base: float, least: float) -> None:
@@ -88,7 +92,7 @@ class Growth:
         self._ratio = 0.0
 
     def ratio(self, count: float, base: float) -> float:
-        """``count`` and ``base`` as they are now."""
+        """Return the ratio; ``count`` and ``base`` are the current values."""
         if base - self._base >= self._least:
             self._ratio = (count - self._count) / (base - self._base)
             self._count, self._base = count, base
@@ -96,7 +100,7 @@ class Growth:
 
 
 def aliased(families: Sequence[Metric], aliases: Sequence[Alias], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """``families`` under other names; ``labels`` go with each sample."""
+    """Yield the families of ``aliases`` under their names; ``labels`` are added to each sample."""
     by_name = {family.name: family for family in families}
     for alias in aliases:
         family = by_name.get(alias.ours)

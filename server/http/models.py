@@ -1,4 +1,4 @@
-"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``: what the model takes, and how it reads text."""
+"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``: the model's names and limits, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
 
 TIMEOUT_SECONDS = 30.0
-"""For the tokenizer's answer, from when it is asked."""
+"""Timeout of the tokenizer's answer, from when it is asked."""
 
 
 async def list_models(request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Answers that begin at one instance and end at another.
 
-Here are those that go on at this instance, until somebody reads them; and those of this instance's own clients that go
-on elsewhere, where a client can't follow: they are read there, and told here.
+Two kinds are kept here. Answers that go on at this instance wait until they are read. Answers of this instance's own
+clients that go on elsewhere are read there and relayed, if the client can't follow.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from .submission import Choice, Kind, Submission
 log = logging.getLogger(__name__)
 
 ARRIVAL_SECONDS = 5.0
-"""A ticket may be here before its answer: the schedulers say it to each other, and the detokenizer is slower."""
+"""How long a ticket waits for its answer. It may come first: schedulers notify each other, and the detokenizer is
+slower.
+"""
 UNREAD_SECONDS = 30.0
-"""An answer that nobody has come for by then ends."""
+"""A moved answer ends if it is not read within this time."""
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
-"""Streams say something every 15 s."""
+"""Maximum silence of a relayed stream; streams send something every 15 s."""
 PATH = "/moved"
 ERROR = b'{"error"'
 
@@ -62,7 +64,7 @@ _ERROR = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def _as_api_error(error: _Error) -> ApiError:
-    """The same error, as this instance's own clients are told it."""
+    """Convert the peer's error for this instance's own clients."""
     status = error.status if 400 <= error.status <= 599 else 502
     return ApiError(status, error.message, param=error.param, kind=error.type, code=error.code)
 
@@ -79,7 +81,7 @@ class _Relay(NamedTuple):
 
 
 class MovedAnswers:
-    """Event-loop thread only."""
+    """Moved answers that wait to be read here, and those relayed from elsewhere. Event-loop thread only."""
 
     def __init__(
         self,
@@ -89,19 +91,19 @@ class MovedAnswers:
     ) -> None:
         self._logprobs = logprobs
         self._keys = keys
-        """None: any key may be one of an answer that is yet to come."""
+        """Recognises genuine keys. None: any key may belong to an answer that is yet to come."""
         self._parked: dict[str, _Parked] = {}
         self._awaited: dict[str, asyncio.Event] = {}
         self._relays: dict[str, _Relay] = {}
         self._away: set[str] = set()
-        """Names of the requests that ended here, though their answers are not complete."""
+        """Ids of the requests that ended here while their answers go on elsewhere."""
         self._client = HttpClient((), CONNECT_SECONDS, cluster=cluster)
         self._when_quiet: Callable[[], None] | None = None
 
-    # --- that go on here ---
+    # --- answers that go on here ---
 
     def park(self, arrived: ReqArrived, give_up: Callable[[Submission], None]) -> Submission:
-        """Keep an answer for who brings its key; ``give_up`` where nobody does."""
+        """Keep an answer until its key is presented. Calls ``give_up`` if that does not happen in time."""
         choice = Choice(0, 0, arrived.rid, arrived.rid, arrived.arrival, kind=Kind.STREAM)
         choice.replay = arrived.output_tokens > 0
         submission = Submission([choice], names=[], streaming=True, account=self._logprobs)
@@ -119,7 +121,7 @@ class MovedAnswers:
         return submission
 
     async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool, keeps_told: bool = True) -> Submission:
-        """The answer that a ticket is for, less what its client has been told. Raises ``ApiError`` 404."""
+        """Return the answer of a ticket, without what its client has already received. Raises ``ApiError`` 404."""
         if ticket.key not in self._parked and (self._keys is None or self._keys.is_genuine(ticket.key)):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
             with suppress(TimeoutError):
@@ -137,10 +139,10 @@ class MovedAnswers:
         choice.opened, choice.told_chars, choice.told_tokens = ticket.opened, ticket.chars, ticket.tokens
         return parked.submission
 
-    # --- that go on elsewhere ---
+    # --- answers that go on elsewhere ---
 
     def relay(self, moved: ReqMoved, choice: Choice, owner: Submission, on_text: OnText) -> None:
-        """Read the rest of ``choice`` there, for a client that can't."""
+        """Read the rest of ``choice`` at the other instance, for a client that can't follow."""
         told = (choice.chars, choice.completion_tokens, choice.opened)
         ticket = Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, choice.rid, 0)
         self._away.add(moved.rid)
@@ -167,8 +169,8 @@ class MovedAnswers:
         except ApiError as e:
             owner.fail(e)
         except Exception as e:
-            # Everything: what the peer sends may make any decoder fail, nobody awaits this task, and a client whose
-            # answer it reads would wait for ever.
+            # Catch everything: the peer's data may make any decoder fail, no task awaits this one, and the client
+            # of the answer would wait for ever.
             if not isinstance(e, (ClientError, TimeoutError, msgspec.MsgspecError)):
                 log.exception("what %s sent of a moved answer can't be read", ticket.url, extra={"rid": choice.rid})
             reason = str(e) or type(e).__name__
@@ -186,7 +188,7 @@ class MovedAnswers:
         on_text(TextBatch([item]))
 
     def abort(self, choices: Iterable[Choice], reason: str) -> None:
-        """End those that go on elsewhere; their clients hear so."""
+        """End those of ``choices`` that go on elsewhere; their clients get an aborted finish."""
         for choice in choices:
             relay = self._relays.pop(choice.wire_rid, None)
             if relay is not None:
@@ -195,11 +197,11 @@ class MovedAnswers:
                 relay.on_text(TextBatch([ReqText(choice.wire_rid, "", [], finish, choice.meta)]))
 
     def is_away(self, rid: str) -> bool:
-        """Whether a request has ended here, and its answer goes on elsewhere."""
+        """Return whether a request has ended here while its answer goes on elsewhere."""
         return rid in self._away
 
     def leave(self, rid: str) -> bool:
-        """Nobody waits for this answer any more. Whether it was one that goes on elsewhere, or did."""
+        """Stop relaying an answer. Return whether it goes on elsewhere, or did."""
         relay = self._relays.pop(rid, None)
         if relay is not None:
             relay.task.cancel()
@@ -208,11 +210,11 @@ class MovedAnswers:
         return was_away
 
     def abort_all(self, reason: str) -> None:
-        """End all that go on elsewhere."""
+        """End all answers that go on elsewhere."""
         self.abort([relay.choice for relay in self._relays.values()], reason)
 
     def when_quiet(self, call: Callable[[], None]) -> None:
-        """``call`` as soon as no answer waits to be read here, nor a client for one that goes on elsewhere."""
+        """Call ``call`` as soon as no answer waits to be read here and none is relayed."""
         self._when_quiet = call
         self._look()
 

@@ -1,5 +1,6 @@
-"""Orders that change what an instance does, and for whom: ``POST /migrate``, ``/drain`` and ``/role`` are an admin's,
-``POST /moved`` another instance's.
+"""Orders that change what an instance does and where its requests run.
+
+``POST /migrate``, ``/drain`` and ``/role`` are for admins, ``POST /moved`` for other instances.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .tickets import ticket_of
 
 ROLE_SECONDS = 5.0
 MOVE_SECONDS = 120.0
-"""A request that waits for memory there runs on here."""
+"""Timeout of a migration. While a request waits for memory at the target, it runs on here."""
 
 
 class MigrateBody(Body):
@@ -105,7 +106,7 @@ async def role(request: Request) -> Response:
 
 
 async def moved(request: Request) -> Response:
-    """The rest of an answer that goes on here, as the instance reads it that has its client."""
+    """Send the rest of an answer that goes on here to the instance that has its client."""
     ticket = ticket_of(request.scope)
     if ticket is None:
         raise bad_request(None, "this path is for instances, which send a ticket")
@@ -114,31 +115,31 @@ async def moved(request: Request) -> Response:
 
 
 class ItemRenderer:
-    """What the engine says, as it is."""
+    """Writes the engine's output as ``ReqText`` messages, unchanged."""
 
     field_names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def created(self) -> int:
-        """It is not told here."""
+        """Return 0: the time is not reported here."""
         return 0
 
     @property
     def repeats(self) -> bool:
-        """Each event says what is new."""
+        """Return False: each event holds only what is new."""
         return False
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """Not asked for: who reads here always reads a stream."""
+        """Raise ``AssertionError``: a moved answer is always read as a stream."""
         raise AssertionError("a moved answer is read as a stream")
 
     def events(self, delta: Delta) -> bytes:
-        """One ``ReqText``."""
+        """Return one ``ReqText`` as an event."""
         choice = delta.choice
         prompt, logprobs = choice.prompt if delta.is_first else None, delta.logprobs or None
         item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt)
         return DATA_PREFIX + msgspec.json.encode(item) + EVENT_END
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Nothing is left to say."""
+        """Return nothing: no event follows the last choice's end."""
         return b""
