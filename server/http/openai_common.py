@@ -1,4 +1,4 @@
-"""What the OpenAI endpoints share: the model's name, usage, finish reasons, logprobs' token names."""
+"""Code that the OpenAI endpoints share: the model's name, usage, finish reasons, and token names in logprobs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .timing import timing_of
 FINISH_REASONS = {
     FinishType.STOP: "stop",
     FinishType.LENGTH: "length",
-    # The answer is not complete, and of OpenAI's own words only this one tells a client so.
+    # The answer is incomplete, and "length" is OpenAI's only word that says so.
     FinishType.ABORT: "length",
     FinishType.TIMEOUT: "length",
     FinishType.DECLINED: "length",
 }
-"""Clients in languages with enums refuse a whole answer for a ``finish_reason`` that OpenAI doesn't have."""
+"""OpenAI's word for each finish. Clients in languages with enums refuse an answer with any other ``finish_reason``."""
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:
-    """Raise ``ApiError`` 404 where a client asks for a model that is not the one served."""
+    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served."""
     if not model.answers_to(asked):
         message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -49,14 +49,14 @@ def plan_openai(
     *,
     echo: bool = False,
 ) -> list[PromptPlan]:
-    """What the engine is asked; raises ``ApiError``. ``echo``: the answer repeats the prompt."""
+    """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt."""
     counts = [body.n] * len(prompts)
     defaults, terms = state.model.defaults, terms_of(body, state.options)
     namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
     return [
         PromptPlan(
             prompt=prompt,
-            # Without a seed of the client's each prompt draws its own.
+            # If the client gives no seed, each prompt draws its own.
             sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults),
             n=body.n,
             rid=naming.rid,
@@ -74,7 +74,7 @@ def plan_openai(
 
 @dataclass(frozen=True)
 class Envelope:
-    """The fields around the choices of an answer or chunk, and what else its choices and chunks carry."""
+    """The fields around the choices of an answer or chunk, and optional fields of its choices and chunks."""
 
     id: str
     model: str
@@ -85,8 +85,10 @@ class Envelope:
 
     @staticmethod
     def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel, ticket: Ticket | None = None) -> Envelope:
-        """The envelope of one request; a batch goes by the client's rid or the first prompt's. ``ticket``: of one that
-        was begun elsewhere.
+        """Make the envelope of one request.
+
+        A batch is named by the client's rid, or by the first prompt's. ``ticket``: of an answer that began at another
+        instance.
         """
         stream_options = body.stream_options
         return Envelope(
@@ -99,15 +101,15 @@ class Envelope:
         )
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """``choices`` in an object of type ``kind``."""
+        """Wrap ``choices`` in an object of type ``kind``."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def ids(self, token_ids: list[int]) -> dict[str, Any]:
-        """``token_ids`` as a field of a choice, where it was asked for."""
+        """Return ``token_ids`` as a field of a choice if it was asked for, else no field."""
         return {"token_ids": token_ids} if self.token_ids else {}
 
     def chunk(self, kind: str, choice: Choice, fields: dict[str, Any], around: dict[str, Any] | None = None) -> bytes:
-        """The event of one choice's chunk; ``around``: more fields beside the choice."""
+        """Encode the event of one choice's chunk; ``around``: more fields beside the choice."""
         content = {**self.wrap(kind, [{"index": choice.index, **fields}]), **(around or {})}
         if self.continuous_usage:
             content["usage"] = usage([choice])
@@ -116,14 +118,14 @@ class Envelope:
         return event(content)
 
     def usage_chunk(self, kind: str, choices: list[Choice]) -> bytes:
-        """The event with the usage of the whole answer, where it was asked for, and with its timing."""
+        """Encode the event with the usage and timing of the whole answer; nothing if it was not asked for."""
         if not self.include_usage:
             return b""
         return event({**self.wrap(kind, []), "usage": usage(choices), **timing_of(choices)})
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts of ``choices``; a prompt with several choices counts once."""
+    """Count the tokens of ``choices``; a prompt with several choices counts once."""
     first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(choice.prompt_tokens or 0 for choice in first_of_prompt)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
@@ -136,10 +138,11 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def ending(finish: FinishReason | None) -> dict[str, Any]:
-    """How a choice ended, as fields of it.
+    """Return how a choice ended, as fields of the choice.
 
-    ``finish_reason`` is one of OpenAI's words. ``matched_stop`` is SGLang's: the token id or string that matched.
-    ``pdserve_finish`` is there where OpenAI has no word for it: the true ``type``, and a ``message``.
+    - ``finish_reason`` is one of OpenAI's words.
+    - ``matched_stop`` is SGLang's: the token id or string that matched.
+    - ``pdserve_finish`` is there if OpenAI has no word for the end: the true ``type``, and a ``message``.
     """
     if finish is None:
         return {"finish_reason": None}
@@ -159,7 +162,7 @@ class TokenNames:
         self._as_ids = as_ids
 
     def name(self, token_id: int, data: bytes) -> str:
-        """The token's name."""
+        """Return the token's name."""
         if self._as_ids:
             return f"token_id:{token_id}"
         try:
@@ -169,7 +172,7 @@ class TokenNames:
 
 
 class EnvelopeRenderer:
-    """What the renderers of OpenAI's answers have in common; ``names`` is None where no logprobs are wanted."""
+    """Common base of the renderers of OpenAI's answers; ``names`` is None if no logprobs are wanted."""
 
     def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
         self._envelope = envelope
@@ -177,17 +180,17 @@ class EnvelopeRenderer:
 
     @property
     def created(self) -> int:
-        """Of the envelope."""
+        """Return the creation time in the envelope."""
         return self._envelope.created
 
     @property
     def repeats(self) -> bool:
-        """Each event says what is new."""
+        """Return False: each event holds only what is new."""
         return False
 
 
 def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:
-    """The alternatives of a position, its own token among them; empty for a prompt's first token."""
+    """Return the alternatives of a position, its own token among them; empty for a prompt's first token."""
     if entry.logprob is None:
         return []
     own = (entry.token_id, entry.logprob, entry.data)

@@ -1,6 +1,6 @@
 """The OpenAPI page. Endpoints parse their bodies and write their answers themselves, so FastAPI knows neither.
 
-It is put together when somebody asks for it, which costs a start nothing.
+The page is made at the first request for it, so it adds nothing to the start time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of t
 
 
 class QueryParameter(NamedTuple):
-    """A parameter behind a path's question mark. ``values``: those that it can have; empty: any."""
+    """A query parameter of a path. ``values``: those that it can have; empty: any."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class QueryParameter(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One path: the body that it takes, what it answers, what an event of its stream holds, and its query."""
+    """One path: the schemas of its body, its answer and its stream's events, and its query parameters."""
 
     body: type[Body] | None
     answer: type[BaseModel]
@@ -40,7 +40,7 @@ class Described(NamedTuple):
 
 
 def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[], dict[str, Any]]:
-    """What ``app.openapi`` is to be, with every path of ``described``."""
+    """Return the function to use as ``app.openapi``: it makes the page of every path of ``described``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -52,7 +52,7 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
             refs, schemas = models_json_schema(wanted, ref_template=REF)
             page["components"] = {"schemas": schemas["$defs"]}
             ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
-            # A page names a parameter without its converter.
+            # The page names a path parameter without its converter.
             named = {path.replace(":path}", "}"): known for path, known in described.items()}
             for path, operations in page["paths"].items():
                 for operation in operations.values():
@@ -92,7 +92,7 @@ def _query_parameter(parameter: QueryParameter) -> dict[str, Any]:
 
 
 def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """An event of a stream, whose data is text that holds JSON of ``schema``, or the end's."""
+    """Return the schema of a stream's event: its data is JSON of ``schema`` as text, or ``[DONE]``."""
     chunk = {"contentMediaType": "application/json", "contentSchema": schema}
     data = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}

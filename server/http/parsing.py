@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body, or to a 400 that names the field."""
+"""Parses the bytes of a request to a checked body, or refuses them with a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .state import HttpState
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 33 * 2**20
-"""32 MiB, as at a router, and what a router adds for 4,096 prompts: rooms, hosts, a name."""
+"""Maximum body: 32 MiB, as at a router, and 1 MiB for what a router adds for 4,096 prompts (rooms, hosts, a name)."""
 MAX_BODY_VALUES = MAX_VALUES + 4 * MAX_PROMPTS
-"""With what a router adds, too."""
+"""Maximum number of values in a body, including those that a router adds."""
 MAX_SHOWN = 60
 
 WANTED = {
@@ -44,7 +44,7 @@ WANTED = {
 
 
 def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
-    """The JSON object in ``data``, of which nothing is one without fields; raises ``ApiError`` 400, or 413."""
+    """Parse ``data`` to a JSON object; no data is an empty object. Raises ``ApiError`` 400 or 413."""
     if not data:
         return {}
     try:
@@ -60,7 +60,7 @@ def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
 
 
 def validate(schema: type[B], content: dict[str, Any]) -> B:
-    """``content``, whose names have been checked, as a ``schema``.
+    """Convert ``content`` to a ``schema``; the names of its fields must have been checked.
 
     Raises ``ApiError`` 400 that names the first offending field.
     """
@@ -71,9 +71,9 @@ def validate(schema: type[B], content: dict[str, Any]) -> B:
 
 
 async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and check the body; the answer's headers will name what is ignored of it.
+    """Read, parse and check the body; a header of the answer will name its ignored fields.
 
-    The content type is not asked for, so that a plain ``curl -d`` works.
+    The content type is not checked, so that a plain ``curl -d`` works.
     """
     state, visit = HttpState.of(request), AccessRecord.of(request.scope)
 
@@ -113,7 +113,7 @@ def _explain(error: ErrorDetails) -> ApiError:
 
 
 def _path(parts: Sequence[int | str]) -> str:
-    """A field's full name, with the indices of lists."""
+    """Return a field's full name, with the indices of lists."""
     path = ""
     for part in parts:
         if isinstance(part, int):

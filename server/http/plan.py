@@ -1,6 +1,6 @@
-"""From a checked body to what the engine is asked: one ``PromptPlan`` a prompt.
+"""Converts a checked body to requests to the engine: one ``PromptPlan`` for each prompt.
 
-The native and the OpenAI endpoints differ in their fields and answers; what they ask of the engine is the same.
+The native and the OpenAI endpoints differ in their fields and answers, but make the same plans.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .request_fields import RequestFields, SamplingFields
 V = TypeVar("V")
 MAX_CHOICES = 4096
 RANDOM_SEED = -1
-"""Asks for another seed each time, as in llama.cpp and the clients made for it."""
+"""A seed that asks for a new random one each time, as in llama.cpp and the clients made for it."""
 ALL_TOKENS = -1
-"""A ``top_k`` that cuts nothing off; a client's 0 means the same."""
+"""The ``top_k`` that cuts nothing off; a client's 0 means the same."""
 SHARED_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields)
 """Fields of a body that the engine takes by the same name."""
 GREEDY_BELOW = 1e-5
@@ -33,7 +33,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Prompt(NamedTuple):
-    """Exactly one is set."""
+    """A prompt as text, token ids or a conversation: exactly one of them is set."""
 
     text: str | None = None
     input_ids: list[int] | None = None
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """``timeout_s``: seconds in which the request has to be over, 0: as many as it takes. ``user``: whom it is for."""
+    """Terms of a request. ``timeout_s``: seconds until it has to be over, 0 for no limit. ``user``: its user's name."""
 
     priority: int = 0
     timeout_s: float = 0.0
@@ -55,9 +55,9 @@ NO_TERMS = Terms()
 class PromptPlan:
     """One prompt and the ``n`` choices wanted for it.
 
-    ``rid`` names the first choice when ``n`` is 1, else choice ``i`` is ``rid-i``. Where ``keep_output`` is False the
-    client asked for no token at all: the engine computes one, and it is dropped. ``return_prompt``: the answer needs
-    the prompt's tokens or text as the tokenizer has them.
+    ``rid`` names the first choice if ``n`` is 1, else choice ``i`` is ``rid-i``. ``keep_output``: False if the client
+    asked for no token at all. The engine computes one, and it is dropped. ``return_prompt``: the answer needs the
+    prompt's tokens or text as the tokenizer has them.
     """
 
     prompt: Prompt
@@ -74,7 +74,7 @@ class PromptPlan:
 
 
 class Naming(NamedTuple):
-    """A prompt's own share of ``RequestFields``."""
+    """One prompt's share of ``RequestFields``."""
 
     rid: str
     bootstrap: Bootstrap | None
@@ -84,9 +84,9 @@ class Naming(NamedTuple):
 def sampling_params(
     fields: SamplingFields, max_new: int, min_new: int, seed: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
-    """``fields`` as the engine takes them, with the model's ``defaults`` for those that the client left out.
+    """Convert ``fields`` to the engine's parameters, with the model's ``defaults`` for those that the client left out.
 
-    A seed is drawn where the client gives none, or -1. Of others, negative ones too, the low 63 bits count.
+    A seed is drawn if the client gives none, or -1. Of any other seed, also a negative one, the low 63 bits count.
     """
     left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
     if left_out:
@@ -106,7 +106,7 @@ def sampling_params(
 
 
 def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[list[int]] | None) -> list[Prompt]:
-    """Prompts from a non-empty batch; raises ``ApiError`` where one is empty. ``field`` names them in errors."""
+    """Make prompts from a non-empty batch. Raises ``ApiError`` if one is empty. ``field`` names them in errors."""
     prompts = [Prompt(text=t) for t in texts or ()] + [Prompt(input_ids=ids) for ids in id_lists or ()]
     if not prompts:
         raise bad_request(field, "is empty; give at least one prompt")
@@ -120,10 +120,10 @@ def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[lis
 def name_requests(
     fields: RequestFields, counts: Sequence[int], batch: bool, gate: BootstrapGate, default_key: str | None = None
 ) -> list[Naming]:
-    """The naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
+    """Return the naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
 
-    A scalar ``bootstrap_room`` names the first choice of a batch; the others count on from it, modulo 2^63, so that
-    both instances of a pair, which see the same body, agree.
+    A scalar ``bootstrap_room`` names the first choice of a batch; the others count on from it, modulo 2^63. So both
+    instances of a pair, which get the same body, agree.
     """
     if sum(counts) > MAX_CHOICES:
         raise bad_request("n", f"{sum(counts)} answers in one request, the limit is {MAX_CHOICES}; split the batch")
@@ -154,7 +154,7 @@ def name_requests(
 
 
 def per_prompt(field: str, value: Any, size: int, batch: bool) -> list[Any]:
-    """``value`` for each of ``size`` prompts: a list is taken apart, anything else repeated. Raises ``ApiError``."""
+    """Return ``value`` for each of ``size`` prompts: split a list, repeat anything else. Raises ``ApiError``."""
     if not isinstance(value, list):
         return [value] * size
     if not batch:

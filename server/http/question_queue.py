@@ -4,7 +4,7 @@
        ├── too many wait: 429
        └── the client goes: dropped, which costs nothing
 
-One long question is at the tokenizer at a time, so that a client who asks and goes again and again keeps no more than
+The tokenizer gets one long question at a time, so a client that repeatedly asks and disconnects can't keep more than
 one busy. Short ones do not wait for long ones here. API keys take turns, and none of them can fill the queue.
 """
 
@@ -30,7 +30,9 @@ MAX_WAITING = 1 << 11
 """Maximum number of questions that wait for their turn, half of them of one API key."""
 MAX_WAITING_WORK = 1 << 24
 """Maximum work of the questions that wait, in characters or token ids: some 64 MiB, and some 10 s of the tokenizer.
-One API key may have half of it."""
+
+One API key may have half of it.
+"""
 
 
 class _Turns:
@@ -84,7 +86,7 @@ class QuestionQueue:
 
     @property
     def waiting_work(self) -> int:
-        """Their work, in characters or token ids."""
+        """Work of the questions that wait for their turn, in characters or token ids."""
         return self._work.held
 
     async def ask(self, request: Request, work: int, ask: Callable[[], Awaitable[A]]) -> A:
@@ -96,7 +98,7 @@ class QuestionQueue:
         if not turns.take():
             await self._wait(turns, request, work)
         answer = asyncio.ensure_future(ask())
-        # The turn lasts until the tokenizer is done, even if nobody waits for its answer any more.
+        # The turn lasts until the tokenizer is done, even if its answer is no longer awaited.
         answer.add_done_callback(lambda _: turns.give_back())
         return await asyncio.shield(answer)
 

@@ -1,4 +1,4 @@
-"""From the prompts of one HTTP request to the messages that ask the engine for their answers.
+"""Converts the prompts of one HTTP request to the messages that ask the engine for their answers.
 
 A batch may ask for thousands of answers. They are made in slices, between which the event loop serves other requests.
 """
@@ -17,17 +17,20 @@ from .plan import PromptPlan
 from .submission import Choice, Kind
 
 SLICE_CHOICES = 256
-"""Answers that are made ready in one turn of the event loop: some 2 ms."""
+"""Number of answers that are prepared in one iteration of the event loop: some 2 ms."""
 MAX_REQUEST_BYTES = 1 << 26
-"""Maximum length of one HTTP request's messages to the tokenizer. A body of 33 MiB comes to more only with options of
-many kilobytes that are repeated for each of its prompts."""
+"""Maximum length of one HTTP request's messages to the tokenizer.
+
+A body of 33 MiB exceeds it only if options of many kilobytes are repeated for each of its prompts.
+"""
 
 
 @dataclass(slots=True)
 class RequestBatch:
-    """``requests``: one message a prompt. ``choices``: one a wanted answer, in the order of the prompts.
+    """The messages and choices of one HTTP request.
 
-    ``named``: the choices by each name that their caller has for them. ``nbytes``: length of the messages.
+    ``requests``: one message for each prompt. ``choices``: one for each wanted answer, in the order of the prompts.
+    ``named``: the choices by each name that their caller has for them. ``nbytes``: total length of the messages.
     """
 
     requests: list[TokenizeReq] = field(default_factory=list)
@@ -36,7 +39,7 @@ class RequestBatch:
     nbytes: int = 0
 
     def rename(self) -> None:
-        """Put the choices' present wire rids into the messages."""
+        """Put the choices' current wire rids into the messages."""
         rids = (choice.wire_rid for choice in self.choices)
         for request in self.requests:
             request.rid, *request.forks = [next(rids) for _ in request.rids]
@@ -46,7 +49,7 @@ class RequestBatch:
 class Asker:
     """What all prompts of an HTTP request have in common. ``group``: a name for all their answers, beside their own.
 
-    ``keeps_told``: see ``Choice``. ``limit``: bytes of the messages.
+    ``keeps_told``: see ``Choice``. ``limit``: maximum length of the messages, in bytes.
     """
 
     key_name: str

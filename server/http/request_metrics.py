@@ -1,9 +1,8 @@
-"""What the HTTP process counts of requests: it is the one that sees every token with its time, as a client would.
+"""Request counts of the HTTP process: like a client, it sees every token and its time.
 
-Of a pair, the decode answers the client, so it alone counts the request, its latencies and its tokens. What a prefill
-answers to its router is a *leg*: it has figures of its own, so that no sum over instances counts a request twice.
-
-A streamed token costs some 0.6 µs.
+In a pair, the decode answers the client, so it alone counts the request, its latencies and its tokens. The prefill's
+answer to its router is a *leg*. It has metrics of its own, so no sum over instances counts a request twice. A streamed
+token costs some 0.6 µs.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ SHORT_SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06),
     *(0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
-"""Between two tokens."""
+"""Histogram buckets of the time between two tokens."""
 LONG_SECONDS = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-"""Of a whole request, and of its parts."""
+"""Histogram buckets of the time of a whole request, and of its parts."""
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-"""1, 2, 5, 10, … 500,000."""
+"""Histogram buckets of token counts: 1, 2, 5, 10, … 500,000."""
 MS = 1000
 
 ERROR, CLIENT_GONE, HANDED_OVER, MOVED = "error", "client_gone", "handed_over", "moved"
 ERROR_TYPES = ("invalid_request_error", "overloaded_error", "timeout_error", "transfer_error", "server_error")
-"""Shown from the start: a series that begins with its first error has no rate to be alarmed by."""
+"""Error types that are exported from the start: a series that begins with its first error has no rate to alert on."""
 REASONS = (*(finish.value for finish in FinishType if finish is not FinishType.DECLINED), ERROR, CLIENT_GONE, MOVED)
 LEG_OUTCOMES = (
     *(HANDED_OVER, FinishType.DECLINED.value, FinishType.ABORT.value, FinishType.TIMEOUT.value),
     *(ERROR, CLIENT_GONE, MOVED),
 )
-"""Shown from the start. An outcome beyond them is shown once it was counted."""
+"""Outcomes of legs that are exported from the start. Any other outcome is exported once it has been counted."""
 
 
 class RequestMetrics:
-    """Counts since the start. Event-loop thread only."""
+    """Request counts since the start. Event-loop thread only."""
 
     def __init__(self) -> None:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.legs: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        """By type, of requests that the engine failed."""
+        """Requests that the engine failed, by error type."""
         self.ttft = Histogram(LONG_SECONDS)
         self.inter_token = Histogram(SHORT_SECONDS)
         self.per_token = Histogram(SHORT_SECONDS)
@@ -65,9 +64,9 @@ class RequestMetrics:
         self.leg_push = Histogram(LONG_SECONDS)
 
     def on_text(self, choice: Choice, item: ReqText, now: float) -> None:
-        """``item`` is about to be added to ``choice``. ``now``: ``time.monotonic()``."""
+        """Count ``item``, which is about to be added to ``choice``. ``now``: ``time.monotonic()``."""
         if choice.last_token_at and item.finish is None:
-            # Nearly always: one more token of a stream. What follows would say the same of it.
+            # The usual case, one more token of a stream. The general code below would do the same.
             if count := len(item.token_ids):
                 self.generation_tokens += count
                 self._on_news(choice, count, now)
@@ -99,11 +98,11 @@ class RequestMetrics:
         assert item.finish is not None
         self.finished[item.finish.type.value] += 1
         if item.finish.type in (FinishType.ABORT, FinishType.TIMEOUT) or item.meta is None:
-            return  # how long an answer took that was cut short is no latency
+            return  # the duration of an answer that was cut short is no latency
         timing, tokens = item.meta.timing, choice.completion_tokens + count
         to_first_token = timing.first_token_ms / MS
         if choice.kind is Kind.WHOLE:
-            # Nobody saw its first token come.
+            # Its first token was not seen here.
             choice.first_token_at = choice.arrival + to_first_token
             self.ttft.observe(to_first_token)
         self.e2e.observe(now - choice.arrival)
@@ -115,7 +114,7 @@ class RequestMetrics:
         if item.meta.route == "incoming":
             self.transfer.observe(timing.transfer_ms / MS)
         if tokens > 1:
-            # KV that is under way keeps the second token waiting, not the first.
+            # A transfer of KV delays the second token, not the first.
             after_first = sum(one.ms for one in timing.phases) - timing.first_token_ms
             self.per_token.observe(max(0.0, after_first) / MS / (tokens - 1))
 
@@ -131,13 +130,13 @@ class RequestMetrics:
         self.leg_push.observe(meta.timing.push_ms / MS)
 
     def on_error(self, choice: Choice, error: ReqError) -> None:
-        """The engine failed a request."""
+        """Count a request that the engine failed."""
         choice.goes_by(error.route)
         self.errors[error.kind] += 1
         self.dropped(choice, ERROR)
 
     def dropped(self, choice: Choice, why: str) -> None:
-        """A request ended without an answer of the engine's: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``."""
+        """Count a request that ended without an answer of the engine: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``."""
         (self.legs if choice.kind is Kind.LEG else self.finished)[why] += 1
 
 

@@ -1,4 +1,4 @@
-"""What a request is called whose client didn't say: after its HTTP request, so that one id finds it everywhere."""
+"""Names requests without a ``rid`` after their HTTP request, so that one id finds them everywhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ B = TypeVar("B", bound=RequestFields)
 
 
 def named(request: Request, body: B, prefix: str = "") -> B:
-    """``body`` with a ``rid``: its own, else ``prefix`` and the request's ``x-request-id``.
+    """Return ``body`` with a ``rid``: its own, else ``prefix`` and the HTTP request's ``x-request-id``.
 
-    What goes on here was named where it began. A ``rid`` in use is its client's error; an ``x-request-id`` may come
-    twice at once, from whoever tries again, so it gets eight digits more then. Submit before anything is awaited, or
-    the name may be taken meanwhile.
+    An answer that goes on here keeps the name that it has from its first instance. A ``rid`` in use is the client's
+    error. An ``x-request-id`` may be in use because of a retry: then eight digits are appended. Submit before anything
+    is awaited, or the name may be taken meanwhile.
     """
     if body.rid is not None:
         return body

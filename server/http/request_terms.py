@@ -1,4 +1,4 @@
-"""On which terms a request is served: how important it is, by when it must be over, and for whom it was sent."""
+"""The terms of a request: its priority, its time limit, and the user that it was sent for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .plan import Terms
 from .request_fields import MOST_SECONDS, RequestFields
 
 MAX_USER = 256
-"""Characters of a user's name that are kept as they are."""
+"""Maximum length of a user's name that is kept as it is, in characters."""
 TIMEOUT_HEADER = "x-request-timeout"
 B = TypeVar("B", bound=RequestFields)
 
 
 def timed(request: Request, body: B) -> B:
-    """``body`` with the seconds that the header ``x-request-timeout`` allows, where these are less than its own."""
+    """Return ``body`` with the seconds of the header ``x-request-timeout`` as its limit, if its own is not lower."""
     header = request.headers.get(TIMEOUT_HEADER)
     if header is None:
         return body
@@ -34,7 +34,7 @@ def timed(request: Request, body: B) -> B:
 
 
 def terms_of(body: RequestFields, options: ServerOptions) -> Terms:
-    """The terms of every prompt of ``body``; raises ``ApiError`` where a priority would not count."""
+    """Return the terms of every prompt of ``body``. Raises ``ApiError`` if a priority would have no effect."""
     if body.priority and not options.uses_priorities:
         raise bad_request(
             "priority", "this server does not go by priorities; start it with --enable-priority-scheduling, or leave it"
@@ -43,5 +43,5 @@ def terms_of(body: RequestFields, options: ServerOptions) -> Terms:
 
 
 def _user(name: str) -> str:
-    """``name``, or in the place of a long one its hash: users are only told apart by it."""
+    """Return ``name``, or its hash if it is long: users only need to be told apart."""
     return name if len(name) <= MAX_USER else hashlib.sha256(name.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The model that this instance serves, as clients ask for it and hear of it."""
+"""The model that this instance serves, by the names that clients use and see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ALWAYS = "default"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``names``: the first one is what answers say. ``defaults``: of sampling, where a request leaves something out."""
+    """The served model. ``names``: answers report the first one. ``defaults``: sampling values for what a request
+    leaves out.
+    """
 
     names: tuple[str, ...]
     path: str
@@ -22,7 +24,7 @@ class ServedModel:
 
     @staticmethod
     def read(options: ServerOptions) -> ServedModel:
-        """From the options and the model's files; raises ``ModelError``."""
+        """Read the model's names and defaults from the options and its files. Raises ``ModelError``."""
         defaults = NO_DEFAULTS
         if options.sampling_defaults == "model":
             defaults = read_sampling_defaults(
@@ -32,9 +34,9 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that answers say."""
+        """Return the name that answers report."""
         return self.names[0]
 
     def answers_to(self, asked: str | None) -> bool:
-        """Whether a client that asks for this name means the model; None and "" name none."""
+        """Return whether ``asked`` names this model; None and "" name none and always do."""
         return not asked or asked in (ALWAYS, self.path, *self.names)

@@ -1,12 +1,18 @@
-"""Sessions as files: one a session, in a folder for each owner, which instances of one host or several may share.
+"""Sessions as files: one per session, in a folder for each owner. Instances on one host or several may share the
+folders.
 
-Life of a file: written beside its place, flushed to the disk → renamed into place, over an older one of the name →
-read, which changes nothing → removed by its owner, or when its time is over. Whoever is killed meanwhile leaves an
-unfinished file, which the next one removes when it is an hour old.
+Life of a file:
+- written beside its place, and flushed to the disk;
+- renamed into place, over an older one of the name;
+- read, which changes nothing;
+- removed by its owner, or when its time is over.
 
-A file is two frames (``mem_cache/storage/frame.py``): what lists show of the session, under a digest of owner and name,
-and its state, under a digest of the first one. So what was cut, changed or put under another name or owner is found
-before anything of it is used. The checksums are no signature: who may write to the folder is trusted.
+A process that is killed meanwhile leaves an unfinished file. A later write removes it when it is an hour old.
+
+A file is two frames (``mem_cache/storage/frame.py``). The first is what lists show of the session, under a digest of
+owner and name. The second is its state, under a digest of the first. So a file that was cut, changed or put under
+another name or owner is detected before any of it is used. The checksums are no signature: every process that may write
+to the folder is trusted.
 
 Calls block; the HTTP process makes them in threads.
 """
@@ -36,7 +42,7 @@ from ...runtime.web.keys import ADMIN
 from ...runtime.web.keys import NAME as KEY_NAME
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""No folder, no hidden file, none of a path's own signs."""
+"""A session's name: no folder, no hidden file, and no characters with a meaning in paths."""
 WANTED_NAME = "has up to 128 letters, digits, dots, dashes and underscores, and begins with one of the first two"
 SUFFIX = ".session"
 UNFINISHED = "unfinished-"
@@ -44,16 +50,16 @@ NO_FILE = "it is no file"
 MAX_FILE_BYTES = 64 << 20
 MAX_INFO_BYTES = 4096
 MAX_SESSIONS = 1024
-"""Of one owner."""
+"""Maximum number of sessions of one owner."""
 ABANDONED_SECONDS = 3600.0
 LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.02
-"""For others who write."""
+"""Timeout and polling interval while another instance writes."""
 DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 
 
 class SessionError(Exception):
-    """A session that is not there, or not to be had; ``status``: HTTP's. The message says what to do."""
+    """A session that does not exist or can't be used; ``status``: HTTP's. The message says what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -61,8 +67,9 @@ class SessionError(Exception):
 
 
 class SessionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lists show. Times are Unix's. ``kv_tokens``: so many of its first tokens had their KV in the store then,
-    ``kv_bytes`` long.
+    """What lists show of a session. Times are Unix's.
+
+    ``kv_tokens``: how many of its first tokens had their KV in the store when it was saved, ``kv_bytes`` long.
     """
 
     name: str
@@ -77,7 +84,7 @@ class SessionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Session(NamedTuple):
-    """One of them, whole."""
+    """One session, complete."""
 
     info: SessionInfo
     state: SessionState
@@ -88,7 +95,7 @@ _STATE = msgspec.msgpack.Decoder(SessionState)
 
 
 class Listed(NamedTuple):
-    """A file as a list shows it; ``info`` None: it is damaged, or no session."""
+    """A file as a list shows it; ``info`` None: the file is damaged, or no session."""
 
     owner: str
     name: str
@@ -97,7 +104,9 @@ class Listed(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bytes of all sessions, and of one owner's: of their files, and of KV that is kept for them. ``ttl``: seconds."""
+    """Limits on sessions, in bytes of files and of the KV kept for them: of all sessions (``total``), of one owner's
+    (``quota``). ``ttl``: seconds.
+    """
 
     total: int
     quota: int
@@ -105,16 +114,16 @@ class Limits(NamedTuple):
 
 
 class SessionFiles:
-    """See the module. Raises ``SessionError`` throughout."""
+    """Reads and writes the files of sessions. Every method raises ``SessionError``."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
-        """Raises ``OSError``, and ``PermissionError`` for a folder that others own or may write to."""
+        """Make the folder. Raises ``OSError``, and ``PermissionError`` if other users own it or may write to it."""
         self._folder, self.limits = folder, limits
         make_private_folder(folder)
 
     def save(self, info: SessionInfo, state: SessionState) -> int:
-        """Write it down, in the place of an older one of its name; returns the file's bytes. Where that fails, the
-        older one stays.
+        """Write a session in place of an older one of its name; return the file's bytes. On failure the older one
+        stays.
         """
         path = self._path(info.owner, info.name)
         content = _pack(info, state)
@@ -132,14 +141,14 @@ class SessionFiles:
                     file.flush()
                     os.fsync(fd)
                 os.replace(unfinished, path)
-            except BaseException:  # whatever ended the write, its half is of no use
+            except BaseException:  # whatever ended the write, the unfinished file is of no use
                 unfinished.unlink(missing_ok=True)
                 raise
             _sync(path.parent)
         return len(content)
 
     def load(self, owner: str, name: str) -> Session:
-        """Read it; 404 where there is none, or its time is over, 409 where it is damaged."""
+        """Read a session; 404 if there is none or its time is over, 409 if it is damaged."""
         path = self._path(owner, name)
         try:
             with self._io():
@@ -154,7 +163,7 @@ class SessionFiles:
         return session
 
     def find(self, owner: str, name: str) -> Session | None:
-        """The same as ``load``; None where there is none, or it is damaged."""
+        """Read a session like ``load``, but return None if there is none or it is damaged."""
         try:
             return self.load(owner, name)
         except SessionError as e:
@@ -163,14 +172,14 @@ class SessionFiles:
             return None
 
     def listed(self, owner: str | None) -> list[Listed]:
-        """One owner's, or everybody's, by name; without those whose time is over."""
+        """Return one owner's sessions, or all (None), sorted by name, without expired ones."""
         now = time.time()
         with self._io():
             found = [listed for folder in self._folders(owner) for listed in _listed(folder)]
         return sorted((s for s in found if s.info is None or s.info.expires > now), key=lambda s: s.name)
 
     def remove(self, owner: str, name: str) -> Session | None:
-        """Delete it, also where it is damaged (None); 404 where there is none."""
+        """Delete a session and return it, None if it was damaged; 404 if there is none."""
         path = self._path(owner, name)
         try:
             session = self.load(owner, name)
@@ -224,7 +233,7 @@ class SessionFiles:
                 raise SessionError(507, text)
 
     def _sweep(self) -> None:
-        """Remove what is over."""
+        """Remove expired sessions and abandoned unfinished files."""
         now = time.time()
         for folder in self._folders(None):
             for entry in os.scandir(folder):
@@ -238,12 +247,12 @@ class SessionFiles:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writes at a time, of all instances: what is left of a quota is known then."""
+        """Hold the lock of all instances that write, so that what is left of a quota is known."""
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             until = time.monotonic() + LOCK_SECONDS
             while not _lock(fd):
-                # Another instance may be stopped or cut off with it: who waits here keeps a thread that others need.
+                # Another instance may hang while it has the lock, and this wait keeps a thread that others need.
                 if time.monotonic() >= until:
                     raise SessionError(503, f"another instance has been writing for {LOCK_SECONDS:g} s; try again")
                 time.sleep(LOCK_POLL_SECONDS)
@@ -267,7 +276,7 @@ def _missing(name: str) -> SessionError:
 
 
 def _folder_name(owner: str) -> str:
-    # No key's name, "." and ".." included, is a folder's by itself.
+    # The prefix keeps key names such as "." and ".." from being folder names themselves.
     return f"key-{owner}" if owner else "anybody"
 
 
@@ -279,7 +288,7 @@ def _pack(info: SessionInfo, state: SessionState) -> bytes:
 
 
 def _unpack_info(owner: str, name: str, content: bytes) -> tuple[SessionInfo, bytes]:
-    """What lists show, and its bytes. Raises ``BadFrame``, ``UndeclaredMessage``."""
+    """Return what lists show, and its bytes. Raises ``BadFrame``, ``UndeclaredMessage``."""
     begin = _LENGTH_BYTES + HEADER_BYTES
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if length > MAX_INFO_BYTES:
@@ -306,11 +315,12 @@ def _digest_of(data: bytes) -> bytes:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """At most the first ``limit`` bytes of a plain file, None where there is nothing; raises ``BadFrame`` for anything
-    else that somebody put there.
+    """Return at most the first ``limit`` bytes of a plain file, None if there is none.
+
+    Raises ``BadFrame`` for anything else found there.
     """
     try:
-        # A pipe or a device that somebody put there would hold up whoever opens it.
+        # Opening a pipe or a device without O_NONBLOCK could block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
         if e.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -349,7 +359,7 @@ def _listed(folder: Path) -> Iterator[Listed]:
 
 
 def _remove_folder(path: Path) -> None:
-    """What nobody here has made: where it holds anything, whoever did so may want that."""
+    """Remove a folder that stands in a session's place, if it is empty: its content is not this server's to delete."""
     try:
         os.rmdir(path)
     except OSError as e:
@@ -360,7 +370,7 @@ def _remove_folder(path: Path) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Whether nobody else has it."""
+    """Return whether the lock was free; then it is taken."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

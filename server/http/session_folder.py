@@ -1,4 +1,4 @@
-"""The folder of sessions as the event loop sees it: few calls at a time, each in a thread."""
+"""The folder of sessions as the event loop uses it: few calls at a time, each in a thread."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .session_files import Limits, SessionError, SessionFiles
 GB = 10**9
 HOUR = 3600.0
 MOST_AT_ONCE = 4
-"""Files that are read or written at a time."""
+"""Maximum number of files that are read or written at a time."""
 OFF = "sessions are off: start the server with --kv-sessions-dir FOLDER"
 
 T = TypeVar("T")
 
 
 def open_sessions(options: ServerOptions) -> SessionFiles | None:
-    """The folder that the options name, None for none. Raises ``SessionError``."""
+    """Open the folder that the options name; None if they name none. Raises ``SessionError``."""
     if options.kv_sessions_dir is None:
         return None
     limits = Limits(
@@ -34,7 +34,7 @@ def open_sessions(options: ServerOptions) -> SessionFiles | None:
 
 
 class Sessions:
-    """The files, from the event loop: ``run`` calls one of their methods in a thread."""
+    """Access to the files from the event loop: ``run`` calls one of their methods in a thread."""
 
     def __init__(self, files: SessionFiles | None) -> None:
         self._files = files
@@ -42,13 +42,13 @@ class Sessions:
 
     @property
     def files(self) -> SessionFiles:
-        """Raises ``ApiError`` where sessions are off."""
+        """Return the files. Raises ``ApiError`` if sessions are off."""
         if self._files is None:
             raise ApiError(501, OFF)
         return self._files
 
     async def run(self, call: Callable[[SessionFiles], T]) -> T:
-        """Raises ``ApiError`` for what ``SessionError`` says."""
+        """Call ``call`` with the files, in a thread. A ``SessionError`` is raised as ``ApiError``."""
         files = self.files
         async with self._turns:
             try:

@@ -1,8 +1,8 @@
-"""Sessions: requests that are written down, and go on later, here or at another instance that has the folder, too.
+"""Sessions: requests that are saved and go on later, here or at another instance that has the folder, too.
 
-What is written down is the scheduler's word (``messages/sessions.py``), in a file of its owner's
-(``session_files.py``); the KV lies in the store of the tiers, under the hashes of the tokens. So a file says nothing of
-pages: what the store has of them is found when the request goes on, and the rest computed.
+A session's state comes from the scheduler (``messages/sessions.py``), and is written to a file of its owner's
+(``session_files.py``). Its KV lies in the store of the tiers, under the hashes of the tokens. So a file does not
+mention pages. When the request goes on, its pages are looked up in the store, and the rest is computed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .submission import Choice, Submission
 from .tickets import can_follow
 
 SNAPSHOT_SECONDS = 30.0
-"""For the scheduler's answer, which waits for the store no longer than ``scheduler/kept_pages.py`` says."""
+"""Timeout of the scheduler's answer, which waits for the store no longer than ``scheduler/kept_pages.py`` says."""
 
 
-# --- writing down ---
+# --- saving ---
 
 
 async def snapshot(request: Request) -> Response:
@@ -56,7 +56,10 @@ async def snapshot(request: Request) -> Response:
 
 
 async def save_request(request: Request, name: str, rid: str, ttl: float) -> tuple[SessionInfo, int, str]:
-    """The request that the caller calls ``rid``; what was written, how many bytes, and what of its KV is kept."""
+    """Save the request that the caller calls ``rid``.
+
+    Return what was written, its bytes, and what of its KV is kept.
+    """
     wire_rids = HttpState.of(request).engine.known(rid, Caller.of(request.scope))
     if not wire_rids:
         raise ApiError(404, f'rid: no request "{rid}" of yours runs here, or has ended lately', param="rid")
@@ -70,7 +73,7 @@ async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tupl
     submission = await state.engine.submit([_plan(request, body)], streaming=True, caller=caller, keeps_told=False)
     try:
         async with watch_disconnect(request.receive, submission):
-            await submission.news()  # its first token: the prompt is computed
+            await submission.news()  # the first token shows that the prompt is computed
             return await _write_down(request, body.name, submission.choices[0].wire_rid, ttl, with_output=False)
     except ApiError as e:
         sent = next(name for name in ("messages", "text", "input_ids") if getattr(body, name) is not None)
@@ -140,7 +143,7 @@ async def _write_down(
 
 
 def _release(http: HttpState, session: Session, other: Session | None = None) -> None:
-    """Let the KV go that the store keeps for a session, but for the beginning that it has in common with ``other``."""
+    """Release the KV that the store keeps for a session, except the beginning that it shares with ``other``."""
     if not session.info.kv_tokens:
         return
     token_ids, key = session.state.token_ids[: 4 * session.info.kv_tokens], session.state.running.request.extra_key
@@ -184,7 +187,9 @@ async def _restored(request: Request, owner: str, session: Session, body: Restor
 
 
 async def bring_back(request: Request, owner: str, state: SessionState) -> Choice:
-    """Have the KV of a session's tokens found, or computed, but for the last one's, which whoever goes on computes."""
+    """Have the KV of a session's tokens found or computed, except the last token's: continuing the request computes
+    that.
+    """
     engine, token_ids, msg = HttpState.of(request).engine, state.token_ids, state.running.request
     msg = msgspec.structs.replace(
         msg,
@@ -194,7 +199,7 @@ async def bring_back(request: Request, owner: str, state: SessionState) -> Choic
         stop_ids=(),
         logprobs=None,
         return_prompt=False,
-        timeout_s=0.0,  # that was for its answer
+        timeout_s=0.0,  # that limit was for its answer
     )
     running = msgspec.structs.replace(state.running, request=msg, output=b"", max_new_tokens=1)
     whole = msgspec.structs.replace(state, running=running, logprobs=[], input_logprobs=None)
@@ -216,7 +221,7 @@ def _named(state: SessionState, rid: str) -> SessionState:
 
 
 class ResumedResponse(EngineResponse):
-    """The answer of a session, from its first token on, in the shape of ``POST /generate``."""
+    """The answer of a session from its first token on, in the shape of ``POST /generate``."""
 
     def __init__(
         self, http: HttpState, state: SessionState, owner: str, *, stream: bool, incremental: bool | None
@@ -247,7 +252,7 @@ class ResumedResponse(EngineResponse):
         )
 
 
-# --- what is there ---
+# --- listing and deleting ---
 
 
 async def list_sessions(request: Request) -> Response:
@@ -275,7 +280,7 @@ async def delete_session(request: Request) -> Response:
 
 
 async def remove(request: Request, owner: str, name: str) -> Session | None:
-    """Delete a session, and let its KV go."""
+    """Delete a session and release its KV."""
     http = HttpState.of(request)
     session = await http.sessions.run(lambda files: files.remove(owner, name))
     if session is not None:

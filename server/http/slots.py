@@ -1,4 +1,4 @@
-"""llama-server's ``POST /slots/{id}?action=save|restore|erase``: the sessions of ``sessions.py`` in its words.
+"""llama-server's ``POST /slots/{id}?action=save|restore|erase``: the sessions of ``sessions.py`` under its names.
 
 There are no slots here: ``id`` is the ``rid`` of the request that is saved. A file name is a session's name.
 """
@@ -30,7 +30,7 @@ async def slot_action(request: Request) -> Response:
         raise bad_request("action", "is save, restore or erase: POST /slots/ID?action=save")
     ttl = sessions.files.limits.ttl
     name = (await parse_body(request, SlotBody)).filename
-    # Its clients want a number where they sent one; a long one is no slot's, and more than JSON holds.
+    # Clients that send a number expect one back. A long one is no slot, and exceeds JSON's precise range.
     is_number = len(slot) <= SLOT_DIGITS and slot.isascii() and slot.isdecimal()
     content: dict[str, object] = {"id_slot": int(slot) if is_number else slot, "filename": name}
     owner = Caller.of(request.scope).name

@@ -1,4 +1,4 @@
-"""What every endpoint needs; made once by ``make_app`` and found through the request."""
+"""State that every endpoint needs; made once by ``make_app`` and reached through the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from .session_folder import Sessions
 
 @dataclass(frozen=True)
 class HttpState:
-    """``started`` is Unix time in whole seconds. ``field_names`` checks the names of bodies' fields."""
+    """What the endpoints of one app share. ``started``: Unix time in whole seconds. ``field_names`` checks bodies'
+    field names.
+    """
 
     options: ServerOptions
     engine: EngineClient
@@ -41,5 +43,5 @@ class HttpState:
 
     @staticmethod
     def of(request: Request) -> HttpState:
-        """The state of the app that serves ``request``."""
+        """Return the state of the app that serves ``request``."""
         return cast(HttpState, request.app.state.http)

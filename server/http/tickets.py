@@ -1,4 +1,4 @@
-"""Whether a request asks for the rest of an answer that was begun elsewhere, or may be told to."""
+"""Headers of requests for the rest of an answer that began elsewhere, and of clients that can follow one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from .errors import bad_request
 
 
 def ticket_of(scope: Scope) -> Ticket | None:
-    """Of a request that asks for the rest of an answer. Raises ``ApiError`` for one that is none."""
+    """Return the ticket of a request for the rest of an answer, None without one. Raises ``ApiError`` for a malformed
+    one.
+    """
     said = header(scope["headers"], TICKET)
     if said is None:
         return None
@@ -20,5 +22,5 @@ def ticket_of(scope: Scope) -> Ticket | None:
 
 
 def can_follow(scope: Scope) -> bool:
-    """Whether the client reads the rest elsewhere where it is told to."""
+    """Return whether the client can read the rest elsewhere when told to."""
     return header(scope["headers"], FOLLOW) is not None

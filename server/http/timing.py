@@ -1,4 +1,4 @@
-"""Where a request's time went, as clients are told."""
+"""Reports to clients where a request's time went."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ SUMS = ("tokenize_ms", "queue_ms", "prefill_ms", "transfer_ms")
 
 
 def timing(spent: Timing, seconds: float) -> dict[str, Any]:
-    """Milliseconds, and bytes for the hand-over. ``seconds``: from the request's arrival to its end, as HTTP saw it."""
+    """Return the times in milliseconds, and the bytes of the hand-over.
+
+    ``seconds``: from the request's arrival to its end, as the HTTP process saw it.
+    """
     counted = sum(one.ms for one in spent.phases)
-    # A moved request's account comes from another host, whose messages took their time: it may be a little longer.
+    # A moved request's phases come from another host and include message delays: they may sum to a little more.
     total = max(seconds * 1000, counted)
     reply = total - counted
     told: dict[str, Any] = {
@@ -49,7 +52,7 @@ def timing(spent: Timing, seconds: float) -> dict[str, Any]:
 
 
 def timing_of(choices: Sequence[Choice]) -> dict[str, dict[str, Any]]:
-    """``{"timing": …}`` of an answer that is one choice and has ended, else ``{}``."""
+    """Return ``{"timing": …}`` for an answer that is one choice and has ended, else ``{}``."""
     choice = choices[0]
     if len(choices) != 1 or choice.meta is None:
         return {}

@@ -1,12 +1,14 @@
 """Fields that clients of SGLang, vLLM and OpenAI send and this server does not serve.
 
-Three kinds. *Refused unless neutral*: a field that would change the answer is accepted while it has one of the values
-declared here, which ask for nothing, so that a client that spells out its defaults works; any other value is refused
-by name. Neutral is what is declared, never what is merely falsy. *Tolerated*: what never changes an answer is accepted
-with any value (``ANYTHING``). *Ignored*: what other servers act on without changing what an answer says; accepted, and
-named in the answer's header and once in the log (``field_names.py``). ``null`` is "not given" everywhere.
+There are three kinds:
+- *Refused unless neutral*: a field that would change the answer. It is accepted with the values declared here, which
+  ask for nothing, so that a client that spells out its defaults works. Any other value is refused by name. Only the
+  declared values are neutral, not every falsy one.
+- *Tolerated*: a field that never changes an answer is accepted with any value (``ANYTHING``).
+- *Ignored*: a field that other servers act on without changing the answer. It is accepted, and named in the answer's
+  header and once in the log (``field_names.py``).
 
-docs/http-api.md has a table of them, which ``docs/generate_fields.py`` writes.
+``null`` means "not given" everywhere. docs/http-api.md has a table of them, which ``docs/generate_fields.py`` writes.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ CHAT: Unserved = {
     **_neutral(False, names="echo"),
     **_neutral("none", "auto", names="tool_choice function_call"),
     **_neutral(["text"], names="modalities"),
-    # Wishes: of how long the answer is, and of how soon it comes.
+    # Hints: how long the answer should be, and how soon it should come.
     **dict.fromkeys(("verbosity", "prediction"), IGNORED),
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"), ANYTHING),
 }
@@ -97,7 +99,7 @@ CHAT_MESSAGE: Unserved = {
     **_neutral([], names="tool_calls annotations"),
     **_neutral("", names="tool_call_id refusal reasoning"),
     **_neutral({}, names="function_call audio"),
-    # lm-eval marks each message so, as if it were a part of one.
+    # lm-eval sends this in each message, as if it were a part of one.
     "type": ("text", "message"),
     "id": ANYTHING,
     "status": ANYTHING,
@@ -117,7 +119,7 @@ STREAM_OPTIONS: Unserved = {"include_obfuscation": ANYTHING, "chunk_include_usag
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a field's value asks for nothing. ``False`` is not 0, and ``True`` is not 1."""
+    """Return whether a field's value asks for nothing. ``False`` is not 0, and ``True`` is not 1."""
     if value is None or neutral is ANYTHING or neutral is IGNORED:
         return True
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
