@@ -1,7 +1,7 @@
 """The scheduler's interface to disaggregation: one object for every hand-over of an instance, in both directions.
 
-It has a sender's and a receiver's side, and the peers of both; which of the two a request needs is the request's route.
-All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking.
+``KVManager`` owns the sender's side, the receiver's side and the peers of both. A request's ``route`` says which side
+it needs. Everything runs inside the scheduler's loop: ``poll`` is called once a tick and never blocks.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_MS = 1000
 LOOKS = 4
-"""From one heartbeat to the next: silence is noticed that much of one too late at most."""
+"""Polls per heartbeat interval. Silence is noticed at most 1/``LOOKS`` of an interval late."""
 LEASE_SECONDS = 6.0
+"""Lifetime of a registration at the bootstrap server, in seconds."""
 
 
 class KVManager:
-    """See the module."""
+    """Owner of all hand-overs and migrations of one instance, in both directions."""
 
     def __init__(
         self, epoch: str, scheduler: Scheduler, network: Network, answer_keys: AnswerKeys | None = None
@@ -117,7 +118,7 @@ class KVManager:
 
     def _register(self) -> None:
         if self._peers.closed is not None or self._scheduler.draining:
-            return  # a registration that was withdrawn is refused for ever
+            return  # the bootstrap server refuses a withdrawn registration for ever
         worker = self._scheduler.worker
         registration = Registration(
             epoch=self._epoch,
@@ -159,7 +160,7 @@ class KVManager:
 
     def problem(self, now: float) -> str | None:
         """See ``Handovers``."""
-        # Who computes for others has to be found by them; the others can serve as they are.
+        # Other instances must find a prefill instance; every other role can serve without a registration.
         return self._network.lost(now) if self._scheduler.role == "prefill" else None
 
     def warning(self, now: float) -> str | None:
@@ -174,7 +175,7 @@ class KVManager:
     # --- the scheduler's side ---
 
     def names_here(self, where: Bootstrap) -> bool:
-        """Whether a request's bootstrap address is this instance's own."""
+        """Return whether a request's bootstrap address is this instance's own."""
         if where.port != self._network.bootstrap_port:
             return False
         return where.host in (self._options.host, self._options.advertise_host) or means_this_host(where.host)
@@ -184,14 +185,14 @@ class KVManager:
         return where.port == self._network.bootstrap_port
 
     def add(self, req: Req, now: float) -> None:
-        """Take over a request whose phases run on two instances."""
+        """Open a hand-over for a request with its prefill and decode on two instances."""
         if req.route is Route.OUTGOING:
             self.senders.add(req, now)
         else:
             self.receivers.add(req, now)
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended here before its hand-over was complete."""
+        """Abandon every hand-over and migration of a request that ended here before they were complete."""
         self._choice.never_came(req, self._now)
         self.moves_out.cancel(req, reason)
         self.moves_in.cancel(req, reason)
@@ -216,7 +217,7 @@ class KVManager:
         return self.senders.chunk_planned(req)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """An outgoing request's prompt is computed."""
+        """Pass on the first token of an outgoing request, now that its prompt is computed."""
         self.senders.first_token(req, token, logprob)
 
     def came_true(self, req: Req, now: float) -> None:
@@ -228,7 +229,7 @@ class KVManager:
         return self.senders.pinned() + self.receivers.pinned() + self.moves_out.pinned()
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
-        """News from the worker's transfer engine."""
+        """Pass an event of the worker's transfer engine to the side that it concerns."""
         if isinstance(event, SendEnded) and self.moves_out.knows(event.handover):
             self.moves_out.on_send_ended(event)
         elif isinstance(event, SendEnded):
@@ -242,7 +243,7 @@ class KVManager:
             self._peers.on_event(event, now)
 
     def poll(self, now: float) -> None:
-        """One turn: read peers, move rooms on, keep deadlines."""
+        """Run one tick: read messages of peers, advance rooms and enforce deadlines."""
         self._now = now
         for host, port, answer in self._network.take_found():
             self._peers.on_found(host, port, answer, now)
@@ -250,16 +251,17 @@ class KVManager:
         self.senders.tick(now)
         self.moves_out.advance(now)
         self.moves_in.advance(now)
-        # The others may have given memory back.
+        # Last, because the other sides may have freed memory.
         self.receivers.advance(now)
 
     def flush(self) -> None:
-        """Send what this turn has queued for peers."""
+        """Send the messages that this tick has queued for peers."""
         self._peers.flush()
 
     def timeout_ms(self) -> int:
-        """How long the loop may sleep: a part of a heartbeat while there are peers, as their silence is to be noticed
-        soon; deadlines while there are rooms.
+        """Return how long the loop may sleep, in milliseconds.
+
+        While there are peers it is a fraction of the heartbeat interval, so that their silence is noticed soon.
         """
         return max(1, self._interval_ms // LOOKS) if self._peers.active else IDLE_TIMEOUT_MS
 
@@ -295,7 +297,7 @@ class KVManager:
         ]
 
     def _tell_worker(self, command: PeerCommand) -> None:
-        # Connecting follows the steps: what was to be sent by a link of before must not be sent by the next.
+        # ConnectPeer queues after the steps: pages meant for the previous link must not be sent over the next one.
         outbox = self._scheduler.outbox
         (outbox.to_worker if isinstance(command, ConnectPeer) else outbox.to_transfer)(command)
 
@@ -309,7 +311,7 @@ class KVManager:
             case Abort() if self.moves_out.knows(message.handover):
                 self.moves_out.on_abort(peer, message)
             case RoomQueued() if self.moves_out.knows(message.handover):
-                pass  # it has offered that itself
+                pass  # nothing to do: the offer came from this instance
             case TransferRequest():
                 self.senders.on_request(peer, message, now)
             case RoomQueued():
@@ -362,7 +364,7 @@ class KVManager:
 
     def on_too_long(self, peer: Peer, message: Message) -> None:
         """See ``PeerOwner``."""
-        # Whatever else is sent has its limits.
+        # All other messages have limits of their own.
         if isinstance(message, MoveOffer | MoveCommit):
             self.moves_out.on_too_long(peer, message.handover)
         elif isinstance(message, FirstToken):
@@ -371,7 +373,10 @@ class KVManager:
 
 
 def asks_nobody(options: ServerOptions) -> bool:
-    """Whether everybody who reaches this instance may have it compute: then a peer that has no secret may, too."""
+    """Return whether this instance serves every client that can reach it: a loopback address and no API key.
+
+    In that case peers without a cluster secret may send it requests, too.
+    """
     return is_loopback(options.host) and options.api_key is None and options.api_key_file is None
 
 

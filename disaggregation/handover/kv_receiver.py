@@ -1,4 +1,4 @@
-"""One room of the decode's side: a request whose KV comes from another instance."""
+"""A hand-over on the decode instance: a request with KV that comes from another instance."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from .limits import HandoverLimits
 from .peer import Peer
 
 ROUNDING = 0.5
-"""A logprob may be above 0 by less."""
+"""Upper bound of a valid logprob. Rounding can put one slightly above 0."""
 
 
 class Newcomer(Protocol):
-    """Who waits for the KV of a request that ran elsewhere. It has output already, so no first token comes."""
+    """Callbacks for the KV of a request that ran elsewhere.
+
+    The request has output already, so no first token comes.
+    """
 
     def landed(self, req: Req) -> None:
-        """The KV is here, and right."""
+        """Continue the request: its KV has arrived and is verified."""
 
     def lost(self, req: Req, reason: str) -> None:
-        """It won't come."""
+        """Give the request up: its KV will not come, for ``reason``."""
 
 
 class ReceiverState(Enum):
-    """Where a room stands; see ``kv_receiver.py``."""
+    """State of a ``KVReceiver``; ``receiver_table.py`` draws the transitions."""
 
     LINKING = auto()
     QUEUED = auto()
@@ -43,7 +46,7 @@ class ReceiverState(Enum):
 
 
 class StoreStage(Enum):
-    """What becomes of a room's pages in the store; see ``store_first.py``."""
+    """Progress of fetching a room's pages from this instance's own store; see ``store_first.py``."""
 
     NEW = auto()
     LOOKING = auto()
@@ -53,17 +56,7 @@ class StoreStage(Enum):
 
 @dataclass(slots=True, eq=False)
 class KVReceiver:
-    """One room.
-
-    ``fence``: what must be done before its pages are offered to the prefill. ``expects``: it has window pages for what
-    comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
-    ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
-    pages, to check and perhaps to convert them. ``there_ms``: the prefill's forecast, None where it has not come, or
-    was not asked for. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
-    that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
-    comes: the prompt's, or those that a ``newcomer`` had when it was offered. ``hashes``: what the prefill says that
-    its pages held. ``progress``: the most pages that it has told of, computed and landed, for this attempt.
-    """
+    """State of one hand-over, from the decode's request for the KV to its arrival or failure."""
 
     handover: HandoverId
     req: Req
@@ -72,52 +65,79 @@ class KVReceiver:
     since: float
     deadline: float
     length: int
+    """Tokens with KV that is to come: the prompt's, or those that a ``newcomer`` had when it was offered."""
     newcomer: Newcomer | None = None
+    """Callbacks of a migrated request or of returned KV; None for a request with a prefill."""
     queued_at: float = 0.0
+    """Time at which it first became QUEUED."""
     allocated_at: float = 0.0
+    """Time at which it last became PREALLOCATED."""
     fence: Fence = NO_FENCE
+    """Steps that must be complete before its pages are offered to the prefill."""
     prefix_len: int = 0
+    """Tokens that are cached here, so that their KV need not come. Set in PREALLOCATED."""
     requested_at: float = 0.0
+    """Time at which the KV was asked for, in TRANSFERRING."""
     pages: PagesByGroup = field(default_factory=list)
+    """Pages that receive the KV, by group. Set in TRANSFERRING."""
     expects: bool = False
+    """Whether window pages are allocated for the KV, if the model has windowed layers."""
     draining_since: float = 0.0
+    """Time at which it became DRAINING."""
     begun: bool = False
+    """Whether the first token has arrived."""
     there: Timing | None = None
+    """Breakdown of the prefill's time, from its ``TransferDone``."""
     granted: bool = False
+    """Whether the prefill may write to ``pages``."""
     checking: bool = False
+    """Whether the worker has the pages, to check them and perhaps to convert them."""
     store: StoreStage = StoreStage.NEW
     there_ms: float | None = None
+    """The prefill's forecast in milliseconds. None if it has not come or was not asked for."""
     decided: bool = True
+    """Whether it is settled which instance computes the prompt."""
     tried_again: bool = False
+    """Whether the prefill was dialled a second time to report that the prompt is computed here."""
     hold: KVHold | None = None
+    """The request's memory, pinned as long as the prefill or the worker may write to it."""
     hashes: bytes = b""
+    """Hashes that the prefill reports for the contents of its pages."""
     progress: int = 0
+    """Highest page count, computed plus landed, that the prefill has reported for this attempt."""
 
     @property
     def knows_what_to_ask(self) -> bool:
-        """Whether the prefill is to compute the prompt, and how much of it our own store gives."""
+        """Whether two things are settled: the instance that computes the prompt, and what our own store supplies."""
         return self.decided and self.store is StoreStage.OVER
 
     @property
     def goes_on(self) -> int:
-        """From which position on something is computed here: what it sees of windowed layers has to come. Another
-        answer to the same prompt begins in the page of the prompt's last token.
+        """The first position that is computed here. The window pages that it reads have to come.
+
+        For a prompt this is its last token: another answer to the same prompt begins in that token's page.
         """
         return self.length - 1 if self.newcomer is None else self.length
 
     def advances(self, pages: int, size: int) -> bool:
-        """Note that so many pages are computed and landed. Return whether that is progress, which comes to an end."""
+        """Record that ``pages`` pages are computed or landed, and return whether that is progress.
+
+        The count is capped at what the hand-over has, so a peer cannot report progress for ever.
+        """
         total = -(-self.length // size) + sum(len(numbers) // 4 for numbers in self.pages)
         before, self.progress = self.progress, max(self.progress, min(pages, total))
         return self.progress > before
 
     def whole_pages(self, size: int) -> tuple[int, I32]:
-        """Of what came, the pages of the first group that are full, and which of the request's is the first of them."""
+        """Return the index of the first received page within the request, and the full received pages.
+
+        Only the first group's pages are returned.
+        """
         first = self.prefix_len // size
         return first, unpack_i32(self.pages[0])[: self.length // size - first]
 
     def info(self, now: float) -> dict[str, Any]:
-        """For /transfers."""
+        """Return this room's entry for ``/transfers``."""
         return {
             "direction": "receiving",
             "room": self.handover.room,
@@ -131,13 +151,13 @@ class KVReceiver:
 
 
 def is_sound(score: TokenLogprob, vocab_size: int) -> bool:
-    """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
+    """Return whether all token ids are in the vocabulary and all logprobs are numbers below ``ROUNDING``."""
     pairs = [(score.token_id, score.logprob), *score.top]
     return all(0 <= token < vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
 
 
 def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | None:
-    """Why what a prefill sent ahead of the KV can't be meant, None where it can."""
+    """Return why a prefill's first token or its logprobs are invalid, or None if they are valid."""
     if not 0 <= msg.token < vocab_size:
         return f"the prefill instance sent a first token that is none: {msg.token}"
     scores = msg.input_logprobs if req.wants_input_logprobs else None
@@ -150,9 +170,9 @@ def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | Non
 
 
 def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:
-    """Note where a request's time went on the prefill (``there``): with the first token, and again when KV is here."""
+    """Record the prefill's timing (``there``) in the request: with the first token, and again when the KV is here."""
     times, timing = receiver.req.times, receiver.req.timing
-    # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
+    # Clocks of two hosts can't be compared, durations can. Time that neither side waited or computed is the hand-over.
     if receiver.there is None:
         receiver.req.phases.credit(there.queue_ms, there.prefill_ms, there.ahead_ms, now)
     timing.transfer_bytes = there.transfer_bytes
@@ -161,7 +181,10 @@ def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:
 
 
 def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
-    """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
+    """Return the request's timeline: the steps here, then the prefill's own (``there``), in ms since the arrival here.
+
+    ``verified`` is the time of the KV check, or the arrival time until the KV is checked.
+    """
     arrival = receiver.req.times.arrival
     asked = (receiver.requested_at - arrival) * 1000
     pushed = there.last_byte > 0
@@ -177,7 +200,7 @@ def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline
 
 
 def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
-    """Return the error message for a client whose hand-over timed out: which step, and after how long."""
+    """Return the error message for a client after its hand-over timed out: which step, and after how long."""
     where = receiver.req.msg.bootstrap
     if receiver.state is ReceiverState.LINKING:
         name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
@@ -189,5 +212,5 @@ def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
 
 
 def why(peer: Peer) -> str:
-    """For a client, what became of the prefill that was to serve it."""
+    """Return the error message for a client when the prefill instance is gone."""
     return f"the prefill instance can't be used: {peer.reason}"

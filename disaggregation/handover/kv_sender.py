@@ -1,4 +1,4 @@
-"""One room of the prefill's side: a request whose KV goes to another instance."""
+"""A hand-over on the prefill instance: a request with KV that goes to another instance."""
 
 from __future__ import annotations
 
@@ -19,33 +19,23 @@ from .peer import Peer
 
 
 class SenderState(Enum):
-    """Where a room stands.
-
-    BOOTSTRAPPING: the client's request or the decode's is missing. AHEAD: the decode's is, and the prompt is computed
-    meanwhile. QUEUED: for its turn to be computed. PUSHING: from the first computed piece of the prompt on. DRAINING:
-    it failed, and the worker may still read or write for it.
-    """
+    """State of a ``KVSender``."""
 
     BOOTSTRAPPING = auto()
+    """The client's request or the decode's is missing."""
     AHEAD = auto()
+    """The decode's request is missing, and the prompt is computed meanwhile."""
     QUEUED = auto()
+    """Both requests are here, and the prompt waits to be computed."""
     PUSHING = auto()
+    """The first chunk of the prompt is planned; pages are pushed as they are computed."""
     DRAINING = auto()
+    """The hand-over failed, and the worker may still read or write for it."""
 
 
 @dataclass(slots=True)
 class KVSender:
-    """One room. ``run``: which of the prompt's pages were asked for, by group; ``next_page``: the first that is not
-    pushed; ``computed``: all of them are, and the peer was told what follows. ``first``: what follows a prompt that is
-    done and that nobody has asked for. ``asks``: the decode waits for a forecast, which it gets once. ``looked``: the
-    store was asked what it has, for that. ``withdrawn``: the decode took back what it had asked for, and
-    will ask again by a later attempt. ``foretold``: what it may still want, since it got it. ``failure`` says why the
-    room drains. ``looks``: the last of those at its pages, once it is to be told what they held.
-
-    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``. ``landed``: bytes, as far
-    as the worker has told. ``told_at``: when the peer
-    heard of progress last, or asked for the KV.
-    """
+    """State of one hand-over, from the first of its two requests to its end."""
 
     room: int
     since: float
@@ -56,20 +46,34 @@ class KVSender:
     handover: HandoverId | None = None
     request: TransferRequest | None = None
     run: PageRun | None = None
+    """Pages of the prompt that the decode asked for, by group."""
     next_page: int = 0
+    """First page that is not pushed yet."""
     hold: KVHold | None = None
+    """The request's memory, pinned from its first push to the worker's ``SendEnded``."""
     computed: bool = False
+    """Whether the whole prompt is computed and the first token is sent to the peer."""
     first: tuple[int, TokenLogprob | None] | None = None
+    """First token of a finished prompt that no decode has asked for yet. Set in AHEAD."""
     asks: bool | None = None
+    """Whether the decode waits for a forecast, which it gets once. None before it asks."""
     looked: bool = False
+    """Whether the store was asked, for the forecast, which pages it has."""
     withdrawn: bool = False
+    """Whether the decode withdrew its request. It will ask again with a later attempt."""
     foretold: Load = NOTHING
+    """Load that the decode may still bring, since it got a forecast."""
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
+    """HTTP status and reason of the failure. Set in DRAINING."""
     abort_asked: bool = False
+    """Whether the peer aborted the hand-over and waits for an ``AbortAck``."""
     looks: int | None = None
+    """Number of the newest KV debug question when the transfer was complete. Page hashes are sent after its answer."""
     landed: int = 0
+    """Bytes that have landed, as last reported by the worker."""
     told_at: float = 0.0
+    """Time at which the peer last got a progress report, or asked for the KV."""
 
 
 def landed_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
@@ -79,14 +83,17 @@ def landed_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
 
 
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
-    """Since both ends were there; without what is ``sent`` yet."""
+    """Return the timeline in milliseconds since ``begun``. Without ``sent``, the times of the transfer are 0."""
     points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
     queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
     return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
 
 
 def timing_for_decode(req: Req, sent: SendEnded | None, now: float) -> Timing:
-    """Return where the time went here. The decode counts its own waiting, so the queue begins when it has asked."""
+    """Return the breakdown of the time spent on this instance.
+
+    The decode counts its own waiting, so queueing counts from the decode's request on.
+    """
     begun, phases = max(req.times.arrival, req.times.ready), req.phases
     phases.upto(now)
     return Timing(
@@ -99,5 +106,8 @@ def timing_for_decode(req: Req, sent: SendEnded | None, now: float) -> Timing:
 
 
 def digest_of(req: Req, length: int) -> int:
-    """xxh3_64 of its first token ids: do both instances mean the same request?"""
+    """Return the xxh3_64 hash of a request's first ``length`` token ids.
+
+    Two instances compare it to check that they mean the same request.
+    """
     return xxhash.xxh3_64_intdigest(req.token_ids[:length].tobytes())

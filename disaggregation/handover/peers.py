@@ -1,17 +1,24 @@
-"""All instances that this one exchanges KV with: found or let in, greeted, kept alive, and noticed when they die.
+"""All instances that this one exchanges KV with: finding, greeting, heartbeats and the detection of dead instances.
 
-Death shows in three ways, whichever is first: the control connection ends, the worker loses the data link, or the peer
-is silent for ``heartbeat_timeout``. There is one peer for an instance, by whichever address it was found and whoever of
-the two dialled; our worker hears of the next one only after the link of the last is down. Links are numbered, so that
-late news of one isn't taken for the next's.
+A peer counts as dead at the first of three events:
 
-Two instances may dial each other at once. The connection that the smaller epoch made stands: its maker ignores the
-other's Hello unless its own connection fails, and the other moves to it.
+- The control connection ends.
+- The worker loses the data link.
+- The peer is silent for ``heartbeat_timeout``.
 
-Anybody can send to the control port. A connection that says no good Hello costs nothing here and soon ends; one that
-does is kept only as long as it beats, and there are ``MAX_PEERS`` at most. Who dials proves its epoch by the metadata
-of its transfer backend, which hold a secret that it tells those only whom it dials or invites: a Hello replaces a peer,
-and a peer that dialled is asked for KV, only where these are the same, or have the digest that the registration says.
+An instance has one ``Peer``, whichever address led to it and whichever side
+dialled. The worker learns of an instance's next peer only after the link of the last one is down. Links are numbered,
+so that a late event of one link isn't attributed to the next.
+
+Two instances may dial each other at once. The connection made by the smaller epoch stands. That instance ignores the
+other's Hello unless its own connection fails, and the other instance switches to it.
+
+Any process can connect to the control port. A connection without a valid Hello costs nothing here and ends soon. One
+with a valid Hello is kept only as long as it sends heartbeats, and there are at most ``MAX_PEERS``.
+
+An instance that dials proves its epoch by the metadata of its transfer backend. They hold a secret that it sends only
+to instances that it dials or invites. A Hello can replace a peer only if its metadata have the digest that is known of
+that peer. A peer that dialled is asked for KV only if they have the digest of the registration.
 """
 
 from __future__ import annotations
@@ -55,32 +62,32 @@ from .peer import Peer, PeerState, Reading, Spare, Writing
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""That are connected, whoever dialled."""
+"""Maximum connected peers, inbound and outbound."""
 NO_MOVES = "it takes requests only from instances with the same --cluster-secret-file"
 WORKER_SECONDS = 30.0
-"""For the worker to be ready for a peer; its own limits are shorter."""
+"""Time limit in seconds for the workers to open a link. The worker's own limits are shorter."""
 
 
 class PeerOwner(Protocol):
-    """Who has hand-overs with peers."""
+    """Callbacks for the messages of hand-overs and for the end of peers."""
 
     def on_message(self, peer: Peer, message: Any, now: float) -> None:
-        """A message of a hand-over, from who may send it."""
+        """Handle a message of a hand-over. The peer is known to be allowed to send it."""
 
     def on_gone(self, peer: Peer) -> None:
-        """The peer is over; it may still write here."""
+        """Handle the end of a peer, which may still write here."""
 
     def on_down(self, peer: Peer) -> None:
-        """A peer that was gone before can't write here any more."""
+        """Handle the end of a gone peer's link: it can't write here any more."""
 
     def on_too_long(self, peer: Peer, message: Message) -> None:
-        """A message that is longer than the peer takes was not sent."""
+        """Handle a message that was not sent because it exceeds the peer's frame limit."""
 
 
 class Peers:
-    """Owner of the control port's connections, and of the peers behind them.
+    """Owner of the peers and of their connections in the control port.
 
-    ``find`` asks the bootstrap server at a host and port, without blocking; ``on_found`` takes the answer.
+    ``find`` asks the bootstrap server at a host and port without blocking. The answer goes to ``on_found``.
     """
 
     def __init__(
@@ -109,11 +116,12 @@ class Peers:
         self._beat_at = 0.0
         self._refusals = port.refusals
         self.closed: str | None = None
-        """Why nobody is taken in, None where peers are."""
+        """Why new peers are turned away. None while they are accepted."""
 
     def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
-        """The instance behind this bootstrap address, whose KV is wanted, or which is only to be talked to; a new peer
-        where none is known.
+        """Return the peer behind a bootstrap address. An unknown address gets a new peer, and is looked up.
+
+        ``want``: open the direction in which the peer sends KV here. Without it the peer only exchanges messages.
         """
         peer = self._by_address.get((host, port))
         if peer is None:
@@ -125,23 +133,23 @@ class Peers:
         return peer
 
     def close(self, reason: str) -> None:
-        """Part from all, and refuse whoever comes, as long as ``closed``."""
+        """Disconnect all peers, and turn new ones away as long as ``closed`` is set."""
         self.closed = reason
         for peer in list(self._all()):
             self._gone(peer, f"this instance parts from all others: {reason}")
 
     @property
     def lingering(self) -> bool:
-        """Whether a link to anybody is not down yet."""
+        """Whether the link to any gone peer is not down yet."""
         return bool(self._closing)
 
     def want(self, peer: Peer, now: float) -> None:
-        """Its KV shall come here."""
+        """Begin to open the direction in which the peer sends KV here."""
         if peer.reading is Reading.CLOSED:
             peer.reading, peer.wanted_at = Reading.WANTED, now
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
-        """The bootstrap server's answer: a registration, or why there is none."""
+        """Dial the instance that a bootstrap server has named. A ``str`` answer says why there is no registration."""
         peer = self._by_address.get((host, port))
         if peer is None or peer.state is not PeerState.FINDING:
             return
@@ -155,7 +163,7 @@ class Peers:
         known = self._known(epoch)
         if known is not None and known.pool != answer.registration.pool:
             if known.registered or self._port.is_sealed:
-                # Any stranger may run a bootstrap server, and the registration of others is no secret.
+                # Any stranger may run a bootstrap server, and other instances' registrations are no secret.
                 self._gone(peer, f"the bootstrap server {host}:{port} names an instance that is connected as another")
                 return
             self._gone(known, "it said Hello in the name of an instance that it is not")
@@ -170,7 +178,7 @@ class Peers:
         self._dial(peer, answer, now)
 
     def poll(self, now: float) -> None:
-        """Read a turn's worth, beat, drop who is silent."""
+        """Read at most ``MESSAGES_A_TURN`` messages, advance peers, drop silent ones and send due heartbeats."""
         self._read(now)
         self._settle(now)
         for peer in list(self._by_connection.values()):
@@ -180,17 +188,17 @@ class Peers:
                 self._advance(peer, now)
         if now - self._beat_at >= self._interval:
             self._beat_at = now
-            # Also to those that wait for their Welcome: connecting workers may take longer than a heartbeat.
+            # Peers that wait for their Welcome get one, too: connecting workers may take longer than a heartbeat.
             for peer in self._by_connection.values():
                 peer.send(Heartbeat(peer.epoch))
 
     def flush(self) -> None:
-        """Send what the turn has queued."""
+        """Send the messages that this tick has queued."""
         for peer in self._by_connection.values():
             self._flush(peer)
 
     def on_event(self, event: PeerEvent, now: float) -> None:
-        """News of a link, from the worker."""
+        """Take a link event from the worker."""
         if isinstance(event, PeerLinkDown):
             self._on_link_down(event)
             return
@@ -207,17 +215,17 @@ class Peers:
                 log.info("KV can be sent to instance %s", shown(peer.epoch))
 
     def info(self) -> list[dict[str, Any]]:
-        """For /server_info."""
+        """Return all peers for ``/server_info``, with gone ones until their link is down."""
         return [peer.info() for peer in [*self._all(), *self._closing]]
 
     @property
     def refused(self) -> int:
-        """Frames, messages and Hellos that were refused since the start."""
+        """Frames, messages and Hellos refused since the start."""
         return self._refusals.total
 
     @property
     def connected(self) -> int:
-        """Instances that KV can be had from, or given to, now."""
+        """Number of instances that can send KV here, or take KV from here, now."""
         return sum(peer.readable or peer.writable for peer in self._by_connection.values())
 
     @property
@@ -225,7 +233,7 @@ class Peers:
         """Whether any peer needs heartbeats."""
         return bool(self._by_connection or self._by_address)
 
-    # --- the way to an open peer ---
+    # --- connecting and greeting ---
 
     def _dial(self, peer: Peer, reached: Reached, now: float) -> None:
         peer.state, peer.heard_at, peer.number = PeerState.GREETING, now, next(self._numbers)
@@ -237,19 +245,19 @@ class Peers:
         self._join(peer, identity, dialling=True)
 
     def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
-        """``peer`` talks by this connection from now on."""
+        """Assign the connection ``identity`` to ``peer``, and queue our Hello."""
         peer.connection = identity
         self._by_connection[identity] = peer
         peer.unsent = [self._greeting.hello(peer.epoch, peer.number, dialling=dialling)]
 
     def _settle(self, now: float) -> None:
-        """Take note of connections that have ended."""
+        """Handle connections that have ended since the last call."""
         for identity, reason in self._port.take_ended():
             if identity in self._by_connection:
                 self._lost(self._by_connection[identity], reason, now)
 
     def _lost(self, peer: Peer, reason: str, now: float) -> None:
-        """A peer whose connection is of no use any more is over, unless it has made another one meanwhile."""
+        """Switch a peer with a lost connection to its spare one, or end it if it has none."""
         if peer.state is not PeerState.GREETING or peer.spare is None:
             self._gone(peer, reason)
             return
@@ -265,7 +273,8 @@ class Peers:
             self._answered(own, hello, problem, now)
             return
         if self.closed is not None and problem is None:
-            # Not Refused, which is for good: who tries again finds no registration, or this instance as it was.
+            # No Refused message, because that is final. An instance that tries again finds no registration, or this
+            # instance open again.
             self._refusals.add(f"hung up on instance {hello.sender}: {self.closed}")
             self._port.drop(identity)
             return
@@ -277,7 +286,7 @@ class Peers:
         peer = self._known(hello.sender)
         if peer is not None and peer.state is PeerState.GREETING:
             if self._epoch < hello.sender:
-                # Both have dialled, and ours stands, if it comes to that: the other will hang this one up.
+                # Both have dialled, and our connection stands if it succeeds. The peer then closes this one.
                 peer.spare = Spare(identity, hello)
                 self._settle(now)
                 return
@@ -286,7 +295,7 @@ class Peers:
             self._port.drop(peer.connection)
         elif peer is not None:
             assert peer.hello is not None
-            if hello.link <= peer.hello.link:  # a try of before, which it has left
+            if hello.link <= peer.hello.link:  # an earlier attempt, which the peer has abandoned
                 self._port.drop(identity)
                 return
             self._gone(peer, "it connected anew")
@@ -297,13 +306,13 @@ class Peers:
         self._accept(peer, identity, hello, now)
 
     def _accept(self, peer: Peer, identity: int, hello: Hello, now: float) -> None:
-        """``peer`` talks by a connection that it has made."""
+        """Open ``peer`` on a connection that it has made."""
         self._port.keep(identity)
         self._join(peer, identity, dialling=False)
         self._open(peer, hello, now)
 
     def _answered(self, peer: Peer, hello: Hello, problem: str | None, now: float) -> None:
-        """A Hello by a connection that has a peer."""
+        """Handle a Hello on a connection that has a peer: open it, or end it if the Hello is wrong."""
         if peer.state is PeerState.OPEN:
             self._gone(peer, "it said Hello twice by one connection")
         elif problem is None and hello.sender != peer.epoch:
@@ -319,7 +328,7 @@ class Peers:
         self._advance(peer, now)
 
     def _intrusion(self, hello: Hello) -> str | None:
-        """Why this Hello may not take a place among the peers, None where it may."""
+        """Return why this Hello may not open or replace a peer, or None if it may."""
         peer = self._known(hello.sender)
         if peer is not None:
             known = hmac.compare_digest(peer.pool, digest(hello.metadata))
@@ -331,7 +340,7 @@ class Peers:
     # --- the directions of KV ---
 
     def _advance(self, peer: Peer, now: float) -> None:
-        """Open what is wanted, as far as it goes now."""
+        """Take the next step in opening the wanted directions, and enforce the time limits."""
         if peer.state is not PeerState.OPEN:
             return
         if any(other.epoch == peer.epoch for other in self._closing):
@@ -339,7 +348,7 @@ class Peers:
                 self._gone(peer, "the last link to it is not down: it still holds this instance's KV memory")
             return
         if peer.reading is Reading.WANTED:
-            # The worker lets a peer that it has lost before write here again only when told so, before that peer tries.
+            # The worker refuses writes of a peer that it lost before, so it has to admit the peer again first.
             peer.reading = Reading.ADMITTING
             self._tell(peer, AdmitPeer(peer.epoch, peer.number), now)
         if peer.reading is Reading.ADMITTED:
@@ -358,7 +367,7 @@ class Peers:
         peer.told_at, peer.down = now, False
         self._to_worker(command)
 
-    # --- what peers say ---
+    # --- messages from peers ---
 
     def _read(self, now: float) -> None:
         left = MESSAGES_A_TURN
@@ -414,7 +423,10 @@ class Peers:
         peer.send(Welcome(peer.epoch))
 
     def _may(self, peer: Peer, message: Any) -> bool:
-        """Whether ``message``, of a hand-over, is the peer's to send: the receiver's epoch names the hand-over."""
+        """Return whether the peer may send ``message``.
+
+        A hand-over is named by its receiver's epoch, so only the receiver may send a receiver's messages.
+        """
         if not hasattr(message, "handover"):
             return False
         if isinstance(message, MoveOffer | MoveCommit):
@@ -430,7 +442,10 @@ class Peers:
     # --- the end ---
 
     def _on_link_down(self, event: PeerLinkDown) -> None:
-        """The worker says that a peer can't write here any more, on our wish or by itself."""
+        """End the peer of a link that is down: the peer can't write here any more.
+
+        The link went down on our request or by itself.
+        """
         for peer in [p for p in self._by_connection.values() if p.number == event.link]:
             peer.down = True
             self._gone(peer, "its worker closed the data link or died")

@@ -1,24 +1,32 @@
-"""The decode's side of hand-overs.
+"""Hand-overs on the decode instance.
 
-A ``KVReceiver`` is one room::
+A ``KVReceiver`` is one hand-over, named by its bootstrap room::
 
     LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
        └────────┴───────────┤             └──────────────┴──▶ DRAINING → (memory freed)
                             └──▶ DECLINED (the prompt is computed here)
 
-LINKING waits for the prefill instance to be connected. QUEUED waits for memory: ``scheduler/claims.py`` says whose turn
-it is, and which room goes back to QUEUED because its prefill does not begin. PREALLOCATED waits for the steps that were
-under way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer
-must come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
-between two that can begin; and for what our own store has of the prompt (``store_first.py``). DECLINED is a room whose
-prompt is computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still
-write: its pages are freed only when the prefill has said that it will not, or its link is down for good. While our own
-worker checks what landed, which may rewrite it in our order, only the worker's answer frees them. Bad KV (checksum,
-room, epoch) never reaches the model.
+- LINKING waits until the prefill instance is connected.
+- QUEUED waits for memory. ``scheduler/claims.py`` decides which room is next. It also decides which room goes back to
+  QUEUED because its prefill does not begin.
+- PREALLOCATED waits for up to three things:
 
-The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
-its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
-here.
+  - The steps that were under way when its pages were allocated. They may still write to the pages (see
+    ``scheduler/kv_memory.py``), and a remote writer must come after them.
+  - The prefill's forecast, if the placement depends on it (``placement_policy.py``). The forecast is not used before
+    this state, because only with memory can either instance begin.
+  - The pages of the prompt in this instance's own store (``store_first.py``).
+
+- DECLINED is a room with a prompt that is computed here. It stays open until the prefill is notified.
+- DRAINING is a room that ended while the prefill may still write. Its pages are freed when the prefill confirms that it
+  will not write, or when its link is down for good. A worker that checks the pages may rewrite them in its own order;
+  until it answers, they are not freed.
+
+KV with a wrong checksum, room or epoch never reaches the model.
+
+The first token arrives before the KV, in TRANSFERRING, and goes to the client at once. So a request may end before its
+KV has arrived; the KV then stays in the cache for other requests. If a room fails after its first token, the prompt is
+computed here.
 """
 
 from __future__ import annotations
@@ -63,14 +71,15 @@ from .store_first import StoreFirst
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+"""HTTP status of a request that its client left or aborted."""
 STUCK_SECONDS = 10.0
-"""After so long, memory that a peer holds is somebody's to look after."""
+"""Seconds after which an operator is warned of memory that a peer still holds."""
 MOST_UNTOLD = 1024
-"""Rooms whose prefill can't be told yet that the prompt is computed here: others find out by their own limit."""
+"""Maximum DECLINED rooms that wait to notify their prefill. Prefills of further rooms run into their own time limit."""
 
 
 class ReceiverTable:
-    """Owner of all rooms of a decode instance."""
+    """Owner of all hand-overs to this instance, by bootstrap room."""
 
     def __init__(
         self,
@@ -96,11 +105,11 @@ class ReceiverTable:
         self.failed = 0
         self.recomputed = 0
         self.withdrawn = 0
-        """How often a room gave its memory back because its prefill had not begun."""
+        """Number of times a room gave its memory back because its prefill had not begun."""
         self.bytes_received = 0
 
     def add(self, req: Req, now: float) -> None:
-        """A client's request whose prompt a prefill instance computes."""
+        """Open a room for a client's request that names a prefill instance."""
         where = req.msg.bootstrap
         assert where is not None
         if where.room in self.rooms:
@@ -119,14 +128,14 @@ class ReceiverTable:
     def add_newcomer(
         self, req: Req, peer: Peer, handover: HandoverId, length: int, newcomer: Newcomer, now: float
     ) -> None:
-        """A request that ``peer`` computes and offers; the KV of its first ``length`` tokens is to be had there."""
+        """Open a room for a request that ``peer`` offers, with the KV of its first ``length`` tokens."""
         receiver = KVReceiver(
             handover, req, peer, ReceiverState.LINKING, now, now + self._limits.bootstrap, length, newcomer
         )
         self.rooms[handover.room] = receiver
 
     def advance(self, now: float) -> None:
-        """Move every room on that can move; give up those that waited too long."""
+        """Advance every room that can advance, and fail those past their deadline."""
         self._now = now
         for receiver in list(self.rooms.values()):
             if receiver.state is ReceiverState.LINKING:
@@ -147,15 +156,15 @@ class ReceiverTable:
     # --- here or there ---
 
     def on_forecast(self, peer: Peer, msg: Forecast) -> None:
-        """So long it would take there, says the prefill."""
+        """Record the prefill's forecast of its time to the first token, in milliseconds."""
         receiver = self._known(peer, msg.handover)
-        # A room that was asked to give its memory back keeps the forecast: a prefill makes one for each room.
+        # A room that gave its memory back is QUEUED and still takes the forecast: a prefill sends one for each room.
         states = (ReceiverState.QUEUED, ReceiverState.PREALLOCATED)
         if receiver is not None and not receiver.decided and receiver.state in states:
             receiver.there_ms = msg.ms
 
     def _decide(self, receiver: KVReceiver, now: float) -> None:
-        """Who computes the prompt, once it is known what our own store gives of it."""
+        """Decide which instance computes the prompt, once it is known what this instance's store supplies."""
         if receiver.store is StoreStage.NEW:
             self.store_first.look(receiver, now)
             if not receiver.decided and receiver.there_ms is None:
@@ -172,7 +181,7 @@ class ReceiverTable:
             self._tell_declined(receiver, now)
 
     def _compute_here(self, receiver: KVReceiver, now: float) -> None:
-        """Nothing of it has been asked for, and nobody was let in to its memory."""
+        """Compute the prompt here. Its KV has not been asked for, and no peer may write to its memory."""
         receiver.state, receiver.decided = ReceiverState.DECLINED, True
         receiver.deadline = now + self._limits.bootstrap
         if receiver.hold is None:
@@ -184,7 +193,10 @@ class ReceiverTable:
         self._scheduler.compute_here(receiver.req, now)
 
     def _tell_declined(self, receiver: KVReceiver, now: float) -> None:
-        """The prefill shall not wait. Where it can't be told, it has a limit of its own."""
+        """Notify the prefill that the prompt is computed here, then close the room.
+
+        A prefill that can't be reached has a time limit of its own.
+        """
         if receiver.peer.same_as is not None:
             receiver.peer = receiver.peer.same_as
         peer = receiver.peer
@@ -209,15 +221,15 @@ class ReceiverTable:
         elif peer.readable:
             receiver.queued_at = now
             self._queue(receiver, now)
-            # What may be computed here must leave something to be computed.
+            # If the prompt may be computed here, the cached prefix must leave at least one token to compute.
             most = receiver.length if receiver.decided else min(receiver.length, receiver.req.longest_reusable_prefix)
             self._claims.add_incoming(receiver.req, most, optional=receiver.newcomer is not None)
 
     def _queue(self, receiver: KVReceiver, now: float) -> None:
         receiver.state = ReceiverState.QUEUED
         if receiver.req.rid in self._scheduler.planner.arriving:
-            receiver.req.times.ready = now  # nobody waits for returned KV
-        # From the first time: a room that gives its memory back again and again comes to an end, too.
+            receiver.req.times.ready = now  # not for returned KV: no client waits for it
+        # The limit counts from the first time in QUEUED, so a room that keeps giving its memory back ends, too.
         receiver.deadline = receiver.queued_at + self._limits.queue
         receiver.peer.send(RoomQueued(receiver.peer.epoch, receiver.handover))
 
@@ -235,7 +247,7 @@ class ReceiverTable:
             receiver.deadline = now + self._limits.landing
 
     def _ask_back(self, now: float) -> None:
-        """Let go of memory that other requests need and no prefill has begun to use."""
+        """Revoke memory that other requests need and no prefill has begun to use."""
         for req in self._claims.to_revoke(now):
             receiver = self._of(req)
             if receiver is None:
@@ -247,7 +259,7 @@ class ReceiverTable:
                 receiver.peer.send(Withdraw(receiver.peer.epoch, receiver.handover))
 
     def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
-        """The prefill has begun, or has not and will wait until it is asked again."""
+        """Queue the room again if its prefill has not begun. The prefill then waits for another request."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
@@ -258,17 +270,17 @@ class ReceiverTable:
             self._claims.began(req.rid)
             return
         self._revoke(receiver)
-        # What its own store has was looked at, and who computes the prompt was decided.
+        # The store was read and the placement was decided before, so neither is done again.
         receiver.store, receiver.decided = StoreStage.OVER, True
         receiver.handover = HandoverId(self._epoch, receiver.handover.room, next(self._attempts))
         req.foreseen = None
-        # The prefill had it in its queue, from when it was asked.
+        # Since it was asked for, the request was in the prefill's queue.
         req.phases.credit(math.inf, 0.0, 0.0, now)
         req.phases.enter(Phase.QUEUE, now)
         self._queue_again(receiver, now)
 
     def _queue_again(self, receiver: KVReceiver, now: float) -> None:
-        """Free the memory of a room that no prefill may write to, and queue its claim."""
+        """Free the memory of a room that no prefill may write to, and queue its claim again."""
         req, memory = receiver.req, self._scheduler.memory
         assert receiver.hold is not None
         memory.finish(req)
@@ -281,7 +293,10 @@ class ReceiverTable:
         self._claims.revoked(req)
 
     def _expect(self, receiver: KVReceiver) -> None:
-        """Its KV is to come, for certain: have window pages for it, which may be fresher than the others."""
+        """Allocate window pages for KV that is certain to come.
+
+        They may have been in use more recently than the room's other pages, so the fence is taken anew.
+        """
         if not receiver.expects:
             receiver.expects = True
             memory = self._scheduler.memory
@@ -321,7 +336,7 @@ class ReceiverTable:
     # --- the prefill answers ---
 
     def on_progress(self, peer: Peer, msg: Progress, now: float) -> None:
-        """A hand-over that takes long is not stuck, says the prefill."""
+        """Extend the deadline of a hand-over if the prefill reports progress."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
@@ -329,19 +344,19 @@ class ReceiverTable:
             receiver.deadline = now + self._limits.landing
 
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
-        """The prompt is computed, says the prefill: what follows it goes out, ahead of the KV."""
+        """Send the first token to the client. It arrives when the prompt is computed, before the KV."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
         if receiver.begun or receiver.newcomer is not None:
-            return  # it has one
+            return  # it has output already
         receiver.deadline = now + self._limits.landing
         req = receiver.req
         problem = first_token_problem(msg, req, self._vocab_size)
         if problem is not None:
             self._fail(receiver, 502, problem)
             return
-        # What nobody asked for goes nowhere.
+        # Logprobs that the client did not ask for are dropped.
         logprob = msg.logprob if req.msg.logprobs is not None else None
         scores = msg.input_logprobs if req.wants_input_logprobs else None
         receiver.begun = True
@@ -353,7 +368,7 @@ class ReceiverTable:
         self._scheduler.take_first_token(req, msg.token, logprob, now)
 
     def on_done(self, peer: Peer, msg: TransferDone) -> None:
-        """All pages have landed, says the prefill: check that they are what it sent."""
+        """Have the worker check that the landed pages are what the prefill sent."""
         receiver = self._known(peer, msg.handover)
         if receiver is None:
             return
@@ -366,12 +381,12 @@ class ReceiverTable:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
             receiver.deadline = self._now + self._limits.landing
             receiver.hashes = msg.hashes
-            self._revoke(receiver, are_checked=True)  # what changed while it is checked would never be noticed
+            self._revoke(receiver, are_checked=True)  # a write during the check would go unnoticed
             check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
             self._scheduler.outbox.to_transfer(check)
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
-        """The worker has checked the landed pages."""
+        """Take the worker's verdict on the landed pages; with KV debugging, compare their hashes as well."""
         receiver = self.rooms.get(event.handover.room)
         if receiver is None or receiver.handover != event.handover or not receiver.checking:
             return
@@ -383,7 +398,7 @@ class ReceiverTable:
         debug.landed(receiver.req, hold, first, pages, receiver.hashes, partial(self._checked, receiver))
 
     def _checked(self, receiver: KVReceiver, problem: str, now: float) -> None:
-        """Our own worker is through with what landed."""
+        """Start the request if its landed pages are good (``problem`` is empty), otherwise fail the room."""
         receiver.checking = False
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
@@ -408,7 +423,7 @@ class ReceiverTable:
             self._scheduler.start_landed(req, now)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
-        """The prefill gave the room up and will write no more."""
+        """End a room that the prefill gave up. The prefill writes no more."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is ReceiverState.DECLINED:
             return
@@ -418,7 +433,7 @@ class ReceiverTable:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
             is_leg = not receiver.begun and receiver.newcomer is None
             if msg.status == CLIENT_GONE and is_leg and not receiver.req.is_ended:
-                # Whoever aborted it there meant the request; its own abort here is on its way, or was lost.
+                # The abort at the prefill was meant for the whole request; the abort sent here is late or was lost.
                 reason = shown(msg.reason, REASON_CHARS)
                 self._scheduler.end(receiver.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=reason))
                 self._let_go(receiver, reason)
@@ -426,7 +441,7 @@ class ReceiverTable:
             self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
     def on_abort_ack(self, peer: Peer, msg: AbortAck) -> None:
-        """The prefill will write no more for a hand-over that was aborted."""
+        """Free the memory of an aborted hand-over, now that the prefill writes no more."""
         receiver = self._known(peer, msg.handover)
         if receiver is not None and receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
@@ -434,19 +449,19 @@ class ReceiverTable:
     # --- the ways out ---
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended on this side; its memory stays pinned until nobody writes to it any more."""
+        """End the room of a request that ended here. Its memory stays pinned until nothing can write to it any more."""
         receiver = self._of(req)
         if receiver is not None:
             self._let_go(receiver, reason)
 
     def on_gone(self, peer: Peer) -> None:
-        """The prefill is gone: its requests fail now, or are computed here.
+        """Fail the requests of a prefill that is gone, or compute their prompts here.
 
-        Pages that it may still write wait for ``on_down``.
+        Pages that it may still write are freed by ``on_down``.
         """
         for receiver in [r for r in self.rooms.values() if r.peer is peer]:
             if receiver.state in (ReceiverState.VERIFYING, ReceiverState.DECLINED):
-                continue  # all of it is here, or computed here
+                continue  # the KV is here, or the prompt is computed here
             self._give_up(receiver, peer.status, why(peer))
             if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
                 self._begin_draining(receiver)
@@ -454,12 +469,12 @@ class ReceiverTable:
                 self._drained(receiver)
 
     def on_down(self, peer: Peer) -> None:
-        """A prefill that was gone can't write here any more."""
+        """Free the pages of a gone prefill, which can't write here any more."""
         for receiver in [r for r in self.rooms.values() if r.peer is peer and r.state is ReceiverState.DRAINING]:
             self._drained(receiver)
 
     def warning(self, now: float) -> str | None:
-        """What somebody should look after: memory that a peer neither lets go of nor dies with."""
+        """Return a warning about memory that a hanging peer still holds, or None."""
         stuck = [r for r in self._in(ReceiverState.DRAINING) if now - r.draining_since > STUCK_SECONDS]
         if not stuck:
             return None
@@ -471,11 +486,11 @@ class ReceiverTable:
         )
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Rooms that are open, for /transfers."""
+        """Return the open rooms for ``/transfers``."""
         return [receiver.info(now) for receiver in self.rooms.values()]
 
     def pinned(self) -> list[KVHold]:
-        """Memory that a prefill, or our own worker, may still write."""
+        """Return memory that a prefill or this instance's worker may still write."""
         return [r.hold for r in self.rooms.values() if r.hold is not None]
 
     def _in(self, state: ReceiverState) -> list[KVReceiver]:
@@ -501,7 +516,10 @@ class ReceiverTable:
         self._let_go(receiver, reason)
 
     def _give_up(self, receiver: KVReceiver, status: int, reason: str) -> None:
-        """The KV won't come. Who has the first token gets the others all the same; another may ask elsewhere."""
+        """Handle KV that will not come.
+
+        After the first token the prompt is computed here. Before it the request fails, and the client may retry.
+        """
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return
@@ -531,7 +549,7 @@ class ReceiverTable:
             self._drained(receiver)
 
     def _drained(self, receiver: KVReceiver) -> None:
-        """No peer writes to its memory any more: free it, unless our own worker still may."""
+        """Close a failed room that no peer writes to. While our worker checks its pages, keep it DRAINING."""
         if receiver.checking:
             self._begin_draining(receiver)
             return
@@ -548,7 +566,7 @@ class ReceiverTable:
             self._scheduler.outbox.to_transfer(RevokePages(receiver.handover, are_checked))
 
     def _over(self, receiver: KVReceiver) -> None:
-        """Nothing more comes of a room: its memory is no longer held for it."""
+        """Close a room: revoke the prefill's grant and unpin its memory."""
         del self.rooms[receiver.handover.room]
         self._revoke(receiver)
         if receiver.hold is not None:

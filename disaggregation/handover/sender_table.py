@@ -1,21 +1,21 @@
-"""The prefill's side of hand-overs.
+"""Hand-overs on the prefill instance.
 
-A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's
-``TransferRequest``::
+A ``KVSender`` is one hand-over, named by its bootstrap room. It opens with the client's request or with the decode's
+first message, whichever comes first::
 
     request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token → FirstToken
                                                               └─ SendEnded, and the first token → TransferDone
 
-An instance that has nothing else to compute does not wait for the decode with a short prompt: it begins with the
-request alone, and pushes what it has when it is asked. What is done before that keeps its memory until another request
-waits for some: two instances would wait for each other's else.
+An idle instance computes a short prompt before the decode asks, and pushes the pages when it is asked. A prompt that is
+finished before that keeps its memory until another request waits for memory. Otherwise two instances could wait for
+each other's memory.
 
-Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
-written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
-early leaves a tombstone for a while, so that the other leg, arriving late, is told at once instead of waiting.
+On every other path the room *drains*. The worker is told to cancel. Its ``SendEnded`` confirms that nothing more is
+read here or written there. Only then are the pages freed and the decode notified (``TransferFailed``, ``AbortAck``).
+A request that ends early leaves a tombstone for a while, so that a late message of the other side is answered at once.
 
-The client's request knows the room only, so rooms are what the two meet by. From the decode's first word on it is one
-attempt of that decode (``HandoverId``), and nothing that is said or done for another touches it.
+The client's request knows only the room, so the two requests are matched by room. From the decode's first message on,
+the room belongs to one attempt of that decode (``HandoverId``). Messages of other attempts do not affect it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from .unclaimed_rooms import Tombstones, UnclaimedRooms
 log = logging.getLogger(__name__)
 
 MAX_OVER = 1 << 14
+"""Maximum number of ended hand-overs that are remembered."""
 
 
 class SenderTable:
-    """Owner of all rooms of a prefill instance."""
+    """Owner of all hand-overs from this instance, by bootstrap room."""
 
     def __init__(
         self,
@@ -78,36 +79,36 @@ class SenderTable:
         self.rooms: dict[int, KVSender] = {}
         self._unclaimed = UnclaimedRooms()
         self._given_up = Tombstones()
-        """Rooms that a decode gave up before the request came."""
+        """Rooms that a decode gave up before the client's request came."""
         self._left = Tombstones()
-        """Rooms whose request ended before a decode came."""
+        """Rooms with a request that ended before the decode's message came."""
         self._declined = Tombstones()
-        """Rooms whose decode computes the prompt itself, before the request came."""
+        """Rooms that a decode declined, before the client's request came, because it computes the prompt itself."""
         self.foretelling = PrefillEstimates(scheduler.estimator, scheduler.tiers)
         self._over: dict[HandoverId, None] = {}
-        """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
+        """Latest hand-overs that ended or were refused here, oldest first. Late messages about them open no room."""
         self._now = 0.0
         self.done = 0
         self.failed = 0
         self.bytes_sent = 0
         self.push_seconds = 0.0
 
-    # --- both ends turn up ---
+    # --- the two requests arrive ---
 
     def add(self, req: Req, now: float) -> None:
-        """A client's request for a room has come."""
+        """Add a client's request to its room, which is opened if the decode has not done so."""
         assert req.msg.bootstrap is not None
         room = req.msg.bootstrap.room
         self._now = now
-        self._left.take(room)  # said of an earlier request
+        self._left.take(room)  # left by an earlier request
         if self._declined.take(room) is not None:
             self._end_declined(req)
-            self._left.add(room, "declined", now)  # it may have been meant for an earlier request
+            self._left.add(room, "declined", now)  # the tombstone may stem from an earlier request
             return
         over = self._given_up.take(room)
         if over is not None:
             self._scheduler.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
-            self._left.add(room, over, now)  # if both legs use a name again too soon, both are told
+            self._left.add(room, over, now)  # if both sides reuse a room too soon, both are notified
             return
         sender = self.rooms.get(room)
         if sender is None:
@@ -122,18 +123,18 @@ class SenderTable:
         self.foretelling.tell(sender, now)
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
-        """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
+        """Note that a decode will ask for this room when it has memory. The decode limits how long that may take."""
         self._opened(peer, msg.handover, 0, now)
 
     def on_forecast_request(self, peer: Peer, msg: ForecastRequest, now: float) -> None:
-        """A decode has memory for this room, and decides by our forecast."""
+        """Send a forecast to a decode that has memory for this room and decides by the forecast."""
         sender = self._opened(peer, msg.handover, 0, now)
         if sender is not None and sender.asks is None and sender.request is None:
             sender.asks = True
             self.foretelling.tell(sender, now)
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
-        """The decode computes a room's prompt itself: that is the end of this leg, and no failure."""
+        """End a room with a prompt that the decode computes itself. This is not a failure."""
         handover = msg.handover
         self._now = now
         sender = self.rooms.get(handover.room)
@@ -149,7 +150,7 @@ class SenderTable:
             self._close(sender)
         else:
             self._note_over(handover)
-            self._given_up.take(handover.room)  # said of an earlier attempt
+            self._given_up.take(handover.room)  # left by an earlier attempt
         if req is None and self._left.take(handover.room) is None:
             self._declined.add(handover.room, "declined", now)
         elif req is not None and not req.is_ended:
@@ -157,18 +158,19 @@ class SenderTable:
 
     def _end_declined(self, req: Req) -> None:
         text = "the decode instance computes the prompt itself"
-        req.untold, req.untold_logprobs = [], []  # the decode's own is the first
+        req.untold, req.untold_logprobs = [], []  # the client gets the decode's first token instead
         self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
-        """The room, ``peer``'s from now on, which brings ``nbytes`` of page numbers; a new one where there is none.
+        """Return the room of ``handover``, assigned to ``peer``. A missing room is opened.
 
-        None where it is another decode's or attempt's, over already, or one too many; the peer has been told then.
+        ``nbytes`` is the size of the page numbers that the peer's message brings. Returns None if the room belongs to
+        another decode or attempt, has ended, or is one too many. The peer is notified in these cases.
         """
         room = handover.room
         self._now = now
         if handover in self._over:
-            return None  # the peer has been told that it is, and may have used the pages for something else since
+            return None  # the peer knows that it has ended, and may have reused the pages
         sender = self.rooms.get(room)
         if sender is not None and sender.withdrawn and sender.peer is peer and handover.epoch == peer.epoch:
             if sender.handover not in (None, handover):
@@ -180,7 +182,7 @@ class SenderTable:
             self._deny(peer, handover, 409, f"bootstrap_room {room} is {whose}")
             return None
         if sender is None:
-            self._given_up.take(room)  # said of an earlier attempt
+            self._given_up.take(room)  # left by an earlier attempt
             self._declined.take(room)
             over = self._left.take(room)
             if over is not None:
@@ -201,7 +203,7 @@ class SenderTable:
         peer.send(TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
 
     def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
-        """A decode has memory and wants a room's KV."""
+        """Start the transfer to a decode that has memory for a room's KV, as soon as the client's request is here."""
         known = self.rooms.get(msg.handover.room)
         if known is not None and known.handover == msg.handover and known.request is not None:
             self._drain(known, 409, f"bootstrap_room {known.room} was asked for twice")
@@ -214,15 +216,16 @@ class SenderTable:
         self._try_start(sender, now)
 
     def on_withdraw(self, peer: Peer, msg: Withdraw, now: float) -> None:
-        """A decode needs the memory that it has offered, unless its prompt is begun or is about to be.
+        """Give the memory that a decode has offered back to it, unless the prompt has begun or is about to begin.
 
-        It is about to be if this instance asks for memory back for it, which may go in a circle: of instances that ask
-        each other at once, one has a larger epoch than the one that asks it, and gives back; see ``claims.py``.
+        A prompt is about to begin if this instance is withdrawing other memory for it. Such withdrawals can form a
+        circle of instances. In every circle one instance has a larger epoch than the peer that asks it. That instance
+        gives the memory back. See ``scheduler/claims.py``.
         """
         self._now = now
         sender = self.rooms.get(msg.handover.room)
         if sender is None or sender.peer is not peer or sender.handover != msg.handover or sender.request is None:
-            return  # it crossed the end of the room, or an abort; the decode is told of these
+            return  # it crossed the end of the room, or an abort; the decode learns of these by other messages
         req = sender.req
         begun = sender.state not in (SenderState.BOOTSTRAPPING, SenderState.QUEUED)
         begun = begun or (req is not None and (req.hold is not None or req.is_ended))
@@ -265,15 +268,17 @@ class SenderTable:
         req.phases.mark(now)
         push = self.chunk_planned(req) if req.hold is not None else None
         if push is not None:
-            # In the order of the steps, so that those which compute these pages come before.
+            # Queued in the order of the steps, so that the steps that compute these pages run first.
             self._scheduler.outbox.to_worker(push)
         if sender.first is not None:
             req.phases.enter(Phase.TRANSFER, now)
             self.first_token(req, *sender.first)
 
     def _leaves_whole(self, req: Req) -> bool:
-        """Whether its KV is too little to be pushed by layers: that takes being asked before the step begins, and is
-        worth more to a long prompt than an early beginning.
+        """Return whether a prompt's KV is too small to be pushed layer by layer.
+
+        Pushing by layers requires the decode's request before the step begins. For a long prompt that is worth more
+        than an early start.
         """
         run = self._scheduler.memory.run(0, req.prompt_len, goes_on=req.prompt_len - 1)
         groups = self._scheduler.worker.layout.groups
@@ -292,7 +297,7 @@ class SenderTable:
     # --- the request computes ---
 
     def chunk_planned(self, req: Req) -> SendPages | None:
-        """A step that computes more of the prompt is about to be sent to the worker: what to push of it."""
+        """Return the pages to push after the step that is about to be sent to the worker, or None."""
         sender = self._of(req)
         if sender is None or sender.state in (SenderState.AHEAD, SenderState.DRAINING):
             return None
@@ -315,7 +320,7 @@ class SenderTable:
         return SendPages(sender.handover, [pack_i32(pages) for pages in src], dst, last, sender.request.checksum)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """The prompt is computed; the decode goes on from this token, and its client need not wait for the KV."""
+        """Send the first token of a computed prompt to the decode, so that its client need not wait for the KV."""
         sender = self._of(req)
         if sender is None or sender.state is SenderState.DRAINING:
             return
@@ -334,7 +339,7 @@ class SenderTable:
         self._finish_if_whole(sender)
 
     def on_progress(self, event: SendProgress) -> None:
-        """More of a hand-over's pages have landed."""
+        """Record that more bytes of a hand-over have landed at the decode."""
         sender = self.rooms.get(event.handover.room)
         if sender is None or sender.handover != event.handover or sender.state is not SenderState.PUSHING:
             return
@@ -343,7 +348,10 @@ class SenderTable:
             self._advanced(sender)
 
     def _advanced(self, sender: KVSender) -> None:
-        """Count the limit of a hand-over from now on, here and at the decode."""
+        """Restart the time limit of a hand-over, and report the progress so that the decode restarts its own.
+
+        Reports are at least ``PROGRESS_SECONDS`` apart.
+        """
         sender.deadline = self._now + (self._limits.transfer if sender.computed else self._limits.piece)
         if self._now - sender.told_at < PROGRESS_SECONDS or sender.peer is None or sender.handover is None:
             return
@@ -355,13 +363,13 @@ class SenderTable:
         sender.peer.send(Progress(sender.peer.epoch, sender.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
-        """The worker will not touch this hand-over's pages again."""
+        """Release the pages of a hand-over, which the worker will not touch again."""
         sender = self.rooms.get(event.handover.room)
         if sender is None or sender.handover != event.handover:
             return
         draining = sender.state is SenderState.DRAINING
         if draining and not event.cancelled:
-            return  # it crossed our cancel, whose own answer is under way, and must find this room
+            return  # it crossed our CancelSend; the answer to that is under way and must find this room
         if sender.hold is not None:
             self._scheduler.memory.unpin(sender.hold)
             sender.hold = None
@@ -401,19 +409,19 @@ class SenderTable:
     # --- the ways out ---
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended on this side: its client left, or it failed."""
+        """Drain the room of a request that ended here: its client left, or it failed."""
         sender = self._of(req)
         if sender is not None:
             self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
 
     def give_up(self, handover: HandoverId, status: int, reason: str) -> None:
-        """A hand-over can't be what was asked for."""
+        """Fail a hand-over with an HTTP status and a reason."""
         sender = self.rooms.get(handover.room)
         if sender is not None and sender.handover == handover:
             self._drain(sender, status, reason)
 
     def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
-        """The decode gives a room up."""
+        """End a room that the decode gives up, and acknowledge it when nothing is written any more."""
         handover = msg.handover
         self._now = now
         sender = self.rooms.get(handover.room)
@@ -431,12 +439,12 @@ class SenderTable:
             self._drain(sender, 499, msg.reason)
 
     def on_gone(self, peer: Peer) -> None:
-        """The peer died or fell silent."""
+        """Drain the rooms of a decode that died or fell silent."""
         for sender in [s for s in self.rooms.values() if s.peer is peer]:
             self._drain(sender, 502, f"the decode instance is gone: {peer.reason}")
 
     def tick(self, now: float) -> None:
-        """Give up what has waited too long."""
+        """Send due forecasts, and drain rooms past their deadline."""
         self._now = now
         self._make_room(now)
         for sender in list(self.rooms.values()):
@@ -460,7 +468,7 @@ class SenderTable:
         self._declined.expire(now)
 
     def _make_room(self, now: float) -> None:
-        """Let go of memory that nobody has asked for yet, where somebody waits for some."""
+        """Free memory of finished prompts that no decode has asked for, if other requests wait for memory."""
         done = [s for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
         for sender in done if done and self._scheduler.planner.lacks_memory(now) else ():
             assert sender.req is not None
@@ -468,7 +476,7 @@ class SenderTable:
             self._scheduler.start_over(sender.req)
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """Rooms that are open, for /transfers."""
+        """Return the open rooms for ``/transfers``."""
         return [
             {
                 "direction": "sending",
@@ -484,7 +492,7 @@ class SenderTable:
         ]
 
     def pinned(self) -> list[KVHold]:
-        """Memory that the worker may still read."""
+        """Return memory that the worker may still read."""
         return [s.hold for s in self.rooms.values() if s.hold is not None]
 
     def _of(self, req: Req) -> KVSender | None:
@@ -522,25 +530,26 @@ class SenderTable:
         self._close(sender)
         self.failed += 1
         self._unclaimed.drop(sender.peer, sender.room)
-        # Of rooms without a request a stranger can open and end any number.
+        # A stranger can open and end any number of rooms without a request: keep them out of the info log.
         if sender.req is None:
             log.debug("room %d is off: %s", sender.room, reason)
         else:
             log.info("room %d is off: %s", sender.room, reason, extra={"rid": sender.req.rid})
         peer, handover = sender.peer, sender.handover
         if peer is None or handover is None:
-            # The decode's leg has not turned up yet; when it does, it shall not wait.
+            # The decode has not asked yet; when it does, it gets the failure at once.
             self._left.add(sender.room, reason, self._now)
             return
         if sender.req is None and not peer.gone:
-            # And so shall the client's. But that one who is gone had the room need not concern it.
+            # The client's request, when it comes, gets the failure at once, too. A peer that is gone leaves no trace:
+            # its room need not concern the client's request.
             self._given_up.add(sender.room, reason, self._now)
         if sender.abort_asked:
             peer.send(AbortAck(peer.epoch, handover))
             return
         self._deny(peer, handover, status, reason)
         if sender.withdrawn and sender.req is not None and not peer.gone:
-            # The decode has left that attempt, and its next one is on its way.
+            # The decode has ended that attempt, and its next one is on its way.
             self._left.add(sender.room, reason, self._now)
 
 
