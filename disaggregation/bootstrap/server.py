@@ -27,13 +27,13 @@ from collections.abc import Callable
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.child import start_child
 from ...runtime.signals import STOP
-from ...runtime.web.body import BodyTooLarge, read_body
+from ...runtime.web.body import BodyEncoded, BodyTooLarge, read_body
 from ...runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_protocol
 from ...runtime.web.ports import http_url, listen
 from ...runtime.web.server import ChildServer
@@ -64,6 +64,10 @@ def make_app(registry: Registry, secret: str) -> Starlette:
             return _unauthorized()
         try:
             registry.register(decode_registration(await read_body(request, MAX_REGISTRATION_BYTES)))
+        except ClientDisconnect:
+            return Response(status_code=400)  # The connection is gone: an answer is only for the log.
+        except BodyEncoded as e:
+            return _refusal(415, str(e))
         except BodyTooLarge as e:
             return _refusal(413, str(e))
         except InvalidRegistration as e:
