@@ -1,10 +1,15 @@
-"""Here or there: whether a decode has a prompt computed by its prefill, or computes it itself.
+"""Placement of prompts: a decode has a prompt computed by its prefill ("there") or computes it itself ("here").
 
-``--disaggregation-threshold`` says which: ``always`` there, ``never``, from a number of tokens on that are not cached
-here, or, by default, where the first token comes sooner. For that the prefill is asked when the decode has memory for
-the prompt: it foresees its own part (``scheduler/estimates/``), with its queue and what it has cached, as this instance
-does its own. To a prefill's forecast belongs the time that the KV needs behind the first token, as the second
-one waits for it. All are corrected by how such forecasts came out lately, each prefill's by its own.
+``--disaggregation-threshold`` decides:
+
+- ``always`` and ``never``: always or never on the prefill.
+- A number: on the prefill from this many tokens on that are not cached here.
+- ``auto`` (default): on the instance with the earlier first token.
+
+For ``auto`` the prefill is asked for a forecast when the decode has memory for the prompt. Each instance estimates its
+own time to the first token (``scheduler/estimates/``) from its queue and its cache. The time that the KV takes after
+the first token is added to the prefill's forecast, because the second token waits for the KV. All estimates are
+corrected by recent outcomes, those of each prefill separately.
 """
 
 from __future__ import annotations
@@ -21,19 +26,24 @@ from ...scheduler.estimates.outcomes import Line
 from ...scheduler.req import Foreseen, Req
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
+"""Thresholds in tokens of the named settings."""
 RECENT = 256
+"""Number of latest prompts of which the median error is reported."""
 MOST_PEERS = 256
+"""Maximum number of prefills with learned corrections. The least recently used one is forgotten first."""
 MOST_MS_A_PAGE = 1000.0
+"""Upper limit of the learned delay of the KV, in milliseconds per page."""
 
 
 class Prospects(NamedTuple):
-    """Milliseconds until a prompt's first token: ``here``, where so many tokens are missing, and ``there``, behind
-    which so many pages need ``lag``.
-    """
+    """Expected milliseconds until a prompt's first token and its KV, on both instances."""
 
     here: Callable[[int], float]
+    """Time to the first token on this instance, by the number of tokens to compute."""
     there: float
+    """Time to the first token on the prefill."""
     lag: Callable[[int], float]
+    """Time from the prefill's first token to the arrival of the KV, by the number of pages."""
 
     def sooner(self, tokens: int, pages: int) -> float:
         """Return the milliseconds to the first token and its KV, on the instance that is sooner."""
@@ -41,7 +51,7 @@ class Prospects(NamedTuple):
 
 
 class _Prefill:
-    """Corrections learned for one prefill: of its forecasts of first tokens, and of the KV's delay by pages (ms)."""
+    """Corrections learned for one prefill: of its forecasts of first tokens, and the KV's delay by pages (ms)."""
 
     def __init__(self) -> None:
         self.first_token = Line(1.0)
@@ -73,7 +83,7 @@ class _Place:
 
 
 class PlacementPolicy:
-    """Decides which instance computes a prompt. ``asks``: whether that needs the prefill's forecast."""
+    """Decision which instance computes a prompt. ``asks``: whether it needs the prefill's forecast."""
 
     def __init__(self, threshold: str, estimator: Estimator) -> None:
         self.asks = threshold == "auto"
@@ -84,19 +94,24 @@ class PlacementPolicy:
         self._prefills: dict[str, _Prefill] = {}
 
     def is_short(self, req: Req) -> bool:
-        """Whether so little of its prompt is to be computed that no other instance is asked."""
+        """Return whether so little of the prompt is uncached that no other instance is asked."""
         here = self._least > 0 and self._estimator.uncached(req) < self._least
         if here or not self.asks:
             (self.here if here else self.there).prompts += 1
         return here
 
     def would_decline(self, req: Req) -> bool:
-        """Whether a decode of the same threshold would compute the prompt itself, as far as one can tell elsewhere."""
+        """Return whether a decode with the same threshold would compute the prompt itself.
+
+        This is called on a prefill, which does not know what the decode has cached.
+        """
         return req.prompt_len < self._least
 
     def is_here(self, req: Req, prefill: str, there_ms: float, computed: int, pages: int, now: float) -> bool:
-        """Whether to compute it here, where ``computed`` tokens of it are cached already, while the prefill of that
-        epoch foresees ``there_ms`` and would send so many pages.
+        """Return whether to compute the prompt here, and record the estimate in the request.
+
+        ``prefill`` is the epoch of the prefill, which forecasts ``there_ms`` and would send ``pages`` pages.
+        ``computed`` tokens of the prompt are cached here.
         """
         here_ms = self._estimator.first_token_ms(req, req.prompt_len - computed, now)
         here, there = self._own.at(here_ms, now), self._learned(prefill).first_token.at(there_ms, now)
@@ -107,8 +122,10 @@ class PlacementPolicy:
         return is_here
 
     def prospects(self, req: Req, prefill: str, there_ms: float | None, now: float) -> Prospects:
-        """The same for each number of tokens and pages, where ``there_ms`` was asked for; None: the prompt is computed
-        there in any case, and how soon does not matter.
+        """Return the estimates of ``is_here`` for any number of tokens and pages.
+
+        ``there_ms`` None means that the prefill computes the prompt in any case. Its time then counts as 0 and the time
+        here as infinite.
         """
         learned = self._learned(prefill)
         lag = partial(learned.lag.at, now=now)
@@ -118,7 +135,7 @@ class PlacementPolicy:
         return Prospects(here, learned.first_token.at(there_ms, now), lag)
 
     def learn(self, req: Req, now: float) -> None:
-        """The first token of a request is known."""
+        """Learn from the actual time to a request's first token."""
         foreseen, req.foreseen = req.foreseen, None
         if foreseen is None:
             return
@@ -128,19 +145,20 @@ class PlacementPolicy:
         self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
 
     def never_came(self, req: Req, now: float) -> None:
-        """The request has ended without a first token. One that was overdue is worth learning from: an instance that
-        hangs would be thought fast for as long as it does.
+        """Learn from a request that ended without a first token, if its estimate was exceeded.
+
+        Otherwise an instance that hangs would count as fast for as long as it hangs.
         """
         foreseen, req.foreseen = req.foreseen, None
         if foreseen is not None and (ms := (now - foreseen.at) * 1000) > foreseen.ms:
             self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
 
     def learn_lag(self, prefill: str, pages: int, seconds: float, now: float) -> None:
-        """So long behind its first token the KV of a prompt was there."""
+        """Learn the time from a prompt's first token to the arrival of its KV."""
         self._learned(prefill).lag.learn(pages, seconds * 1000, now)
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready: decisions since the start, how far forecasts were off lately, and by what they are corrected."""
+        """Return decisions since the start, recent errors of estimates, and the corrections in use, ready for JSON."""
 
         def line(of: Line) -> list[float]:
             return [round(term, 4) for term in of.fit()]

@@ -1,14 +1,14 @@
-"""Running requests that go to another instance.
+"""Migration of running requests to another instance, and return of finished requests' KV to a prefill.
 
-A ``Migration`` is one::
+A ``Migration`` is one request::
 
-    REACHING → OFFERED → PUSHING → LANDING → FREEZING → COMMITTED → (it is over here)
+    REACHING → OFFERED → PUSHING → LANDING → FREEZING → COMMITTED → (the request leaves this instance)
                   └─────────(no KV to take along)───────▲
 
-The request runs on until FREEZING: what it holds of whole pages when it is offered goes ahead, and what it writes
-meanwhile the other instance computes again, a handful of tokens. So it stands still for a few steps, however long it
-is. Whatever fails before the other has said that it goes on there, it goes on here, and has lost nothing. DRAINING: it
-is off, and the worker may still read its pages.
+The request keeps running until FREEZING. The whole pages that it has when it is offered are sent ahead. The other
+instance recomputes what is written after that, a handful of tokens. So the request pauses for only a few steps, however
+long it is. If anything fails before the other instance confirms that it has taken over, the request continues here and
+has lost nothing. DRAINING: the migration has failed, and the worker may still read its pages.
 """
 
 from __future__ import annotations
@@ -50,26 +50,30 @@ from ..peer import Peer, PeerState
 log = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 10.0
-"""For the other instance to say that it goes on there: it has all it needs, and the client waits."""
+"""Time limit in seconds for the other instance to confirm that it has taken over.
+
+It has everything that it needs, and the client waits.
+"""
 
 
 OFFER_SECONDS = 100.0
-"""For memory there."""
+"""Time limit in seconds for the other instance to find memory."""
 AGAIN_SECONDS = 1.0
-"""Before a request that could not go is to try the next instance."""
+"""Seconds before a request that could not migrate tries the next instance."""
 
 
 GIFT_SECONDS = 10.0
-"""For KV that nobody waits for to be taken; it is pinned here meanwhile."""
+"""Time limit in seconds of a KV return. No client waits for it, and its pages are pinned here meanwhile."""
 MAX_GIFTS = 256
+"""Maximum number of KV returns under way."""
 ROWS_A_GIFT = 8
-"""Of so many rows, one may be a gift's."""
+"""Running requests, of ``--max-running-requests``, for each KV return that may be under way."""
 SPARE_PAGES = 4
-"""For each running request, below which no gift is kept."""
+"""Obtainable pages for each running request, below which no KV return starts and offered ones are given up."""
 
 
 class MigrationState(Enum):
-    """Where a move stands; see the module."""
+    """State of a ``Migration``; the module docstring draws the transitions."""
 
     REACHING = auto()
     OFFERED = auto()
@@ -82,17 +86,10 @@ class MigrationState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Migration:
-    """One request on its way to ``peer``, which is found at ``host`` and ``port``.
-
-    ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead,
-    but for those that are there, as ``asked`` says.
-    ``run``: which pages that are; ``landed``: bytes of them, as far as the worker has told.
-    ``offered``: how many tokens were known then. ``frozen_at``: since when the request stands still, 0 while it
-    doesn't. ``hold``: its memory, pinned while it is pushed. ``abort_asked``: the peer waits to hear that nothing more
-    will be written. ``gift``: the request is over, and only its KV goes.
-    """
+    """State of one request that migrates to ``peer``, which is found at ``host`` and ``port``."""
 
     question: int | None
+    """Id of the ``MigrateReq`` to answer. None for a KV return, or if all requests migrate."""
     req: Req
     host: str
     port: int
@@ -101,20 +98,31 @@ class Migration:
     deadline: float
     state: MigrationState = MigrationState.REACHING
     handover: HandoverId | None = None
+    """Id of the hand-over. Set in OFFERED."""
     kv_len: int = 0
+    """Tokens with KV that is sent ahead, less the prefix that the peer has according to ``asked``."""
     asked: TransferRequest | None = None
+    """The peer's request for the KV. Set in PUSHING."""
     run: PageRun | None = None
+    """Pages to push. Set in PUSHING."""
     landed: int = 0
+    """Bytes that have landed, as last reported by the worker."""
     offered: int = 0
+    """Number of tokens that were known when the request was offered."""
     hold: KVHold | None = None
+    """The request's memory, pinned while it is pushed; that of a KV return from the beginning."""
     frozen_at: float = 0.0
+    """Time at which the request was paused, 0 before that. Set in FREEZING."""
     abort_asked: bool = False
+    """Whether the peer aborted the transfer and waits for an ``AbortAck``."""
     reason: str = ""
+    """Why the migration failed. Set in DRAINING."""
     gift: bool = False
+    """Whether this is a KV return: the request has finished, and only its KV is sent."""
 
 
 class MigrationSource:
-    """Owner of all moves to others. ``reach`` gives the peer behind a bootstrap address."""
+    """Owner of all migrations to other instances. ``reach`` returns the peer behind a bootstrap address."""
 
     def __init__(self, scheduler: Scheduler, limits: HandoverLimits, reach: Callable[[str, int, float], Peer]) -> None:
         self._scheduler = scheduler
@@ -122,14 +130,14 @@ class MigrationSource:
         self._limits = limits
         self._reach = reach
         self._moves: dict[str, Migration] = {}
-        """By the request's name: those that are not off."""
+        """Migrations by request id, without failed ones and KV returns."""
         self._rooms: dict[int, Migration] = {}
-        """All that the peer has heard of."""
+        """Migrations that were offered to their peer, by room."""
         self._now = 0.0
         self._targets: deque[tuple[str, int]] = deque()
-        """Where everything is to go, in turns; none: it stays."""
+        """Bootstrap addresses that all requests migrate to, in rotation. Empty: they stay."""
         self._again_at: dict[str, float] = {}
-        """When to try next with requests that could not go."""
+        """Time of the next attempt, by the id of a request that could not migrate."""
         self._gifts: list[Migration] = []
         self._max_gifts = min(MAX_GIFTS, scheduler.options.max_running_requests // ROWS_A_GIFT)
         self.done = 0
@@ -137,13 +145,13 @@ class MigrationSource:
         self.given = 0
         self.paused_seconds = 0.0
 
-    # --- asked for ---
+    # --- starting a migration ---
 
     def give_back(self, req: Req) -> None:
-        """Offer the KV of a request that is about to be over to the prefill that its prompt came from."""
+        """Offer the KV of a request that is about to finish to the prefill that computed its prompt."""
         where, hold = req.msg.bootstrap, req.hold
         computed = min(req.computed, req.known_len) // self._page_size * self._page_size
-        is_known = where is not None and not where.source  # else nobody there finds it
+        is_known = where is not None and not where.source  # else no request there can find it
         if (
             hold is None
             or not hold.verified
@@ -157,13 +165,16 @@ class MigrationSource:
         peer = self._reach(where.host, where.port, self._now)
         deadline = self._now + GIFT_SECONDS
         move = Migration(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
-        # Into the prefix cache here at once, and not only when the gift is over.
+        # Enter the prefix cache here at once, not only when the KV return is complete.
         self._scheduler.memory.share(req, computed)
         move.hold = self._scheduler.memory.pin(req)
         self._gifts.append(move)
 
     def _memory_is_wanted(self) -> bool:
-        """Whether a request waits for memory here, or one that runs may lack it soon: gifts give way to them."""
+        """Return whether requests need the memory: one waits for it, or running ones may soon lack it.
+
+        Their needs come before KV returns.
+        """
         planner, memory = self._scheduler.planner, self._scheduler.memory
         waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
@@ -179,7 +190,7 @@ class MigrationSource:
         peer.send(MoveOffer(peer.epoch, move.handover, RunningRequest(request, b"", 1, 0.0), move.kv_len, keep=True))
 
     def move_all(self, to: Iterable[tuple[str, int]]) -> None:
-        """Everything that runs here is to go to the instances behind these bootstrap addresses, as soon as it can."""
+        """Migrate all requests, as soon as each one can leave, to the instances behind these bootstrap addresses."""
         self._targets = deque(to)
 
     def _move_more(self, now: float) -> None:
@@ -212,7 +223,7 @@ class MigrationSource:
         self._moves[req.rid] = Migration(question, req, host, port, peer, now, now + self._limits.bootstrap)
 
     def advance(self, now: float) -> None:
-        """Move on what can move; give up what has waited too long."""
+        """Advance every migration that can advance, and fail those past their deadline."""
         self._now = now
         if self._targets:
             self._move_more(now)
@@ -242,7 +253,10 @@ class MigrationSource:
 
     @staticmethod
     def _can_leave(req: Req) -> bool:
-        """Whether its tokens, and what is computed of them, are its own to give away now."""
+        """Return whether a request can be offered now.
+
+        A running one needs output; a waiting one must have no memory and nothing pending in a step.
+        """
         if req.state is ReqState.RUNNING:
             return bool(req.output_len)
         return req.state is ReqState.WAITING and req.hold is None and not req.pending
@@ -254,10 +268,10 @@ class MigrationSource:
         move.kv_len = computed // self._page_size * self._page_size
         move.offered = req.known_len
         move.state = MigrationState.OFFERED
-        # Where everything is to go, another one is tried rather than waited for.
+        # If all requests migrate, the next instance is tried instead of waiting long for this one.
         move.deadline = now + min(OFFER_SECONDS, self._limits.bootstrap if move.question is None else OFFER_SECONDS)
         self._rooms[move.handover.room] = move
-        # The hand-over that it came by, and whose prompt it shares, are over, or stay.
+        # Its own hand-over and the request that it forked from do not concern the other instance.
         request = msgspec.structs.replace(req.msg, bootstrap=None, fork_of="")
         output = req.token_ids[req.prompt_len : req.known_len].tobytes()
         running = RunningRequest(request, output, req.max_new_tokens, max(0.0, now - req.times.arrival))
@@ -266,12 +280,12 @@ class MigrationSource:
     # --- the other instance answers ---
 
     def knows(self, handover: HandoverId) -> bool:
-        """Whether this hand-over is a move's."""
+        """Return whether this hand-over belongs to a migration or KV return from here."""
         move = self._rooms.get(handover.room)
         return move is not None and move.handover == handover
 
     def on_request(self, peer: Peer, msg: TransferRequest) -> None:
-        """It has memory, and wants the KV."""
+        """Push the KV to the other instance, which has memory and asks for it."""
         move = self._of(peer, msg.handover)
         if move is None or move.state is not MigrationState.OFFERED:
             return
@@ -290,7 +304,7 @@ class MigrationSource:
         if move.hold is None:
             move.hold = memory.pin(move.req)
         src = [pack_i32(pages) for pages in memory.pages_in(move.hold, run, run.begin, run.end)]
-        # In the order of the steps, so that those which compute these pages come before.
+        # Queued in the order of the steps, so that the steps that compute these pages run first.
         push = SendPages(msg.handover, src, msg.dst_pages, last=True, checksum=msg.checksum)
         self._scheduler.outbox.to_worker(push)
 
@@ -306,7 +320,7 @@ class MigrationSource:
         return None
 
     def on_progress(self, event: SendProgress) -> None:
-        """More of a move's pages have landed: count its limit from now on, here and at the other instance."""
+        """Restart a migration's time limit when more of its pages have landed, here and at the other instance."""
         move = self._rooms.get(event.handover.room)
         if move is None or move.handover != event.handover or move.state is not MigrationState.PUSHING:
             return
@@ -317,12 +331,12 @@ class MigrationSource:
             move.peer.send(Progress(move.peer.epoch, event.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
-        """The worker will not touch this hand-over's pages again."""
+        """Release the pages of a hand-over, which the worker will not touch again."""
         move = self._rooms.get(event.handover.room)
         if move is None or move.handover != event.handover or move.hold is None:
             return
         if move.state is MigrationState.DRAINING and not event.cancelled:
-            return  # it crossed our cancel, whose own answer is under way, and must find this move
+            return  # it crossed our CancelSend; the answer to that is under way and must find this migration
         self._let_go_of(move)
         if move.state is MigrationState.DRAINING:
             self._forget(move)
@@ -343,7 +357,7 @@ class MigrationSource:
                 self._forget(move)
 
     def on_ready(self, peer: Peer, msg: MoveReady) -> None:
-        """It can go on there: let it stand still here."""
+        """Pause the request here: the other instance is ready to continue it."""
         move = self._of(peer, msg.handover)
         if move is None:
             return
@@ -373,7 +387,7 @@ class MigrationSource:
         peer.send(commit)
 
     def on_taken(self, peer: Peer, msg: MoveTaken, now: float) -> None:
-        """It goes on there."""
+        """End the request here: the other instance has taken it over."""
         move = self._of(peer, msg.handover)
         if move is None or move.state is not MigrationState.COMMITTED:
             return
@@ -391,19 +405,19 @@ class MigrationSource:
     # --- the ways out ---
 
     def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
-        """It can't go on there."""
+        """Fail a migration that the other instance refuses."""
         move = self._of(peer, msg.handover)
         if move is not None and move.state is not MigrationState.DRAINING:
             self._fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
 
     def on_too_long(self, peer: Peer, handover: HandoverId) -> None:
-        """What was to be said of a move is more than the peer takes."""
+        """Fail a migration with a message that exceeds the peer's frame limit."""
         move = self._of(peer, handover)
         if move is not None:
             self._fail(move, "its tokens or logprobs are more than one message may hold")
 
     def on_abort(self, peer: Peer, msg: Abort) -> None:
-        """The other instance does not want the KV any more."""
+        """Fail a migration that the other instance aborts, and acknowledge it when nothing is written any more."""
         move = self._of(peer, msg.handover)
         if move is None or move.hold is None:
             peer.send(AbortAck(peer.epoch, msg.handover))
@@ -413,25 +427,25 @@ class MigrationSource:
             self._fail(move, f"the other instance gave up: {shown(msg.reason, REASON_CHARS)}")
 
     def on_gone(self, peer: Peer) -> None:
-        """The other instance died or fell silent."""
+        """Fail all migrations to an instance that died or fell silent."""
         for move in [move for move in self._all() if move.peer is peer]:
             self._fail(move, f"the other instance is gone: {peer.reason}")
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended here."""
+        """Fail the migration of a request that ended here."""
         move = self._moves.get(req.rid)
         if move is not None and move.req is req:
             self._fail(move, f"the request has ended: {reason}")
 
     def pinned(self) -> list[KVHold]:
-        """Memory that the worker may still read."""
+        """Return memory that the worker may still read."""
         return [m.hold for m in self._all() if m.hold is not None]
 
     def _all(self) -> Iterable[Migration]:
         return {id(m): m for m in (*self._moves.values(), *self._gifts, *self._rooms.values())}.values()
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """For /transfers."""
+        """Return the open migrations for ``/transfers``."""
         return [
             {
                 "direction": "moving",
@@ -455,7 +469,10 @@ class MigrationSource:
             self._scheduler.outbox.answer(MigrateResult(move.question, moved, message, paused_ms))
 
     def _fail(self, move: Migration, reason: str, *, tell: bool = True) -> None:
-        """It does not move; where it stood still it goes on here."""
+        """End a migration without success. A paused request continues here.
+
+        ``tell``: notify the peer, if it knows of the migration.
+        """
         if move.state is MigrationState.DRAINING:
             return
         state, move.state, move.reason = move.state, MigrationState.DRAINING, reason
@@ -473,7 +490,7 @@ class MigrationSource:
         if self._targets and not move.req.is_ended:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
         if move.hold is not None and state is not MigrationState.PUSHING:
-            self._let_go_of(move)  # nobody reads it yet
+            self._let_go_of(move)  # the worker does not read it
         if move.hold is None:
             self._forget(move)
         else:
@@ -481,7 +498,7 @@ class MigrationSource:
             self._scheduler.outbox.to_worker(CancelSend(move.handover))
 
     def _let_go_of(self, move: Migration) -> None:
-        """Nobody reads its memory any more."""
+        """Unpin the memory of a migration, which the worker does not read any more."""
         hold, move.hold = move.hold, None
         assert hold is not None
         self._scheduler.memory.let_window_go(hold)

@@ -1,8 +1,9 @@
-"""Running requests that come from another instance: its ``MoveOffer`` to the moment when they go on here.
+"""Migration of running requests from another instance, from its ``MoveOffer`` until they run here.
 
-    LANDING (its KV is on the way: ``kv_receiver.py``) → READY (the other was told) → (it runs)
+    receiving (its KV is on the way: ``receiver_table.py``) → ready (the other instance is notified) → (it runs)
 
-Nobody reads such a request's answer yet when it begins to run: HTTP keeps it for who brings the key.
+When such a request begins to run, no client is connected for it yet. The HTTP process keeps its answer for the client
+that brings the key.
 """
 
 from __future__ import annotations
@@ -38,27 +39,31 @@ from ..receiver_table import ReceiverTable
 log = logging.getLogger(__name__)
 
 SUFFIX = re.compile(r"@[0-9a-f]{16}$")
-"""Of the names of requests that have moved before."""
+"""Suffix in the ids of requests that have migrated before."""
 READY_SECONDS = 30.0
-"""For the other instance to let go of a request that is ready here."""
+"""Time limit in seconds for the other instance to commit a request that is ready here."""
 MAX_ARRIVALS = 4096
+"""Maximum number of requests that are on their way to this instance."""
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One request. ``deadline``: of its commit, once it is ``ready``. ``keep``: it is over, its KV is for others."""
+    """State of one request that another instance has offered."""
 
     req: Req
     peer: Peer
     handover: HandoverId
     since: float
     keep: bool = False
+    """Whether this is a KV return: the request has finished, and its KV is kept for other requests."""
     ready: bool = False
+    """Whether the request can run here, and the other instance is notified."""
     deadline: float = 0.0
+    """Latest time of its ``MoveCommit``. Set with ``ready``."""
 
 
 class MigrationTarget:
-    """Owner of all moves from others, until the request runs here."""
+    """Owner of all migrations from other instances, until the request runs here."""
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class MigrationTarget:
         self.kept = 0
 
     def on_offer(self, peer: Peer, msg: MoveOffer, now: float) -> None:
-        """Another instance wants to be rid of a request."""
+        """Accept or refuse a request, or a finished request's KV, that another instance offers."""
         self._now = now
         problem = self._problem(msg)
         taken: Req | str = problem if problem is not None else self._admit(peer, msg, now)
@@ -122,11 +127,12 @@ class MigrationTarget:
 
     def _admit(self, peer: Peer, msg: MoveOffer, now: float) -> Req | str:
         running = msg.running
-        # KV that is what its sender sent need not be right: where anybody may be a peer, others don't share it.
+        # An intact transfer does not prove that the KV is right. Without a cluster secret any process may be a peer, so
+        # only requests from the same peer share it.
         source = "" if self._knows_peers else f"\0{peer.epoch}"
         request = msgspec.structs.replace(
             running.request,
-            # The name that it has there may be taken here.
+            # The id that it has there may be in use here.
             rid=f"{SUFFIX.sub('', running.request.rid)}@{msg.handover.room:016x}",
             place=0,
             extra_key=running.request.extra_key + source,
@@ -164,7 +170,7 @@ class MigrationTarget:
     # --- the other instance goes on ---
 
     def on_commit(self, peer: Peer, msg: MoveCommit, now: float) -> None:
-        """It stands still there, and this is all of it."""
+        """Start a request that is paused at the other instance, with the rest of its state."""
         self._now = now
         arrival = self._of(peer, msg.handover)
         if arrival is None or not arrival.ready:
@@ -213,24 +219,24 @@ class MigrationTarget:
     # --- the ways out ---
 
     def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
-        """It stays there, or is over."""
+        """Drop a request that stays at the other instance or has ended."""
         arrival = self._of(peer, msg.handover)
         if arrival is not None:
             self._drop(arrival, shown(msg.reason, REASON_CHARS), tell=False)
 
     def on_gone(self, peer: Peer) -> None:
-        """The other instance is over, and its requests with it."""
+        """Drop the requests of an instance that is gone."""
         for arrival in [a for a in self._arrivals.values() if a.peer is peer]:
             self._drop(arrival, f"the other instance is gone: {peer.reason}", tell=False)
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended here."""
+        """Drop a request that ended here."""
         arrival = self._by_req(req)
         if arrival is not None:
             self._drop(arrival, reason)
 
     def advance(self, now: float) -> None:
-        """Give up what has waited too long."""
+        """Drop requests that were not committed by their deadline."""
         self._now = now
         for arrival in [a for a in self._arrivals.values() if a.ready and now > a.deadline]:
             self._drop(arrival, f"it was not let go of within {READY_SECONDS:.0f} s")
@@ -240,7 +246,7 @@ class MigrationTarget:
         self._receivers.cancel(arrival.req, reason)
 
     def _forget(self, arrival: Arrival, reason: str, *, tell: bool) -> None:
-        """It does not go on here; nobody here has been told of it."""
+        """End a request that does not run here. The other processes of this instance have not heard of it."""
         del self._arrivals[arrival.handover]
         self.failed += not arrival.keep
         req = arrival.req
@@ -263,7 +269,7 @@ class MigrationTarget:
         return next((a for a in self._arrivals.values() if a.req is req), None)
 
     def info(self, now: float) -> list[dict[str, Any]]:
-        """For /transfers: those whose KV is here, or was not asked for."""
+        """Return the requests that are ready, for ``/transfers``. The others are listed by ``ReceiverTable``."""
         return [
             {
                 "direction": "arriving",
