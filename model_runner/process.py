@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
+SWITCH_SECONDS = 0.0005
+"""Python's thread switch interval beside a GPU.
+
+Each look at the command channel releases the interpreter. At the default of 5 ms, a busy transfer thread may keep it
+for longer than a decode step takes.
+"""
 
 
 class Worker(NamedTuple):
@@ -118,6 +124,8 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
     is_beside = model.hardware.beside
+    if is_beside:
+        sys.setswitchinterval(SWITCH_SECONDS)
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size, every_variant=is_beside)
     steps.capture_graphs()
     started.settle()

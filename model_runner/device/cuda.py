@@ -57,8 +57,9 @@ class CudaDevice(Device):
         if device.index is not None:
             torch.cuda.set_device(device)
         self._strict = strict
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of high priority: otherwise their short kernels wait until all blocks of a running kernel are issued.
+        self._copies = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._transfers = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._graph_memory: Any = None
 
     @property
