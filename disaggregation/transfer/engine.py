@@ -1,16 +1,15 @@
-"""Pushes KV pages to peers and checks those that landed, beside the model worker's forward passes.
+"""The transfer engine: pushes KV pages to peers and checks received pages while the model worker computes.
 
     push … push(last) ─▶ slices, round robin over hand-overs ─▶ SendProgress* ─▶ all landed ─▶ SendEnded
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
 
 One thread (``start``) owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut
-into slices of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
-Long ones leave while they are computed, some layers ahead of the others.
+into slices of a few MiB. So small hand-overs are sent between the slices of large ones, and a cancel takes effect soon.
+Long chunks are sent while they are computed, layer by layer.
 
-Where a link breaks under a hand-over's slices, some may still land after ``SendEnded(error)``: only the peer can know
-that nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the hand-overs knows
-that already.
+If a link breaks during a transfer, some slices may still land after ``SendEnded(error)``. Only the peer can know when
+no more will, by its own ``PeerLinkDown``. Our own is sent before the ``SendEnded`` of the link's hand-overs.
 """
 
 from __future__ import annotations
@@ -63,36 +62,46 @@ from .pages import PageGroup, unpack_pages
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 4 << 20
+"""Size of a slice."""
 WINDOW_BYTES = 16 << 20
-"""Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
+"""Bytes under way to a peer at which no slice is started. Enough to keep a fast link busy between slices."""
 WINDOW_SLICES = 64
+"""Maximum number of slices under way to a peer."""
 CHECK_BYTES = 4 << 20
+"""Bytes of received pages that are checked per tick."""
 MAX_PAGE = 1 << 31
-"""What page numbers of pools that are not ours stay below."""
+"""Upper bound (exclusive) of page numbers in pools with an unknown size."""
 MAX_BROKEN = 4096
+"""Maximum number of failed hand-overs that are remembered while more of their pages may come."""
 MAX_DOWN = 4096
+"""Maximum number of peers with a remembered last link."""
 CLOSE_SECONDS = 5.0
+"""Seconds that ``close`` waits for the thread to end."""
 BRISK_SECONDS = 0.02
-"""For so long since the last one a slice is expected to land at any moment. Longer than one takes that moves at all; a
-peer that stands still shall not cost a core.
+"""Seconds after the last progress in which writes are polled at short intervals.
+
+A slice that moves at all takes less time. The limit keeps a stalled peer from costing a core.
 """
 NAP_SECONDS = 0.0001
-"""Until then, how long one that nobody announces may have landed before that is noticed; its library needs the core."""
+"""Poll interval within ``BRISK_SECONDS``, for backends that do not signal a completed write.
+
+The thread sleeps in between, because the transfer library needs the core.
+"""
 POLL_SECONDS = 0.001
-"""The same from then on; what the operating system waits for is not shorter."""
+"""Poll interval after ``BRISK_SECONDS``. The operating system can't wait for less."""
 LAYER_POLL_SECONDS = 0.002
-"""How long a layer may have been computed before that is noticed."""
+"""Poll interval for computed layers."""
 
 
 def end_process(error: BaseException) -> None:
-    """What a broken engine does unless told otherwise: a worker that can't transfer must not look healthy."""
+    """End the process after a failure of the engine: a worker that can't transfer must not look healthy."""
     log.critical("the transfer engine failed; ending the process", exc_info=error)
     logging.shutdown()
     os._exit(1)  # sys.exit would end this thread only
 
 
 class _Push(NamedTuple):
-    """Pages that are being computed."""
+    """Command to push pages while they are computed."""
 
     command: SendPages
     done: LayersDone
@@ -100,7 +109,7 @@ class _Push(NamedTuple):
 
 @dataclass(slots=True)
 class _Window:
-    """What is under way to one peer."""
+    """Slices and bytes that are under way to one peer."""
 
     slices: int = 0
     nbytes: int = 0
@@ -111,16 +120,14 @@ class _Window:
 
 
 class TransferEngine:
-    """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
+    """Executor of ``TransferCommand``. Every answer goes to ``emit``, which only the engine's thread calls.
 
-    ``working``: whether the last turn left something to push or to check.
+    After a ``PeerLinkDown`` of an epoch, ``AdmitPeer`` or ``ConnectPeer`` must be answered before that epoch is asked
+    to connect again. Before the first connection this is harmless. A ``DisconnectPeer`` that crosses the
+    ``PeerLinkDown`` of its link gets no second answer.
 
-    After a ``PeerLinkDown`` of an epoch, ``AdmitPeer`` or ``ConnectPeer`` has to come (and its answer) before that
-    epoch is asked to connect again; before the first time that is harmless. A ``DisconnectPeer`` that crosses the
-    ``PeerLinkDown`` of its link is not answered again.
-
-    A hand-over that failed before all its pages were handed in takes no more of them: those that crossed its
-    ``SendEnded`` are dropped, since a checksum over them alone would claim what is not true.
+    If a hand-over fails before its last pages are submitted, later pages of it are dropped: a checksum over them alone
+    would be wrong.
     """
 
     def __init__(
@@ -136,13 +143,13 @@ class TransferEngine:
         advertise_host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open ``groups`` to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
+        """Open the pools of ``groups`` to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
-        ``groups``: those of the layout, in its order; None for one that has no bytes, whose pages are mere numbers. All
-        pools are on a device, or none is.
-        ``host`` and ``port`` are where to listen, ``advertise_host`` is where others reach that. ``layout`` is that of
-        the pages; without it none of another order are taken. ``on_failure`` is called, in the engine's thread, should
-        that break.
+        - ``groups``: the layout's groups, in its order. None stands for a group without bytes, where pages are only
+          numbers. Either all pools are on a device, or none is.
+        - ``host`` and ``port``: address to listen on. ``advertise_host``: address at which other instances reach it.
+        - ``layout``: layout of the pages. Without it, pages of another order are refused.
+        - ``on_failure``: called in the engine's thread if that thread fails.
         """
         self._backend = (
             make_backend(backend, epoch, host, port, advertise_host) if isinstance(backend, str) else backend
@@ -157,7 +164,7 @@ class TransferEngine:
         self._emit = emit
         self._clock = clock
         self._on_failure = on_failure
-        # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
+        # Any stranger may make the scheduler connect to an alleged peer, so failures don't get a log line each.
         self._refusals = RefusalLog(log, "connecting to peers")
         self._partings = RefusalLog(log, "parting from peers", logging.INFO)
         self._commands: queue.SimpleQueue[TransferCommand | _Push | None] = queue.SimpleQueue()
@@ -167,49 +174,51 @@ class TransferEngine:
         self._broken: dict[HandoverId, None] = {}
         self._checks: deque[PageCheck] = deque()
         self._granted: dict[HandoverId, str] = {}
-        """Who may write for which hand-over."""
+        """Peer that may write, by hand-over."""
         self._landed: dict[HandoverId, PageChecksums] = {}
-        """What is known of pages that are on a device, until they are checked, or nobody wants to know."""
+        """Checksums of received pages that are on a device, until they are checked or revoked."""
         self._links: dict[str, int] = {}
+        """Number of the current link, by peer."""
         self._writing: dict[str, int] = {}
-        """Links by which peers are written to, or were last."""
+        """Number of the link for writing to a peer, by peer."""
         self._parting: dict[str, int] = {}
-        """Links that are going down on the scheduler's request."""
+        """Number of a link that is going down on the scheduler's request, by peer."""
         self._down: dict[str, int] = {}
-        """The last link of each peer that is over."""
+        """Number of the last link that went down, by peer."""
         self._computing = False
-        """Whether something waits for its layers, or did when it was looked at last."""
+        """Whether pages waited for their layers to be computed when they were last checked."""
         self._moved = 0.0
-        """When a slice was started, or was seen to have landed, last."""
+        """Time at which a slice was last started or found to have landed."""
         self.working = False
+        """Whether the last tick left something to push or to check."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> TransferEngine:
-        """Take turns, in a thread of its own, until ``close``."""
+        """Run the engine in a thread of its own until ``close``, and return it."""
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
         self._thread.start()
         return self
 
     def submit(self, command: TransferCommand) -> None:
-        """Hand a command over. Thread-safe, never waits."""
+        """Queue a command. Thread-safe, never waits."""
         self._commands.put(command)
         self._backend.wake()
 
     def push(self, command: SendPages, done: LayersDone) -> None:
-        """Push pages as their layers are ``done``. Thread-safe, never waits. ``wake`` when all are.
+        """Push pages as their layers are ``done``. Thread-safe, never waits.
 
-        Only with the pages' ``layout``.
+        Call ``wake`` when all layers are done. Requires an engine with a ``layout``.
         """
         assert self._layout is not None
         self._commands.put(_Push(command, done))
         self._backend.wake()
 
     def wake(self) -> None:
-        """Look at once whether there is something to do. Thread-safe."""
+        """Make the engine check at once for something to do. Thread-safe."""
         self._backend.wake()
 
     def close(self) -> None:
-        """End all links and the thread, at once and without further events. The region may be closed afterwards."""
+        """End all links and the thread at once, without further events. The pools may be closed afterwards."""
         self._commands.put(None)
         self._backend.wake()
         if self._thread is not None:
@@ -222,8 +231,9 @@ class TransferEngine:
                 pool.memory.release()
 
     def turn(self, *, wait: bool) -> bool:
-        """Obey, do a piece of what is to be done, take note of what has happened; ``wait`` for that where there is
-        nothing to do. False once it is closed.
+        """Run one tick: execute commands, push and check a piece, and handle events. Return False once closed.
+
+        ``wait``: wait for an event if there is nothing to do.
         """
         if not self._obey():
             return False
@@ -236,7 +246,10 @@ class TransferEngine:
         return True
 
     def _pause(self) -> float | None:
-        """How long to wait for news at most, behind a nap where that is less than can be waited for."""
+        """Return the longest time to wait for an event, in seconds; None for no limit.
+
+        Sleeps for ``NAP_SECONDS`` first if the wait should be shorter than the operating system supports.
+        """
         completion = self._backend.can.completion
         if completion in (Completion.POLLED, Completion.DRIVEN) and any(o.landing for o in self._outgoing.values()):
             if self._clock() > self._moved + BRISK_SECONDS:
@@ -251,13 +264,13 @@ class TransferEngine:
             while self.turn(wait=True):
                 pass
         except BaseException as e:  # noqa: BLE001
-            # Whatever it is, this thread is over; going on without it would leave requests hanging.
+            # After any exception this thread ends. Continuing without it would leave requests hanging.
             self._on_failure(e)
 
     # Commands
 
     def _obey(self) -> bool:
-        """Do what was asked since the last time; False when it is time to end."""
+        """Execute the commands since the last call. Return False if the engine is to end."""
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -290,7 +303,7 @@ class TransferEngine:
         self._links[peer] = link
         if isinstance(command, ConnectPeer):
             if self._writing.get(peer) != link:
-                # Who connects anew has heard that the hand-overs by the last link are over, and sends no more for them.
+                # The scheduler connects again only after the last link's hand-overs ended, so they get no more pages.
                 self._broken = {handover: None for handover in self._broken if handover.epoch != peer}
                 self._writing[peer] = link
             self._backend.connect(command.peer, command.metadata)
@@ -299,7 +312,7 @@ class TransferEngine:
 
     def _disconnect(self, command: DisconnectPeer) -> None:
         peer, link = command.peer, command.link
-        # Links are numbered upwards: what comes late, behind a step, means one that is over.
+        # Link numbers increase, so a late command (queued after a step) with a smaller one means a link that ended.
         if link > self._down.get(peer, 0) and link >= self._links.get(peer, 0):
             self._links[peer] = self._parting[peer] = link
             self._backend.disconnect(peer)
@@ -324,7 +337,7 @@ class TransferEngine:
         return PageChecksums(self._layout, command.order, numbers, summed=command.checksum)
 
     def _unpack(self, pages: PagesByGroup, what: str, *, theirs: bool = False) -> list[I32]:
-        """Page numbers of each group, of our pools or of a peer's; raises ``BadPages``."""
+        """Return the page numbers of each group, of our pools or of a peer's (``theirs``). Raises ``BadPages``."""
         if len(pages) != len(self._pools):
             raise BadPages(f"{what} pages of {len(pages)} groups where there are {len(self._pools)}")
         most = self._unbounded if theirs else self._most
@@ -348,7 +361,7 @@ class TransferEngine:
             outgoing = OutgoingPages(handover, self._pools, self._clock, summed=command.checksum)
             self._outgoing[handover] = outgoing
             if handover.epoch not in self._writing:
-                # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
+                # Fail it now: when its first slice is due, there may be a new link, which is for other hand-overs.
                 outgoing.fail(f"peer {handover.epoch} is not connected")
         waiting = outgoing.pending
         outgoing.whole = command.last
@@ -398,7 +411,10 @@ class TransferEngine:
         self._checks.append(check)
 
     def _converter(self, order: KVOrder | None, group: int) -> PageConverter | None:
-        """What makes pages of ``order`` ours, in a group; None where they are. Raises ``ValueError``."""
+        """Return the converter of a group's pages from ``order`` to our order; None if they are equal.
+
+        Raises ``ValueError`` if our own order is unknown.
+        """
         if order is None or (self._layout is not None and order == self._layout.order):
             return None
         if self._layout is None:
@@ -408,7 +424,10 @@ class TransferEngine:
     # Work
 
     def _push(self) -> bool:
-        """Start slices of as many hand-overs as make up one full slice, in turn; False when none could be started."""
+        """Start slices, round robin over hand-overs, until they add up to a full slice.
+
+        Return False if none could be started.
+        """
         pushed = 0
         self._computing = False
         for _ in range(len(self._turns)):
@@ -436,7 +455,7 @@ class TransferEngine:
         return pushed > 0
 
     def _check(self) -> bool:
-        """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
+        """Hash or convert a part of the received pages that wait for it. Return False if none is left."""
         if self._checks:
             check = self._checks.popleft()
             ok = check.step(CHECK_BYTES)
@@ -462,7 +481,7 @@ class TransferEngine:
                 outgoing.told_at = self._moved
                 self._emit(SendProgress(outgoing.handover, outgoing.nbytes))
         if outgoing.lost and outgoing.handover.epoch in self._writing:
-            # Only the end of the link tells that nothing more is read here or lands there.
+            # Only the end of the link guarantees that nothing more is read here or lands there.
             del self._writing[outgoing.handover.epoch]
             self._backend.disconnect(outgoing.handover.epoch)
 

@@ -1,21 +1,21 @@
-"""What a transfer backend does: one-sided writes from this worker's KV pool into a peer's.
+"""The interface of transfer backends: one-sided writes from this worker's KV pool into a peer's.
 
-A *link* is the permission and the means to write, in one direction. A pair of peers (named by epoch) has up to two:
-the outgoing one, opened by ``connect``, and the incoming one, which the peer opens with the metadata that our
-``register`` gave. They fall together: a lost or closed link takes the one in the other direction along, and when
-neither side can write any more, one ``LinkDown`` says so.
+A *link* is the permission and the connection to write, in one direction. A pair of peers (named by epoch) has up to two
+links. ``connect`` opens the outgoing one. The peer opens the incoming one with the metadata that our ``register``
+returned. Both end together: a lost or closed link also closes the one in the other direction. When neither side can
+write any more, one ``LinkDown`` follows.
 
     connect ─▶ LinkUp ─▶ write … poll ─▶ (disconnect | the link breaks) ─▶ LinkDown
          └───▶ ConnectFailed                                                  │
                         writers of this epoch are refused until `admit` ◀─────┘
 
-Because a peer whose link went down is refused until the owner admits it again, ``LinkDown`` may be taken as the word
-that its pages are safe to reuse: no connection that it opened earlier, or opens by itself, can write after it.
+After its link went down, a peer is refused until the owner admits it again. So ``LinkDown`` guarantees that the pages
+are safe to reuse: no connection that the peer opened earlier, or opens by itself, can write after it.
 
-Not every backend can keep that promise by itself: what it can do is in its ``Capabilities``. Where only the writer can
-end its access, ``LinkDown`` comes when it has, or is dead; until then the pages wait.
+Not every backend can revoke access by itself; its ``Capabilities`` say so. If only the writer can end its access,
+``LinkDown`` comes after the writer has done so or is dead. Until then the pages stay unused.
 
-One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, as long as it is told.
+One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, up to its timeout.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ from ..pages import PageGroup, PageWrite
 
 
 class WriteState(Enum):
-    """Where a write is.
-
-    ``DONE``: every byte is in the peer's pool. ``FAILED``: some may be, and no more will. ``LOST``: nobody here can
-    tell whether more will; the link has to end, with whose ``LinkDown`` it has failed.
-    """
+    """State of a write."""
 
     PENDING = "pending"
     DONE = "done"
+    """Every byte is in the peer's pool."""
     FAILED = "failed"
+    """Some bytes may be in the peer's pool, and no more will arrive."""
     LOST = "lost"
+    """It is unknown here whether more bytes will arrive. The link must end; with its ``LinkDown`` the write fails."""
 
 
 class Completion(Enum):
-    """How the end of a write becomes known.
-
-    ``AT_ONCE``: ``write`` returns behind it. ``SIGNALLED``: ``progress`` returns because of it. ``POLLED``: to nobody
-    but who asks, by ``progress``, while writes are under way. ``DRIVEN``: the same, and nothing moves but while
-    somebody asks.
-    """
+    """How the end of a write becomes known."""
 
     AT_ONCE = "at once"
+    """``write`` returns after it."""
     SIGNALLED = "signalled"
+    """``progress`` returns because of it."""
     POLLED = "polled"
+    """Only calls of ``progress`` find it, so these must be repeated while writes are under way."""
     DRIVEN = "driven"
+    """As ``POLLED``, and data moves only during calls of ``progress``."""
 
 
 class Capabilities(NamedTuple):
-    """What a backend can promise.
-
-    ``moves_data``: False where nothing is moved, so that a checksum of the destination would mean nothing.
-    ``revokes``: whether the owner of a pool can end a writer's access, whatever the writer does or is unable to do;
-    else its ``LinkDown`` waits for the writer, and so do the pages.
-    ``checks_grants``: whether what a peer writes is held against the pages that its hand-over was granted. Where it
-    isn't, a peer that may write at all may write anywhere.
-    """
+    """Guarantees of a backend."""
 
     moves_data: bool = True
+    """False if no bytes are moved, so that a checksum of the destination would be meaningless."""
     revokes: bool = True
+    """Whether the owner of a pool can end a writer's access without the writer's help.
+
+    Otherwise ``LinkDown`` waits for the writer, and the pages stay unused until then.
+    """
     checks_grants: bool = False
+    """Whether a peer's writes are checked against the pages granted to its hand-over.
+
+    Otherwise a peer that may write at all may write anywhere.
+    """
     completion: Completion = Completion.SIGNALLED
 
 
 class WriteHandle:
-    """One write on its way; only its backend changes it. ``error`` says why it failed."""
+    """One write that was started. Only its backend changes it. ``error`` says why it failed."""
 
     __slots__ = ("error", "state")
 
@@ -85,26 +85,29 @@ class WriteHandle:
 
 
 class LinkUp(NamedTuple):
-    """``connect`` succeeded: the peer can be written to."""
+    """Event: ``connect`` succeeded, and pages can be written to the peer."""
 
     peer: str
 
 
 class Admitted(NamedTuple):
-    """``admit`` took effect: the peer may open an incoming link."""
+    """Event: ``admit`` took effect, and the peer may open an incoming link."""
 
     peer: str
 
 
 class ConnectFailed(NamedTuple):
-    """``connect`` or ``admit`` failed; ``error`` says what to do. Nothing is left of the attempt."""
+    """Event: ``connect`` or ``admit`` failed and left nothing behind. ``error`` says what to do."""
 
     peer: str
     error: str
 
 
 class LinkDown(NamedTuple):
-    """Neither side can write to the other any more, and the peer is refused until admitted. Its writes have failed."""
+    """Event: neither side can write to the other any more.
+
+    The peer is refused until admitted. Our writes to it have failed.
+    """
 
     peer: str
     reason: str
@@ -114,26 +117,29 @@ LinkEvent = LinkUp | Admitted | ConnectFailed | LinkDown
 
 
 class TransferBackend(ABC):
-    """Moves pages between the registered pools and those of peers."""
+    """Base class of backends, which move pages between the registered pools and those of peers."""
 
     can = Capabilities()
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:  # noqa: B027
-        """``peer`` may write ``pages`` of a pool of ours for ``handover`` from now on, and nobody else."""
+        """Allow ``peer``, and no other, to write ``pages`` of one of our pools for ``handover``."""
 
     def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
-        """What ``peer`` writes for ``handover`` is on a device afterwards: note it. Before the first grant.
+        """Record the checksums of what ``peer`` writes for ``handover`` in ``landed``, since it ends up on a device.
 
-        Raises ``RegionError`` where pools on a device can't be written.
+        Called before the hand-over's first grant. Raises ``RegionError`` if the backend can't write to a device.
         """
         raise RegionError(f"{type(self).__name__} can't write to a device")
 
     def revoke(self, peer: str, handover: HandoverId) -> None:  # noqa: B027
-        """``peer`` may write no pages for ``handover`` any more."""
+        """Withdraw the permission of ``peer`` to write pages for ``handover``."""
 
     @abstractmethod
     def register(self, groups: Sequence[PageGroup]) -> bytes:
-        """Open the pools to peers; returns what they need to reach them. Called once, first. Raises ``RegionError``."""
+        """Open the pools to peers, and return the metadata that peers need to reach them.
+
+        Called once, before all other methods. Raises ``RegionError``.
+        """
 
     @abstractmethod
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -145,14 +151,17 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def admit(self, peer: str) -> None:
-        """Let a peer whose link went down open an incoming link again; ``Admitted`` or ``ConnectFailed`` follows."""
+        """Let a peer open an incoming link again after its link went down.
+
+        ``Admitted`` or ``ConnectFailed`` follows.
+        """
 
     @abstractmethod
     def write(self, pages: PageWrite) -> WriteHandle:
-        """Start to copy pages of ours to the peer's.
+        """Start to copy our pages to the peer's.
 
         Our bytes must not change before the handle leaves ``PENDING``. Raises ``NotConnected``, and ``BadPages`` for
-        what either pool does not have.
+        pages that either pool does not have.
         """
 
     def lands_on_device(self, peer: str) -> bool:
@@ -161,23 +170,26 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def poll(self, handle: WriteHandle) -> WriteState:
-        """State of a write; changes only in ``progress`` and ``disconnect``."""
+        """Return the state of a write, which changes only in ``progress`` and ``disconnect``."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Close both links; one ``LinkDown`` follows, also for a peer that has none.
+        """Close both links; one ``LinkDown`` follows, also for a peer without links.
 
-        It may follow late: where only the writer can end its access, not before the writer lets go or dies.
+        It may be late: if only the writer can end its access, it waits until the writer does so or dies.
         """
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do what I/O can be done; returns what happened to links. Waits up to ``timeout`` seconds (None: for ever)."""
+        """Do the I/O that is possible, and return the events of links.
+
+        Waits up to ``timeout`` seconds for some (None: for ever).
+        """
 
     @abstractmethod
     def wake(self) -> None:
-        """Make a waiting ``progress`` return. The only method for other threads."""
+        """Make a waiting ``progress`` return. This is the only method that other threads may call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close everything at once, without events. The regions stay."""
+        """Close everything at once, without events. The pools' memory stays open."""

@@ -1,14 +1,15 @@
-"""What backends have in common whose bytes are moved by a library: ``nixl`` and ``mooncake``.
+"""Common base of the backends that move bytes by a library: ``nixl`` and ``mooncake``.
 
-Such a library writes one-sidedly: the owner of a pool neither sees who writes nor hears that a writer has died, and
-has no call that ends one writer's access. So each link has a connection of ours beside it, the *lease*: it tells who
-the writer is (``handshake.py``), and its end tells that a process has ended. And each link has ends of the library of
-its own: the owner's (``Endpoint``) is made for one peer and is unmade with the link, and what was unmade lets nobody
-write any more; the writer's (``Initiator``) can be left behind with all that it had under way. What was tried before
-this was chosen is in docs/disaggregation.md, and in tests/proofs.
+Such a library writes one-sidedly. The owner of a pool neither sees which peer writes nor learns that a writer has died,
+and no call ends one writer's access. So each link has a connection of ours beside it, the *lease*. It identifies the
+writer (``handshake.py``), and its end shows that a process has ended.
 
-Where the owner's pool is on a device, the library writes to slabs of its host memory, and the lease carries what the
-two have to say of them (``leased_slabs.py``); what it opens to peers then are the slabs alone.
+Each link also has library objects of its own. The owner's ``Endpoint`` is made for one peer and closed with the link. A
+closed endpoint accepts no more writes. The writer's ``Initiator`` can be dropped with all that it had under way.
+docs/disaggregation.md and tests/proofs describe the alternatives that were tried.
+
+If the owner's pool is on a device, the library writes to slabs in its host memory. Only the slabs are opened to peers
+then, and the lease carries the messages about them (``leased_slabs.py``).
 
     writer: dials ─▶ Greeting ────────────────▶ Verdict(means) ─▶ initiator, first contact ─▶ LinkUp
     owner:                  endpoint for it ────┘                    the lease ends ─▶ endpoint closed ─▶ LinkDown
@@ -44,30 +45,30 @@ from .receive_buffers import ReceiveBuffers, StagedWrite
 from .socket_backend import SocketBackend
 
 CONTACT_BYTES = 64
-"""Of a writer's first contact."""
+"""Size of the write by which a writer tests that it reaches an endpoint."""
 Address = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer needs to reach an endpoint.
-
-    ``end``: how the library finds it. ``addresses``: pools in the owner's process, or the slabs that pages go to, which
-    have ``slab_bytes`` together. ``contact``: an address that tells whether they are reached. ``device``: the device of
-    that memory, None for host memory.
-    """
+    """Information that a peer needs to reach an endpoint."""
 
     end: Annotated[bytes, Meta(max_length=MAX_MEANS)]
+    """The library's description of the endpoint."""
     addresses: Annotated[list[Address], Meta(min_length=1, max_length=MAX_GROUPS)]
+    """Addresses of the pools in the owner's process, or of its slabs."""
     contact: Address
+    """Address for a test write, which shows that the endpoint is reached."""
     slab_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    """Total size of the slabs in bytes, 0 without slabs."""
     device: Annotated[int, Meta(ge=0, lt=1 << 10)] | None = None
+    """Device of the memory at ``addresses``, None for host memory."""
 
 
 _MEANS = msgspec.msgpack.Decoder(EndpointInfo)
 
 
 class Memory(NamedTuple):
-    """What is told to a library: memory of ours, of the host where ``device`` is None."""
+    """A memory range of this process to register with the library. ``device`` is None for host memory."""
 
     address: int
     nbytes: int
@@ -75,50 +76,56 @@ class Memory(NamedTuple):
 
 
 class Endpoint(ABC):
-    """The library's end by which one peer writes our pools. ``end``: how that peer's library finds it."""
+    """Library object through which one peer writes to our pools. ``end`` describes it to that peer's library."""
 
     end: bytes
 
     def look(self) -> None:  # noqa: B027
-        """Let the library take what has come. Raises ``LinkLost``."""
+        """Let the library process writes that have arrived. Raises ``LinkLost``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing is written any more once this has returned."""
+        """Close the endpoint. Nothing is written through it any more after this returns."""
 
 
 class Initiator(ABC):
-    """The library's end by which one peer's pools are written. Each method may raise ``LinkLost``, and never waits."""
+    """Library object through which we write to one peer's pools.
+
+    Each method may raise ``LinkLost``, and never waits.
+    """
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether the library has reached the peer."""
+        """Return whether the library has reached the peer."""
 
     @abstractmethod
     def start(self, pages: PageWrite) -> Any:
-        """Begin to write; returns what ``has_landed`` is asked with, for as long as it says no."""
+        """Begin to write, and return a token for ``has_landed``. It is valid until ``has_landed`` returns True."""
 
     @abstractmethod
     def fill(self, group: int, spans: Spans, there: int) -> Any:
-        """Begin to write pieces of a pool of ours, one behind the other, to an address of the peer's; as ``start``."""
+        """Begin to write pieces of one of our pools consecutively to a peer's address; return a token as ``start``."""
 
     @abstractmethod
     def has_landed(self, write: Any) -> bool:
-        """Whether every byte is there."""
+        """Return whether every byte has arrived."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave everything that is under way."""
+        """Abandon everything that is under way."""
 
 
 class LeasedBackend(SocketBackend):
-    """See the module; ``host`` is the address to listen on, and to be reached at unless ``advertise_host`` is."""
+    """Base class of backends with a lease for each link.
+
+    ``host`` is the address to listen on. Peers reach it at ``advertise_host``, or at ``host`` without one.
+    """
 
     can = Capabilities(completion=Completion.POLLED)
     place = ""
-    """Where others reach this instance."""
+    """Address at which other instances reach this one."""
     polls_endpoints = False
-    """Whether pages land only where the library is asked to take them."""
+    """Whether pages land only while ``Endpoint.look`` is called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -137,7 +144,7 @@ class LeasedBackend(SocketBackend):
 
     @property
     def sources(self) -> list[Memory]:
-        """What is written to peers, of each group."""
+        """Memory that is written to peers, by group."""
         return [
             Memory(group.region.address, group.region.nbytes, None if group.direct is None else group.direct.ordinal)
             for group in self.groups
@@ -145,7 +152,7 @@ class LeasedBackend(SocketBackend):
 
     @property
     def targets(self) -> list[Memory]:
-        """What peers write."""
+        """Memory that peers write to."""
         if self.slabs is not None:
             return [Memory(self.slabs.address, len(self.slabs.memory))]
         return self.sources
@@ -177,17 +184,17 @@ class LeasedBackend(SocketBackend):
 
     @abstractmethod
     def endpoint(self) -> Endpoint:
-        """For one peer. Raises ``LinkLost``."""
+        """Create an endpoint for one peer. Raises ``LinkLost``."""
 
     @abstractmethod
     def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
-        """To one peer. Raises ``LinkLost``."""
+        """Create an initiator to one peer. Raises ``LinkLost``."""
 
     def info_of(self, endpoint: Endpoint) -> bytes:
-        """What a peer is told of its endpoint."""
+        """Return the encoded ``EndpointInfo`` of a peer's endpoint."""
         addresses = [memory.address for memory in self.targets]
         if self.slabs is None:
-            # Into page 0, which is padding.
+            # The test write goes into page 0, which is padding.
             return msgspec.msgpack.encode(
                 EndpointInfo(endpoint.end, addresses, addresses[0], device=self.targets[0].device)
             )
@@ -195,7 +202,10 @@ class LeasedBackend(SocketBackend):
         return msgspec.msgpack.encode(EndpointInfo(endpoint.end, addresses, contact, self.slabs.nbytes))
 
     def initiator_to(self, offer: Offer, told: bytes) -> tuple[Initiator, EndpointInfo]:
-        """To the peer that has told this of its endpoint, and what it has told. Raises ``LinkLost``."""
+        """Create the initiator to a peer, and return it with the decoded ``EndpointInfo``.
+
+        ``told`` is the ``EndpointInfo`` that the peer sent. Raises ``LinkLost``.
+        """
         try:
             means = decode(_MEANS, told, MAX_MEANS)
         except UndeclaredMessage as e:
@@ -242,7 +252,7 @@ class LeasedBackend(SocketBackend):
         return most if left is None or (most is not None and most < left) else left
 
     def _attention(self) -> float | None:
-        """Seconds after which the library is to be looked after again; None: it needs nobody."""
+        """Return the seconds after which the library must be polled again, or None if it need not be."""
         if any(link.phase is LinkPhase.OPENING for link in self._links):
             return OPENING_SECONDS
         endpoints = [link for link in self._links if isinstance(link, LeaseReader)] if self.polls_endpoints else []
@@ -254,14 +264,15 @@ class LeasedBackend(SocketBackend):
 
 
 OPENING_SECONDS = 0.002
-"""How often it is looked whether a library has reached a peer."""
+"""Poll interval while a library connects to a peer."""
 POLL_SECONDS = 0.0005
-"""How often an endpoint is looked after that somebody may write by, or through which somebody is about to come."""
+"""Poll interval of endpoints while peers have grants, or soon after an endpoint was opened."""
 IDLE_SECONDS = 0.05
+"""Poll interval of endpoints at other times."""
 
 
 class LeaseReader(IncomingLink):
-    """The owner's end."""
+    """The pool owner's end of a lease."""
 
     def __init__(
         self, stream: Stream, backend: LeasedBackend, slabs: Slabs | None, receive_buffers: ReceiveBuffers
@@ -284,24 +295,24 @@ class LeaseReader(IncomingLink):
             self._slabs.read()
 
     def look(self) -> None:
-        """Let what has come land."""
+        """Let the library and the slabs process writes that have arrived."""
         if self._endpoint is not None:
             self._endpoint.look()
         if self._slabs is not None:
             self._slabs.look()
 
     def granted(self) -> None:
-        """There is a grant that it may have waited for."""
+        """Continue a write that may have waited for a grant."""
         if self._slabs is not None:
             self._slabs.granted()
 
     def next_slab(self, staged: StagedWrite) -> None:
-        """It is this one's turn."""
+        """Give the next slab to ``staged``, which is first in line."""
         if self._slabs is not None:
             self._slabs.next_slab(staged, in_turn=True)
 
     def is_writing(self, writer: Writer) -> bool:
-        """Whether pages of a hand-over may be under way through slabs."""
+        """Return whether pages of a hand-over may be under way through slabs."""
         return self._slabs is not None and self._slabs.is_writing(writer)
 
     def stalled_at(self) -> float | None:
@@ -316,7 +327,7 @@ class LeaseReader(IncomingLink):
 
 
 class LeaseWriter(OutgoingLink):
-    """The writer's end."""
+    """The writer's end of a lease."""
 
     def __init__(self, stream: Stream, offer: Offer, backend: LeasedBackend) -> None:
         super().__init__(stream, offer)
@@ -343,20 +354,20 @@ class LeaseWriter(OutgoingLink):
     def write(self, pages: PageWrite) -> WriteHandle:
         assert self._initiator is not None
         if not self._is_writing:
-            self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+            self.stream.last_progress = time.monotonic()  # the stall limit counts from this write
         if self._slabs is not None:
             return self._slabs.write(pages)
         handle = WriteHandle()
         try:
             self._under_way.append((handle, self._initiator.start(pages)))
         except LinkLost as e:
-            # The link has to go, but not within this call, whose caller has no handle yet.
+            # The link must end, but not within this call: its caller has no handle yet.
             handle.state, handle.error = WriteState.LOST, str(e)
             self._not_taken.append(handle)
         return handle
 
     def look(self) -> None:
-        """Take note of writes that have landed."""
+        """Mark the writes that have landed as done."""
         assert self._initiator is not None
         if self._slabs is not None:
             self._slabs.look()

@@ -1,10 +1,10 @@
-"""What ``tcp`` and ``shm`` have in common: listening, introductions, the life of links, the wait for I/O.
+"""Common base of the backends with a socket for each link: listening, greetings, link states and waiting for I/O.
 
-The states of a pair are those of ``base``. All sockets are non-blocking and wait in one selector.
+The states of a pair are those of ``base.py``. All sockets are non-blocking and are watched by one reactor.
 
-Strangers reach the listener. What they can cause is the end of their own connection, and nothing else: bad bytes, a
-reset at any moment, descriptors that have run out. ``MAX_STRANGERS`` of them may wait at once; one more ends the one
-that has waited longest, since an honest writer introduces itself at once.
+Strangers can reach the listener. They can send bad bytes, reset a connection at any moment or exhaust descriptors, but
+the only effect is the end of their own connection. At most ``MAX_STRANGERS`` may wait at once. One more ends the one
+that has waited longest, since an honest writer sends its greeting at once.
 """
 
 from __future__ import annotations
@@ -43,31 +43,40 @@ from .link import IncomingLink, Link, LinkPhase, OutgoingLink
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
+"""Default time limit of ``connect``, in seconds."""
 STALL_SECONDS = 10.0
+"""Default time in seconds that a peer may be silent while it owes us bytes."""
 MAX_STRANGERS = 64
-"""Connections that may be open without having introduced themselves."""
+"""Maximum number of open connections that have not sent a greeting."""
 MAX_FENCED = 1 << 16
-"""Epochs whose links went down that are remembered; the oldest are forgotten, long after anybody tries them again."""
+"""Maximum number of remembered epochs with links that went down. The oldest are forgotten, long after any use."""
 
 
 @dataclass(eq=False)
 class _Peer:
-    """The links with one epoch. ``reason`` is set once they are going down; what is ``next`` begins after that."""
+    """The links with one epoch."""
 
     outgoing: OutgoingLink | None = None
     incoming: IncomingLink | None = None
     reason: str | None = None
+    """Why the links are going down. None before that."""
     admit_next: bool = False
+    """Whether to admit the peer after ``LinkDown``."""
     connect_next: bytes | None = None
+    """Metadata for connecting to the peer after ``LinkDown``. None: don't connect."""
     next_deadline: float | None = None
+    """Latest time at which the ``LinkDown`` must come before ``admit_next`` and ``connect_next`` fail."""
 
 
 class SocketBackend(TransferBackend):
-    """``handshake_seconds``: limit of ``connect``; ``stall_seconds``: silence of a peer that owes us bytes."""
+    """Base class of backends with a socket for each link.
+
+    ``handshake_seconds`` limits ``connect``. ``stall_seconds`` limits the silence of a peer that owes us bytes.
+    """
 
     name: str
     reaches_devices = False
-    """Whether it moves pages of a pool that is ``direct``."""
+    """Whether the backend can move pages of a ``direct`` pool, which is on a device."""
 
     def __init__(
         self,
@@ -95,29 +104,29 @@ class SocketBackend(TransferBackend):
         self._listener: Listener | None = None
         self._refusals = RefusalLog(log, "at the data port")
 
-    # What tcp and shm do differently
+    # Differences between the backends
 
     @abstractmethod
     def _listen(self) -> tuple[socket.socket, Offer]:
-        """A listening socket and how to reach it, made by ``_offer``; raises ``RegionError``, ``OSError``."""
+        """Return a listening socket and the ``_offer`` that describes it. Raises ``RegionError`` and ``OSError``."""
 
     @abstractmethod
     def _dial(self, offer: Offer) -> OutgoingLink:
-        """Start to connect; raises ``OSError`` and ``TransferError``."""
+        """Start to connect. Raises ``OSError`` and ``TransferError``."""
 
     @abstractmethod
     def _unreachable(self, offer: Offer, reason: str) -> str:
-        """What to tell the user when dialling failed because of ``reason``."""
+        """Return the error message for users after dialling failed because of ``reason``."""
 
     @abstractmethod
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        """The link of an accepted connection; raises ``LinkLost`` for one that is not welcome."""
+        """Return the link of an accepted connection. Raises ``LinkLost`` if it is refused."""
 
     def _advance(self) -> None:
-        """What goes on without I/O of ours."""
+        """Advance work that does not depend on our own sockets."""
 
     def _noticed(self, data: object) -> None:
-        """What a backend has the reactor watch beside links."""
+        """Handle an event of something other than a link that a backend has the reactor watch."""
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
@@ -192,7 +201,7 @@ class SocketBackend(TransferBackend):
         return handle
 
     def _check(self, pages: PageWrite, offer: Offer) -> None:
-        """Raise ``BadPages`` for what either pool does not have."""
+        """Raise ``BadPages`` for pages, groups or layers that either pool does not have."""
         if len(pages.src) != len(pages.dst) or not len(pages.src):
             raise BadPages(f"{len(pages.src)} pages here for {len(pages.dst)} of peer {offer.epoch}")
         if not 0 <= pages.group < len(self.groups):
@@ -240,7 +249,7 @@ class SocketBackend(TransferBackend):
     # Time
 
     def _until_deadline(self, timeout: float | None) -> float | None:
-        """Seconds to wait at most."""
+        """Return the longest time to wait, in seconds: ``timeout`` or the next deadline."""
         if self._events:
             return 0.0
         due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
@@ -266,14 +275,14 @@ class SocketBackend(TransferBackend):
                 self._give_up_next(peer, record, error)
 
     def _give_up_next(self, peer: str, record: _Peer, why: str) -> None:
-        """What was to come after the ``LinkDown`` that is under way shall not."""
+        """Cancel what was to begin after the ``LinkDown`` that is under way, and report it as failed."""
         record.admit_next, record.connect_next, record.next_deadline = False, None, None
         self._events.append(ConnectFailed(peer, why))
 
-    # Introductions
+    # Greetings
 
     def _compare(self, offer: Offer) -> None:
-        """Raise ``BadMetadata`` where pages of ours can't be pages of theirs."""
+        """Raise ``BadMetadata`` if the peer's pages differ from ours in bytes or layers."""
         ours = [(group.page_bytes, group.num_layers) for group in self.groups]
         theirs = [(group.page_bytes, group.num_layers) for group in offer.groups]
         if ours != theirs:
@@ -286,7 +295,7 @@ class SocketBackend(TransferBackend):
             raise PeerUnreachable(self._unreachable(offer, e.strerror or str(e))) from e
 
     def _dialled(self, link: OutgoingLink) -> None:
-        """Connected, or not; introduce ourselves."""
+        """Send our greeting on a connection that was dialled. Raises ``LinkLost`` if dialling failed."""
         error = link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise LinkLost(self._unreachable(link.offer, os.strerror(error)))
@@ -318,7 +327,7 @@ class SocketBackend(TransferBackend):
         try:
             link = self._accepted(sock)
             self._reactor.watch(sock, link, read=True, write=False)
-        except (LinkLost, OSError) as e:  # it may have been reset already, and refuse to be set up
+        except (LinkLost, OSError) as e:  # a connection that was reset already can't be set up
             self._refusals.add(f"refused a connection: {e}")
             sock.close()
             return
@@ -335,7 +344,7 @@ class SocketBackend(TransferBackend):
         greeting = handshake.decode_greeting(body)
         error = handshake.judge(greeting, self.epoch, self._secret) or self._why_not(greeting.writer)
         if error:
-            # So few bytes always fit into the buffer of a new connection; one that is gone needs no answer.
+            # This few bytes always fit into the buffer of a new connection. A connection that is gone needs no answer.
             with contextlib.suppress(OSError):
                 link.stream.sock.send(handshake.frame(Verdict(error)))
             raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
@@ -347,10 +356,10 @@ class SocketBackend(TransferBackend):
         link.opened()
 
     def _why_not(self, writer: str) -> str:
-        """Why a writer with a good greeting may not write now, or ""."""
+        """Return why a writer with a valid greeting may not write now, or ""."""
         record = self._peers.get(writer)
         if record is not None and record.incoming is not None and record.reason is None:
-            # It lost its link and we had no news of that yet. Whoever waits for pages must hear it before it may write.
+            # The writer lost its link, and we had not noticed yet. Our LinkDown must come before it may write again.
             self._lost(record.incoming, "the peer opened another link")
         return "its link went down; this instance has to register with it again" if writer in self._fenced else ""
 
@@ -376,9 +385,9 @@ class SocketBackend(TransferBackend):
             self._reactor.watch(link.stream.sock, link, read=True, write=link.stream.sending)
 
     def _serve(self, link: Link, readable: bool, writable: bool) -> None:
-        """Do a link's I/O; whatever fails ends its pair and nothing else."""
+        """Do a link's I/O. A failure ends only the links with this peer."""
         if link.phase is LinkPhase.CLOSED:
-            return  # by another link's event in the same round
+            return  # closed by another link's event in the same round
         try:
             if link.phase is LinkPhase.DIALLING and isinstance(link, OutgoingLink):
                 self._dialled(link)
@@ -388,13 +397,13 @@ class SocketBackend(TransferBackend):
                 link.stream.on_writable()
         except LinkLost as e:
             self._lost(link, str(e))
-        except OSError as e:  # of a socket that the other side may reset between any two calls
+        except OSError as e:  # the other side may reset the socket between any two calls
             self._lost(link, f"the connection broke: {e.strerror}")
         else:
             self._rewatch(link)
 
     def _carry_on(self, link: Link, do: Callable[[], None]) -> None:
-        """``do`` what concerns a link, and send what it has to say."""
+        """Call ``do`` for a link, and send what it queues. End the link on ``LinkLost``."""
         try:
             do()
             if link.stream.sending:
@@ -412,7 +421,7 @@ class SocketBackend(TransferBackend):
         link.closed(reason)
 
     def _lost(self, link: Link, reason: str) -> None:
-        """A link is gone or has to go."""
+        """End a link that is gone or must end. If it was open, end the one in the other direction, too."""
         was_open = link.phase is LinkPhase.OPEN
         if isinstance(link, IncomingLink) and not was_open:
             self._refusals.add(f"a connection ended before it was welcome: {reason}")
@@ -436,7 +445,7 @@ class SocketBackend(TransferBackend):
         self._events.append(ConnectFailed(peer, error))
 
     def _part(self, peer: str, reason: str) -> None:
-        """Take both links with ``peer`` down, as far as that is ours to do, and say so once they are."""
+        """Close both links with ``peer``, as far as this side can. ``LinkDown`` follows when both are down."""
         record = self._peers.setdefault(peer, _Peer())
         self._fenced[peer] = None
         if len(self._fenced) > MAX_FENCED:
