@@ -1,4 +1,4 @@
-"""How long a hand-over may wait for something to happen."""
+"""Time limits of hand-overs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from ...runtime.options import ServerOptions
 
 
 class HandoverLimits(NamedTuple):
-    """Seconds. ``bootstrap``: until both legs know of each other. ``queue``: for memory, and for a turn to compute.
-    ``transfer``: without progress, once the prompt has begun to be computed.
-    """
+    """Time limits of a hand-over, in seconds."""
 
     bootstrap: float
+    """Waiting for the second of the two requests: the client's and the decode's."""
     queue: float
+    """Waiting for memory, and for the prompt to be computed."""
     transfer: float
+    """Without progress, once the computation of the prompt has begun."""
 
     @property
     def piece(self) -> float:
-        """Seconds from one piece of a prompt to the next: others may pass it, as they may before its first piece."""
+        """Seconds from one chunk of a prompt to the next. Other requests may overtake it before each chunk."""
         return max(self.queue, self.transfer)
 
     @property
     def landing(self) -> float:
-        """Seconds that a receiver waits for news of a hand-over. More than the sender's own limits: it says why."""
+        """Seconds that a receiver waits for progress. Longer than the sender's limits: the sender gives reasons."""
         return self.queue + self.transfer
 
     @staticmethod
     def of(options: ServerOptions) -> HandoverLimits:
-        """As the options say."""
+        """Return the limits set by the options."""
         return HandoverLimits(
             options.disaggregation_bootstrap_timeout,
             options.disaggregation_queue_timeout,

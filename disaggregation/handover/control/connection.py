@@ -1,9 +1,8 @@
-"""One control connection, seen from either end.
+"""One end of a control connection.
 
-    GREETING (ours is sent, the other's is awaited) → OPEN (frames) → CLOSED by its owner, on ``LinkLost`` or on its own
+    GREETING (ours is sent, the peer's is awaited) → OPEN (frames) → CLOSED by its owner, on ``LinkLost`` or at will
 
-Nothing here waits, and nothing is believed before it is there: of a frame that was announced no more memory is taken
-than twice what has come of it.
+Nothing here blocks. An announced frame gets memory only as it arrives: at most twice the bytes received so far.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ UNREAD_AT_CLOSE = 64 << 10
 
 
 class Reading(NamedTuple):
-    """What one look at the socket has brought: a whole frame or none, and bytes in any case."""
+    """Result of one read: a whole frame or None, and the number of bytes read."""
 
     frame: bytes | None
     nbytes: int
 
 
 class ControlConnection:
-    """Watched by ``reactor``, which reports this object. Raises ``OSError`` for a socket that was reset already.
+    """A non-blocking connection that ``reactor`` watches and reports. Raises ``OSError`` if the socket was reset.
 
-    ``frame_limit``: bytes of a frame from the peer; ``send_limit``: bytes that may wait for the peer to read.
+    ``frame_limit``: maximum size of a frame from the peer. ``send_limit``: send-buffer limit. Both are in bytes.
     """
 
     def __init__(
@@ -64,24 +63,24 @@ class ControlConnection:
 
     @property
     def held(self) -> int:
-        """Bytes that this connection's incomplete frame takes here."""
+        """Memory of this connection's incomplete frame, in bytes."""
         return sum(map(len, self._pieces))
 
     def read(self, budget: int = MAX_TURN) -> Reading:
-        """At most one frame and about ``budget`` bytes; raises ``LinkLost`` when the connection is over."""
+        """Read at most one frame and about ``budget`` bytes. Raises ``LinkLost`` when the connection has ended."""
         try:
             nbytes = self.stream.on_readable(budget)
         except ProtocolBroken:
             raise
         except LinkLost as e:
-            # The system tells the reason once; where writing was told, reading only sees an end.
+            # The system reports the reason once. If a write got it, a read sees only the end.
             raise self._write_broken or e from None
         self.flush()
         frame, self._frame = self._frame, None
         return Reading(frame, nbytes)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send what the kernel takes and queue the rest; raises ``ProtocolBroken`` for a peer that does not read."""
+        """Send what the kernel accepts, and queue the rest. Raises ``ProtocolBroken`` if the peer does not read."""
         self._waiting += frames
         self._seal()
         self.flush()
@@ -89,13 +88,13 @@ class ControlConnection:
             raise ProtocolBroken(f"it does not read what it is sent: {self.unsent} bytes wait for it")
 
     def flush(self) -> None:
-        """Send what the kernel takes of what is queued."""
+        """Send as much of the queue as the kernel accepts."""
         if not self.unsent and not self._write_watched:
             return
         try:
             self.unsent -= self.stream.on_writable()
         except LinkLost as e:
-            # Not the end yet: what the peer said before is still to be read, and reading then meets the end.
+            # This is not the end yet: earlier data of the peer must still be read. The read after it meets the end.
             self._write_broken = e
             self.unsent = 0
         if bool(self.unsent) != self._write_watched:
@@ -103,19 +102,19 @@ class ControlConnection:
             self._reactor.watch(self.stream.sock, self, read=True, write=self._write_watched)
 
     def close(self) -> None:
-        """Close at once; the kernel goes on sending what it has taken."""
+        """Close at once. The kernel still sends what it has accepted."""
         self.flush()
         self.closed = True
         self._reactor.forget(self.stream.sock)
         with contextlib.suppress(OSError):
             self.stream.sock.shutdown(socket.SHUT_WR)
-            # Closed with something unread, a socket sends a reset, which can overtake what was sent before it.
+            # A socket that is closed with unread data sends a reset, which can overtake data sent before it.
             self.stream.sock.recv(UNREAD_AT_CLOSE)
         self.stream.close()
         self._pieces.clear()
 
     def _seal(self) -> None:
-        """Queue the frames that wait, once it is known how to seal them."""
+        """Seal and queue the waiting frames, if the session can seal."""
         if not self.session.ready:
             return
         for frame in self._waiting:

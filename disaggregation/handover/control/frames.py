@@ -1,9 +1,9 @@
-"""What crosses a control connection, either way: a greeting, then frames.
+"""Wire format of a control connection, in both directions: a greeting, then frames.
 
-    greeting: eight bytes that name the protocol, the version of this framing, a key of this connection (or zeros)
-    frame: its length in bytes, then a msgpack list of messages, sealed where there is a cluster secret (``session.py``)
+- Greeting: eight bytes that name the protocol, the framing version, and a key of this connection (or zeros).
+- Frame: its length in bytes, then a msgpack list of messages. With a cluster secret it is sealed (``session.py``).
 
-Numbers are little-endian, 32 bits. What the messages mean has a version of its own, in ``Hello``.
+Numbers are little-endian, 32 bits. The messages have a version of their own, in ``Hello``.
 """
 
 from __future__ import annotations
@@ -20,30 +20,36 @@ GREETING = struct.Struct("<8sI")
 KEY_BYTES = 32
 NO_KEY = bytes(KEY_BYTES)
 MAGIC = b"\x89pdserve"
-"""Its first byte begins no text, no TLS and no ZMTP."""
+"""Protocol name in the greeting. No text, TLS or ZMTP stream begins with its first byte."""
 LENGTH = struct.Struct("<I")
 
 SHORT_FRAME_BYTES = (1 << 20) + 4096
-"""Of one frame: the page numbers of the longest ``TransferRequest``, and what is around them."""
+"""Maximum size of a short frame, in bytes: the page numbers of the longest ``TransferRequest``, and its envelope."""
 LONG_FRAME_BYTES = 17 << 20
-"""Of one frame from a peer that is asked for KV: ``FirstToken`` brings the log-probabilities of a prompt.
+"""Maximum size in bytes of a frame from a peer that is asked for KV.
 
-2^20 of them, four times the default of ``--max-logprobs-per-request``, take 16 MiB. No more, because
-what a hostile peer packs most densely takes 40 times as much memory when it is decoded, and 0.4 s for each MiB.
+Its ``FirstToken`` brings the log-probabilities of a prompt. 2^20 of them take 16 MiB; that is four times the default of
+``--max-logprobs-per-request``. The limit is not higher because of hostile peers. Decoding the densest frame takes 40
+times its size in memory, and 0.4 s for each MiB.
 """
 FRAME_MESSAGES = 1024
+"""Maximum number of messages in a frame."""
 MESSAGES_A_TURN = 2048
+"""Maximum number of messages read per tick."""
 
 
 class Frames(NamedTuple):
-    """Messages, encoded. ``too_long`` are those that no frame can take."""
+    """Encoded frames, and the messages that are ``too_long`` for any frame."""
 
     encoded: list[bytes]
     too_long: list[Message]
 
 
 def make_frames(messages: Sequence[Message], limit: int) -> Frames:
-    """As few frames as stay within ``limit`` bytes and ``FRAME_MESSAGES``: a receiver drops who sends longer ones."""
+    """Encode messages in few frames of at most ``limit`` bytes and ``FRAME_MESSAGES`` messages each.
+
+    A receiver ends a connection with longer ones.
+    """
     if not messages:
         return Frames([], [])
     if len(messages) <= FRAME_MESSAGES:
@@ -58,12 +64,12 @@ def make_frames(messages: Sequence[Message], limit: int) -> Frames:
 
 
 def greeting(key: bytes = NO_KEY, version: int = FRAMING_VERSION) -> bytes:
-    """What each end says first."""
+    """Return the bytes that each end sends first."""
     return GREETING.pack(MAGIC, version) + key
 
 
 def wrong_greeting(data: bytes | bytearray) -> str | None:
-    """Why nothing more can be said to whose greeting begins like this, None where it can."""
+    """Return why a greeting that begins with ``data`` is unacceptable, or None if it is not."""
     magic, version = GREETING.unpack(data)
     if magic != MAGIC:
         return f"it does not speak pdserve's control protocol: it began with {bytes(data)!r}"

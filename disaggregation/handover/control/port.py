@@ -1,18 +1,16 @@
-"""An instance's control port: accepts whoever comes, dials whom it is told to, gives every connection an equal turn,
-and lets nobody cost much.
+"""An instance's control port: accepts and dials connections, reads them in rotation, and bounds the cost of each one.
 
     accepted → stranger → (a good Hello: ``keep``) peer → ended
       dialled → connecting, in the background ─────▶ peer → ended
 
-Who dialled matters no more once both have greeted. Nothing is dialled anew: when a connection breaks, whoever listens
-there next is another one, to be found through the bootstrap server again.
+After both greetings it does not matter which side dialled. Connections are not redialled. After one breaks, another
+instance may listen at the address, so the peer must be found through the bootstrap server again.
 
-A stranger has ``STRANGER_SECONDS`` and ``STRANGER_BYTES`` for its Hello, and one more than ``MAX_STRANGERS`` ends the
-one that has waited longest. How many peers there are is their keeper's to limit. A peer may send short frames until it
-is told that it may send long ones. One that is over is reported once, by ``take_ended``; a stranger that is over is
-nobody's concern.
+A stranger has ``STRANGER_SECONDS`` and ``STRANGER_BYTES`` for its Hello. One more than ``MAX_STRANGERS`` ends the one
+that has waited longest. The owner limits the number of peers. A peer may send short frames until the owner permits long
+ones. ``take_ended`` reports the end of each peer's connection once. The end of a stranger's is not reported.
 
-Whoever waits for this port waits for ``fileno``: it is readable, level-triggered, while anything is left to do.
+To wait for this port, wait for ``fileno``. It is readable, level-triggered, while anything is left to do.
 """
 
 from __future__ import annotations
@@ -40,39 +38,45 @@ from .session import Session
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64
+"""Maximum number of accepted connections without a valid Hello."""
 STRANGER_SECONDS = 5.0
+"""Time limit in seconds for a stranger's Hello."""
 STRANGER_BYTES = 16 << 10
-"""Of one frame: three times the longest Hello."""
+"""Maximum frame size of a stranger, in bytes: three times the longest Hello."""
 STRANGER_UNREAD_BYTES = 64 << 10
-"""Refusals that a stranger may leave unread."""
+"""Send-buffer limit of a stranger, in bytes."""
 UNREAD_BYTES = 2 * LONG_FRAME_BYTES
-"""That may wait for one peer to read."""
+"""Send-buffer limit of a peer, in bytes."""
 UNREAD_BYTES_IN_ALL = 4 * UNREAD_BYTES
-"""Beyond it, the peer that has read nothing for the longest time is ended."""
+"""Limit of all peers' send buffers. Beyond it, the peer that has read nothing for the longest time is ended."""
 SILENCE_SECONDS = 10.0
-"""That sent bytes may stay unacknowledged."""
+"""TCP user timeout in seconds: the time that sent bytes may stay unacknowledged."""
 DIAL_SECONDS = 5.0
-"""Until the greeting of who was dialled has come."""
+"""Time limit in seconds for the peer's greeting after dialling."""
 SERVE_BYTES = 64 << 10
-"""Read from one connection before the others have their turn."""
+"""Maximum bytes read from one connection before the others are read."""
 SERVE_COST = 4096
-"""What looking at a connection counts for, in bytes: who drips them uses up the turn as well."""
+"""Bytes charged for each read of a connection, so that connections that send single bytes use up the tick, too."""
 TURN_BYTES = 16 << 20
+"""Maximum bytes read per tick."""
 AGAIN_A_ROUND = 64
-"""Frames that are read beyond the first of each connection before newcomers are looked for."""
+"""Maximum number of repeated reads per round, before new connections are accepted."""
 ACCEPTS_AT_ONCE = MAX_STRANGERS // 2
-"""All of them are still here to be read from when the next ones come."""
+"""Maximum connections accepted at once, so that each is read before later ones displace it."""
 
 
 class Ended(NamedTuple):
-    """A peer whose connection is over."""
+    """Report of a peer's connection that has ended."""
 
     identity: int
     reason: str
 
 
 class _Accepted(ControlConnection):
-    """A connection that somebody made. ``deadline`` is for strangers. ``sends``: bytes of a frame that it takes."""
+    """An accepted connection.
+
+    ``deadline``: latest time of a stranger's Hello. ``sends``: maximum frame size that the peer accepts, in bytes.
+    """
 
     def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int) -> None:
         super().__init__(sock, reactor, session, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
@@ -81,12 +85,12 @@ class _Accepted(ControlConnection):
         self.sends = SHORT_FRAME_BYTES
 
     def why(self, end: LinkLost) -> str:
-        """``end``, in words for whoever waits for this connection."""
+        """Return the reason for the end of this connection, for error messages."""
         return str(end)
 
 
 class _Dialled(_Accepted):
-    """One that this instance made: a peer's from the beginning. ``deadline``: until the other's greeting has come."""
+    """A dialled connection, which is a peer's from the beginning. ``deadline``: latest time of the peer's greeting."""
 
     def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int, place: str) -> None:
         super().__init__(sock, reactor, session, identity)
@@ -105,9 +109,9 @@ class _Dialled(_Accepted):
 
 
 class ControlPort:
-    """See the module. Raises ``OSError`` where nobody can listen on ``host``.
+    """Listener, strangers and peers of a control port. Raises ``OSError`` if it can't listen on ``host``.
 
-    ``port`` 0 takes a free one. ``keys``: of the cluster secret (``session.py``).
+    ``port`` 0 takes a free one. ``keys``: keys of the cluster secret (``session.py``).
     """
 
     def __init__(self, host: str, port: int = 0, keys: Sequence[bytes] = ()) -> None:
@@ -127,18 +131,18 @@ class ControlPort:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether who connects has the cluster's secret."""
+        """Whether every connected instance must have the cluster secret."""
         return bool(self._keys)
 
     def fileno(self) -> int:
-        """Readable while there is something to do."""
+        """Return a descriptor that is readable while there is something to do."""
         return self._reactor.fileno()
 
     def dial(self, address: str, port: int) -> int:
-        """Begin to connect; returns the connection's identity. What is sent meanwhile waits.
+        """Begin to connect, and return the connection's identity. Messages sent meanwhile are queued.
 
-        ``address`` is an IP address: looking up a name could wait. Raises ``ValueError`` for anything else, and
-        ``OSError`` for what fails at once.
+        ``address`` must be an IP address, because resolving a name could block. Raises ``ValueError`` for anything
+        else, and ``OSError`` if connecting fails at once.
         """
         sock = socket.socket(tcp_socket.address_family(address), socket.SOCK_STREAM)
         self._last_identity += 1
@@ -155,10 +159,11 @@ class ControlPort:
         return connection.identity
 
     def recv(self) -> tuple[int, list[Any]] | None:
-        """The next frame and who sent it; None when there is none or this turn has read its share.
+        """Return the next frame's messages with its connection's identity.
 
-        Takes one frame of each connection before the second of any. What comes while it reads makes ``fileno`` readable
-        again. Raises ``UndeclaredMessage``.
+        Returns None if there is no frame or this tick has read ``TURN_BYTES``. One frame of each connection is read
+        before the second of any. Data that comes meanwhile makes ``fileno`` readable again. Raises
+        ``UndeclaredMessage``.
         """
         if not self._ready:
             self._begin_round()
@@ -175,7 +180,10 @@ class ControlPort:
         return None
 
     def send(self, identity: int, messages: Sequence[Message]) -> list[Message]:
-        """To one connection; dropped where that is over. Returns what is too long to be sent."""
+        """Send messages to a connection, and return those that are too long.
+
+        Messages to a connection that has ended are dropped.
+        """
         connection = self._peers.get(identity) or self._strangers.get(identity)
         if connection is None:
             return []
@@ -190,7 +198,7 @@ class ControlPort:
         return too_long
 
     def keep(self, identity: int) -> None:
-        """A stranger is a peer from now on: no deadline any more, and longer frames."""
+        """Make a stranger a peer, without a deadline and with longer frames."""
         connection = self._strangers.pop(identity, None)
         if connection is not None:
             connection.frame_limit, connection.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
@@ -199,23 +207,23 @@ class ControlPort:
             self._ended.append(Ended(identity, "its connection ended before"))
 
     def take_long_frames(self, identity: int) -> None:
-        """A peer may send frames of ``LONG_FRAME_BYTES`` from now on: it is asked for what may need them."""
+        """Accept frames of up to ``LONG_FRAME_BYTES`` from a peer: it is asked for messages that may need them."""
         if identity in self._peers:
             self._peers[identity].frame_limit = LONG_FRAME_BYTES
 
     def send_long_frames(self, identity: int) -> None:
-        """A peer takes such frames from now on."""
+        """Send frames of up to ``LONG_FRAME_BYTES`` to a peer, which accepts them."""
         if identity in self._peers:
             self._peers[identity].sends = LONG_FRAME_BYTES
 
     def drop(self, identity: int) -> None:
-        """End a connection; what was sent to it still leaves. ``take_ended`` says nothing of it."""
+        """End a connection. Data sent before is still delivered. ``take_ended`` does not report this end."""
         connection = self._peers.get(identity) or self._strangers.get(identity)
         if connection is not None:
             self._close(connection)
 
     def take_ended(self) -> list[Ended]:
-        """The peers whose connections have ended since the last call, all of their frames having been read."""
+        """Return the peers' connections that ended since the last call. All of their frames have been read."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -228,7 +236,7 @@ class ControlPort:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._strangers) + len(self._peers)
 
     def _begin_round(self) -> None:
@@ -244,7 +252,7 @@ class ControlPort:
                 self._end(connection, LinkLost(f"it does not answer (for {DIAL_SECONDS:g} s)"))
         self._again = AGAIN_A_ROUND
         ready = self._reactor.wait(0)
-        # Those that are here before those that come: a newcomer may push out a stranger whose Hello waits to be read.
+        # Existing connections come before new ones: a new one may displace a stranger with a Hello that waits.
         self._ready.extend(entry for entry in ready if not isinstance(entry[0], Listener))
         self._ready.extend(entry for entry in ready if isinstance(entry[0], Listener))
 
@@ -260,7 +268,7 @@ class ControlPort:
             return None
         self._left -= nbytes
         if frame is not None and self._again > 0:
-            # Behind all others, it may have more: that is cheaper to try than to ask the system for another round.
+            # It may have more data. A repeated read, after all others, is cheaper than another round of polling.
             self._again -= 1
             self._ready.append((connection, True, False))
         return frame
@@ -278,7 +286,7 @@ class ControlPort:
                 tcp_socket.tune(sock, SILENCE_SECONDS)
                 session = Session(self._keys, dialled=False)
                 connection = _Accepted(sock, self._reactor, session, self._last_identity)
-            except OSError as e:  # it may have been reset already, and refuse to be set up
+            except OSError as e:  # a connection that was reset already can't be set up
                 self.refusals.add(f"refused a connection: {e}")
                 sock.close()
                 continue
@@ -286,7 +294,10 @@ class ControlPort:
             connection.flush()
 
     def _limit_unread(self) -> None:
-        """Peers that do not read share a limit, too: many could each stay below their own."""
+        """End the slowest peers while all send buffers exceed ``UNREAD_BYTES_IN_ALL`` together.
+
+        Many peers could each stay below their own limit.
+        """
         while sum(peer.unsent for peer in self._peers.values()) > UNREAD_BYTES_IN_ALL:
             stuck = min((p for p in self._peers.values() if p.unsent), key=lambda p: p.stream.last_progress)
             self._end(stuck, ProtocolBroken(f"it reads too slowly: {stuck.unsent} bytes wait for it"))
@@ -307,5 +318,5 @@ class ControlPort:
 def _whence(sock: socket.socket) -> str:
     try:
         return str(sock.getpeername()[0])
-    except OSError:  # it is gone already
+    except OSError:  # the connection is gone already
         return "somebody"

@@ -1,10 +1,14 @@
-"""What a control connection is protected by: nothing, or the cluster secret.
+"""Protection of a control connection: none, or the cluster secret.
 
-With a secret, each end's greeting carries a key of X25519 made for this connection alone. Both ends mix what the two
-keys have in common with the cluster secret, and seal each frame with what comes of it (ChaCha20-Poly1305, the frame's
-number as its nonce). So who doesn't know the secret can neither say nor read anything, what was overheard says nothing
-anywhere else or again, and a secret that becomes known later opens no connection of before. This is the pattern
-``NNpsk0`` of the Noise protocol framework, with the keys in the greetings.
+With a secret, each end's greeting carries an X25519 key that is made for this connection alone. Both ends combine the
+shared secret of these keys with the cluster secret. The derived keys seal each frame by ChaCha20-Poly1305, with the
+frame's number as nonce. This has three effects:
+
+- Without the cluster secret, frames can be neither written nor read.
+- Recorded frames can't be replayed, neither on this connection nor on another one.
+- A secret that leaks later does not decrypt earlier connections.
+
+This is the pattern ``NNpsk0`` of the Noise protocol framework, with the keys in the greetings.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from ...errors import ProtocolBroken
 from .frames import GREETING, KEY_BYTES, NO_KEY, greeting
 
 SEAL_BYTES = 16
-"""That a sealed frame is longer by."""
+"""Length that sealing adds to a frame, in bytes."""
 NONCE = struct.Struct("<4xQ")
 
 
@@ -33,9 +37,10 @@ class _Ciphers(NamedTuple):
 
 
 class Session:
-    """Of one connection. ``keys``: of the cluster's secrets, the one in use first; none where there is no secret.
+    """Sealing state of one connection.
 
-    Who dials uses the first; who was dialled takes any, and answers by the one that the first frame was sealed with.
+    ``keys``: keys of the cluster's secrets, the current one first; empty without a secret. The dialling end uses the
+    first. The dialled end accepts any, and answers with the one that sealed the first frame.
     """
 
     def __init__(self, keys: list[bytes], *, dialled: bool) -> None:
@@ -50,21 +55,21 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """Whether frames can be sealed: both have greeted, and it is certain which secret is used."""
+        """Whether frames can be sealed: both ends have greeted, and the secret in use is known."""
         return not self._keys or len(self._candidates) == 1
 
     @property
     def overhead(self) -> int:
-        """Bytes that a frame is longer by than what it says."""
+        """Length that sealing adds to a frame here, in bytes."""
         return SEAL_BYTES if self._keys else 0
 
     @property
     def unanswered(self) -> bool:
-        """Whether nothing has come yet that shows that the other end has the secret."""
+        """Whether there is a secret and no frame of the other end has come yet."""
         return bool(self._keys) and not self._received
 
     def greeted(self, theirs: bytes) -> None:
-        """The other end's whole greeting has come; raises ``ProtocolBroken`` where the two can't talk."""
+        """Derive the keys from the other end's whole greeting. Raises ``ProtocolBroken`` if the ends don't match."""
         problem = self._agree(theirs[GREETING.size :], theirs)
         if problem is not None:
             raise ProtocolBroken(problem)
@@ -78,7 +83,7 @@ class Session:
             return "it has no cluster secret: start it with this instance's --cluster-secret-file"
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError:  # a point that would make the result known to all
+        except ValueError:  # a point that would make the result public
             return "its key is none"
         both = self.greeting + theirs if self._dialled else theirs + self.greeting
         keys = self._keys[:1] if self._dialled else self._keys
@@ -86,14 +91,14 @@ class Session:
         return None
 
     def seal(self, frame: bytes) -> bytes:
-        """``frame``, as it is sent."""
+        """Return ``frame`` as it is sent: sealed if there is a secret."""
         if not self._keys:
             return frame
         self._sent += 1
         return self._candidates[0].sending.encrypt(NONCE.pack(self._sent), frame, None)
 
     def open(self, sealed: bytes) -> bytes:
-        """What a frame says; raises ``ProtocolBroken`` where it is not from who has the secret."""
+        """Return the content of a frame. Raises ``ProtocolBroken`` if no known secret has sealed it."""
         if not self._keys:
             return sealed
         self._received += 1
