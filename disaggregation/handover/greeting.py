@@ -1,4 +1,4 @@
-"""What two instances say of themselves first, and whether they can exchange KV."""
+"""The Hello of an instance, and the check whether two instances can exchange KV."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..transfer.page_order import can_exchange
 
 
 def digest(metadata: bytes) -> str:
-    """Tells nothing of ``metadata`` to who doesn't have it."""
+    """Return a hash that identifies ``metadata`` without revealing it."""
     return sha256(metadata).hexdigest()
 
 
 class Greeting(NamedTuple):
-    """This instance, as others come to know it."""
+    """Description of this instance for its peers."""
 
     epoch: str
     worker: WorkerReady
     backend: str
 
     def hello(self, peer: str, link: int, *, dialling: bool) -> Hello:
-        """To ``peer``, by the link of that number."""
+        """Return the Hello to ``peer`` for the link with number ``link``."""
         return Hello(
             epoch=peer,
             sender=self.epoch,
@@ -36,7 +36,7 @@ class Greeting(NamedTuple):
         )
 
     def problem(self, hello: Hello) -> str | None:
-        """Why its author and this instance can't exchange pages, None where they can."""
+        """Return why the sender of ``hello`` and this instance can't exchange pages, or None if they can."""
         worker = self.worker
         if hello.version != PROTOCOL_VERSION:
             return (
@@ -65,12 +65,12 @@ class Greeting(NamedTuple):
         return None
 
     def _two(self, hello: Hello, theirs: str, ours: str) -> str:
-        """Both instances, each with what it has: who reads it may be the client of either."""
+        """Name both instances with their values, because clients of either may read the message."""
         return f"instances {hello.sender} ({theirs}) and {self.epoch} ({ours})"
 
 
 def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
-    """What keeps two layouts apart, of each."""
+    """Return the differences between two layouts, as texts for each side."""
     if len(theirs.groups) != len(ours.groups):
         return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
     told = [("page_size", theirs.page_size, ours.page_size)]

@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """``put`` from any thread; the loop polls ``fileno`` and calls ``take_all``."""
+    """Queue of values from any thread (``put``) to a loop that polls ``fileno`` and calls ``take_all``."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable while there may be something to take."""
+        """Return a descriptor that is readable while there may be values to take."""
         return self._event
 
     def put(self, value: T) -> None:
@@ -26,7 +26,7 @@ class Mailbox(Generic[T]):
         os.eventfd_write(self._event, 1)
 
     def take_all(self) -> list[T]:
-        """Everything that was put since the last call."""
+        """Return all values that were put since the last call."""
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:

@@ -1,6 +1,6 @@
-"""What a ``KVManager`` reaches others by: the control port, bootstrap servers, the own registration.
+"""Network access of a ``KVManager``: the control port, bootstrap servers and this instance's registration.
 
-Apart from it, so that a simulation can put one of its own in this place.
+It is a separate object so that a simulation can replace it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .mailbox import Mailbox
 
 
 class Network:
-    """The real one. What must block (asking bootstrap servers, renewing a lease) runs in small threads, whose results
-    come back through a mailbox that wakes the loop. Raises ``OSError`` where it can't listen on the control port.
+    """The real network. Raises ``OSError`` if it can't listen on the control port.
+
+    Blocking calls (asking bootstrap servers, renewing a lease) run in small threads. Answers of bootstrap servers come
+    back through a mailbox that wakes the loop.
     """
 
     def __init__(self, ctx: ChildContext) -> None:
@@ -34,28 +36,29 @@ class Network:
         self._bootstrap_port: int | None = None
 
     def wake(self, poller: zmq.Poller) -> None:
-        """Make ``poller`` return when something has come."""
+        """Register with ``poller``, so that it returns when an answer or control data has arrived."""
         for descriptor in (self._found.fileno(), self.port.fileno()):
             poller.register(descriptor, zmq.POLLIN)
 
     def find(self, host: str, port: int) -> None:
-        """Ask the bootstrap server at this address; ``take_found`` brings the answer."""
+        """Ask the bootstrap server at this address. ``take_found`` returns the answer."""
         self._finder.find(host, port)
 
     def take_found(self) -> list[tuple[str, int, Reached | str]]:
-        """What bootstrap servers have answered: a registration, or why there is none."""
+        """Return the new answers of bootstrap servers: a registration, or why there is none."""
         return self._found.take_all()
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of this instance's own bootstrap server, None before it has one."""
+        """Port of this instance's own bootstrap server, None before it listens."""
         if self._bootstrap_port is None:
             self._bootstrap_port = announced_port(self._ctx.run_dir)
         return self._bootstrap_port
 
     def register(self, registration: Registration) -> None:
-        """Become known to the own bootstrap server, by a lease that is renewed as long as this process lives; or known
-        anew, as what has changed.
+        """Register with this instance's own bootstrap server, or change the registration.
+
+        The registration is a lease that is renewed as long as this process lives.
         """
         if self._lease is not None:
             self._lease.change(registration)
@@ -65,16 +68,16 @@ class Network:
         self._lease.start()
 
     def pause(self) -> None:
-        """Others shall not find this instance until it registers again."""
+        """Suspend the registration: other instances don't find this one until it registers again."""
         if self._lease is not None:
             self._lease.pause()
 
     def withdraw(self) -> None:
-        """Others shall not find this instance any more."""
+        """Withdraw the registration: other instances don't find this one any more."""
         if self._lease is not None:
             self._lease.withdraw()
             self._lease = None
 
     def lost(self, now: float) -> str | None:
-        """Why others can't find this instance, None where they can, or shall not."""
+        """Return why other instances can't find this one. None if they can, or if it is not registered."""
         return self._lease.lost(now) if self._lease is not None else None

@@ -1,4 +1,4 @@
-"""What a prefill tells the decodes that ask how long a prompt would take here."""
+"""Forecasts that a prefill sends to decodes: the time to a prompt's first token on this instance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from .kv_sender import KVSender, SenderState
 
 
 class PrefillEstimates:
-    """Answers once a room, and remembers what may come of its answers: else all that ask at once would be told that
-    nobody is before them. What a store has of the prompt need not be computed; it is looked at first.
+    """Forecasts, one for each room, and the load that they may bring.
+
+    Without that load, all decodes that ask at once would get the forecast of an empty queue. The store is probed before
+    a forecast, because pages in the store need not be computed.
     """
 
     def __init__(self, estimator: Estimator, tiers: KVTiers | None) -> None:
         self._estimator = estimator
         self._tiers = tiers
         self.expected = NOTHING
-        """Work that may still come: prompts with a forecast whose decode has not chosen yet."""
+        """Load that may still come: prompts with a forecast and without a decision of their decode."""
 
     def tell(self, sender: KVSender, now: float) -> None:
-        """Answer the decode that asks for ``sender``'s room, if one does and both legs are here; not before the store
-        has been looked at.
+        """Send the forecast for ``sender``'s room, if its decode has asked and the client's request is here.
+
+        Nothing is sent while the store is being probed.
         """
         req, peer, handover = sender.req, sender.peer, sender.handover
         if not sender.asks or req is None or peer is None or handover is None or req.is_ended:
@@ -47,8 +50,9 @@ class PrefillEstimates:
         peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
 
     def _looks(self, sender: KVSender, req: Req, known: int, ms: float, now: float) -> bool:
-        """Whether the store is to say yet what it has; not if the prompt, which takes ``ms`` without it, could be
-        computed meanwhile.
+        """Return whether to wait for the store's answer, and ask the store if that was not done yet.
+
+        There is no waiting if the prompt, which takes ``ms`` without the store, could be computed meanwhile.
         """
         if self._tiers is None or self._tiers.store is None:
             return False
@@ -58,12 +62,12 @@ class PrefillEstimates:
         return self._tiers.store.sight.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
-        """How many tokens the store will bring, and the milliseconds that are waited for them."""
+        """Return the number of tokens that the store will supply, and the milliseconds of waiting for them."""
         if self._tiers is None or self._tiers.store is None:
             return 0, 0.0
         return self._tiers.store.foresee(req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000)
 
     def is_decided(self, sender: KVSender) -> None:
-        """Its decode has chosen, or the room is over."""
+        """Drop the expected load of a room: its decode has decided, or the room has ended."""
         self.expected -= sender.foretold
         sender.foretold = NOTHING

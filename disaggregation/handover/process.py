@@ -18,7 +18,7 @@ from .network import Network
 
 
 def main() -> None:
-    """Entry point of the child process."""
+    """Run the scheduler process until it ends."""
     ctx = start_child(sys.argv)
     return_freed_memory()
 

@@ -1,18 +1,18 @@
-"""A decode's own store: whether to fetch pages of a prompt from it before a prefill is asked for the rest.
+"""Fetching a prompt's pages from the decode's own store before a prefill is asked for the rest.
 
-A room goes through this while it is PREALLOCATED, before it is decided who computes the prompt::
+A room does this in PREALLOCATED, before it is decided which instance computes the prompt::
 
     NEW → LOOKING (what does the store have?) → FETCHING → OVER (what came is loaded, and need not be computed or sent)
                         └───────────────────────────────────▶ OVER (it would not be sooner)
 
-The look goes out with the question for the prefill's forecast. What is compared is the time to the first token, with
-the KV behind it (``choice.py``): as it is, and as it would be with the store's pages, from when they are here. A store
-that turns out to be slow is waited for half as long again as it may take to be a gain, and never longer than
-``--hicache-storage-prefetch-policy`` allows. Then the room goes on as if it had not been asked; what comes too late is
-host memory's, for others.
+The store is probed while the prefill is asked for its forecast. Two times to the first token and its KV are compared
+(``placement_policy.py``): without the store's pages, and with them after they have arrived. A fetch may take
+``PATIENCE`` times as long as it can take to be a gain, but never longer than ``--hicache-storage-prefetch-policy``
+allows. After that the room continues as if the store had not been asked. Pages that come too late stay in host memory
+for other requests.
 
-Nobody else writes to the room's pages yet: the prefill is let in to those behind what came. A client that leaves, and a
-prefill that dies, end the room as ever; what is under way belongs to the host's tier (``scheduler/store_link.py``).
+No peer writes to the room's pages yet: the prefill gets only the pages after the fetched ones. A client that leaves or
+a prefill that dies ends the room as usual. A fetch under way belongs to the host tier (``scheduler/store_link.py``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from .kv_receiver import KVReceiver, StoreStage
 from .placement_policy import PlacementPolicy, Prospects
 
 PATIENCE = 1.5
-"""Times as long as a fetch may take to be a gain: one that is a little late costs less than to begin anew without."""
+"""Time limit of a fetch, as a multiple of the longest time that is a gain. A slightly late fetch beats a new start."""
 
 
 def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prospects: Prospects) -> float:
-    """How long to wait for ``pages`` from the store, of a prompt of which ``missing`` tokens are not here; 0: not at
-    all. ``fetch_ms``: how long they take, as it is foreseen.
+    """Return how long to wait for ``pages`` from the store, in milliseconds; 0 if fetching is no gain.
+
+    ``missing``: tokens of the prompt that are not cached here. ``fetch_ms``: estimated time of the fetch.
     """
     left = missing - pages * page_size
     gain = prospects.sooner(missing, -(-missing // page_size)) - prospects.sooner(left, -(-left // page_size))
@@ -54,7 +55,7 @@ class StoreFirstCounts:
 
 
 class StoreFirst:
-    """See the module."""
+    """Owner of the store stage of all rooms."""
 
     def __init__(self, scheduler: Scheduler, choice: PlacementPolicy) -> None:
         self._scheduler = scheduler
@@ -62,7 +63,7 @@ class StoreFirst:
         self.counts = StoreFirstCounts()
 
     def look(self, receiver: KVReceiver, now: float) -> None:
-        """The room has its memory: see what the store has of the rest, where that may be of use."""
+        """Probe the store for the rest of a prompt, if that may be a gain. The room has its memory."""
         tiers, req = self._scheduler.tiers, receiver.req
         receiver.store = StoreStage.OVER
         if tiers is None or tiers.store is None or receiver.newcomer is not None:
@@ -74,8 +75,10 @@ class StoreFirst:
             receiver.store = StoreStage.LOOKING
 
     def holds_up(self, receiver: KVReceiver, now: float) -> bool:
-        """Whether the room waits for the store yet. What came is the request's when it no longer does. The prefill's
-        forecast is known, where it was asked for.
+        """Advance the room's store stage, and return whether the room still waits for the store.
+
+        When it returns False, fetched pages belong to the request. The prefill's forecast is known here, if it was
+        asked for.
         """
         if receiver.store is StoreStage.LOOKING:
             self._after_look(receiver, now)
@@ -84,13 +87,13 @@ class StoreFirst:
         return receiver.store is not StoreStage.OVER
 
     def start_over(self, receiver: KVReceiver) -> None:
-        """Forget a look or fetch that is under way: the room has lost its memory, and is looked up when it has some."""
+        """Drop a probe or fetch of a room that has lost its memory. The store is probed anew when it has memory."""
         if receiver.store is not StoreStage.OVER:
             self._over(receiver)
             receiver.store = StoreStage.NEW
 
     def held(self, receiver: KVReceiver) -> HeldTokens | None:
-        """What the decode has itself of a prompt whose KV it asks for; None without tiers."""
+        """Return the prompt tokens that the decode has itself, by tier; None without tiers."""
         if self._scheduler.tiers is None:
             return None
         beyond = receiver.req.cached_beyond or NOTHING_BEYOND
@@ -102,7 +105,7 @@ class StoreFirst:
         assert tiers.store is not None
         if tiers.store.sight.is_looking(req.rid, now):
             if not self._patience(receiver, self._reusable(receiver), now):
-                self._over(receiver)  # whatever it has
+                self._over(receiver)  # even the most that the store may have is no gain
             return
         pages = tiers.store.sight.seen(req.rid)
         seconds = self._patience(receiver, pages, now) / 1000
@@ -137,7 +140,7 @@ class StoreFirst:
         self._scheduler.tiers.forget(receiver.req.rid)
 
     def _reusable(self, receiver: KVReceiver) -> int:
-        """Pages that may come from a store at most."""
+        """Return the maximum number of pages that may come from a store."""
         req, page_size = receiver.req, self._scheduler.memory.page_size
         return max(0, req.longest_reusable_prefix // page_size - req.computed // page_size)
 

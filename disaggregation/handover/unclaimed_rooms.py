@@ -1,6 +1,6 @@
-"""Rooms that a decode knows of and no client's request has come for yet, and rooms that are over before both legs came.
+"""Rooms opened by a decode without a client's request yet, and tombstones of rooms that ended before both sides came.
 
-Both are opened by messages of peers, so both are bounded: whatever a peer sends, this much is kept of it and no more.
+Messages of peers create both, so both are bounded.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 PEER_ROOMS = 4096
-"""Rooms without a request that one peer may have open: a legs' race lasts milliseconds, so an honest one has few."""
+"""Maximum open rooms of one peer without a client's request.
+
+The two requests of a hand-over arrive within milliseconds, so an honest peer has few such rooms.
+"""
 ALL_ROOMS = 4 * PEER_ROOMS
+"""Maximum open rooms of all peers without a client's request."""
 ALL_BYTES = 64 << 20
-"""Page numbers kept for such rooms, of all peers."""
+"""Maximum bytes of page numbers that are kept for such rooms of all peers."""
 MAX_TOMBSTONES = 16384
+"""Maximum number of tombstones. The oldest is dropped first."""
 TOMBSTONE_SECONDS = 60.0
+"""Lifetime of a tombstone, in seconds."""
 
 
 class UnclaimedRooms:
-    """Counts rooms and bytes by peer."""
+    """Counts of rooms and bytes of page numbers, by peer."""
 
     def __init__(self) -> None:
         self._rooms: dict[Hashable, dict[int, int]] = {}
@@ -26,7 +32,7 @@ class UnclaimedRooms:
         self._bytes = 0
 
     def admit(self, peer: Hashable, room: int, nbytes: int) -> str | None:
-        """Count ``room`` of ``peer`` with ``nbytes`` of page numbers; the reason where it is one too many."""
+        """Count ``room`` of ``peer`` with ``nbytes`` of page numbers. Return a reason if it is one too many."""
         rooms = self._rooms.get(peer, {})
         more = 0 if room in rooms else 1
         if len(rooms) + more > PEER_ROOMS:
@@ -41,7 +47,7 @@ class UnclaimedRooms:
         return None
 
     def drop(self, peer: Hashable, room: int) -> None:
-        """A request has come for ``room``, or it is over. Harmless for one that isn't counted."""
+        """Stop counting ``room``: its request has come, or it has ended. Harmless if it isn't counted."""
         rooms = self._rooms.get(peer)
         if rooms is None or room not in rooms:
             return
@@ -60,25 +66,25 @@ class _Tombstone(NamedTuple):
 
 
 class Tombstones:
-    """Why rooms ended, for the leg that comes late: ``TOMBSTONE_SECONDS`` long, the oldest making room for new ones."""
+    """Reasons for the end of rooms, kept for ``TOMBSTONE_SECONDS`` for the side that comes late."""
 
     def __init__(self) -> None:
         self._graves: dict[int, _Tombstone] = {}
 
     def add(self, room: int, reason: str, now: float) -> None:
-        """``room`` is over."""
+        """Remember why ``room`` ended."""
         self._graves.pop(room, None)  # so that the order stays that of expiry
         self._graves[room] = _Tombstone(now + TOMBSTONE_SECONDS, reason)
         if len(self._graves) > MAX_TOMBSTONES:
             del self._graves[next(iter(self._graves))]
 
     def take(self, room: int) -> str | None:
-        """Why ``room`` is over, once; None where it isn't."""
+        """Remove and return the reason for the end of ``room``, or None if there is none."""
         grave = self._graves.pop(room, None)
         return grave.reason if grave is not None else None
 
     def expire(self, now: float) -> None:
-        """Forget what is old."""
+        """Drop expired tombstones."""
         while self._graves:
             room, grave = next(iter(self._graves.items()))
             if now <= grave.until:

@@ -1,4 +1,4 @@
-"""One hand-over's pages on their way to a peer."""
+"""The pages of one hand-over that are sent to a peer."""
 
 from __future__ import annotations
 
@@ -17,49 +17,54 @@ from .page_pool import PagePool
 from .pages import LayerRange, PageGroup, PageWrite
 
 MAX_SLICE_PAGES = 1024
+"""Maximum number of pages in a slice."""
 MIN_AHEAD_BYTES = 4 << 20
-"""Layers are pushed ahead of the others when as many are there as come to so much. Less is not worth writing a page in
-parts: its neighbours can't be written together with it then."""
+"""Minimum size in bytes of computed layers that are pushed before the rest of a chunk is computed.
+
+Less is not worth writing a page in parts, because its neighbours can't be written together with it then.
+"""
 PROGRESS_SECONDS = 5.0
-"""Shortest time between two reports of progress of one hand-over."""
+"""Minimum seconds between two progress reports of one hand-over."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Pages of ``group`` that one step makes whole; ``first`` numbers them within the hand-over.
-
-    ``done`` counts the step's layers, None where all are there; ``ahead``: how many at least are pushed ahead of the
-    others. Being pushed are layers from ``begin`` on, ``at`` pages of them have been.
-    """
+    """Pages of ``group`` that one step completes."""
 
     group: PageGroup
     first: int
+    """Index of the first page within the hand-over's pages of this group."""
     src: I32
     dst: I32
     done: LayersDone | None
+    """Counter of the step's computed layers, None if all are computed."""
     ahead: int
+    """Minimum number of layers to push before all are computed."""
     begin: int = 0
+    """First layer that is being pushed; those before it are pushed."""
     at: int = 0
+    """Number of pages of which the layers from ``begin`` to ``end`` are pushed."""
     end: int = 0
+    """End of the layers that are being pushed."""
 
     def next_layers(self) -> LayerRange | None:
-        """Which may be pushed now, None where none."""
+        """Return the layers that may be pushed now, or None."""
         if not self.at:
             num_layers = self.group.num_layers
             count = num_layers if self.done is None else self.group.layers_done(self.done.count)
-            # All that are there: a page is written in as few parts as may be.
+            # Push all computed layers, so that a page is written in as few parts as possible.
             self.end = count if count == num_layers or count >= self.begin + self.ahead else self.begin
         return LayerRange(self.begin, self.end) if self.end > self.begin else None
 
     def advance(self, pages: int) -> None:
-        """``pages`` more of them are under way."""
+        """Record that ``pages`` more pages of the current layers are under way."""
         self.at += pages
         if self.at == len(self.src):
             self.begin, self.at = self.end, 0
 
 
 class _Landing(NamedTuple):
-    """A slice under way; ``slots``: what it holds of ``pool``'s, until then."""
+    """A slice under way. ``slots``: the slots of ``pool`` that it occupies until it lands."""
 
     handle: WriteHandle
     nbytes: int
@@ -68,7 +73,7 @@ class _Landing(NamedTuple):
 
 
 class _Queue:
-    """Chunks of a group that wait; ``pages`` have been handed in."""
+    """Waiting chunks of a group. ``pages``: number of pages added so far."""
 
     def __init__(self, number: int, pool: PagePool) -> None:
         self.number = number
@@ -83,23 +88,28 @@ class _Queue:
 
 
 class OutgoingPages:
-    """Chunks wait in queues, one a group, are pushed in slices, and count once they have landed.
+    """The chunks of one hand-over: they wait in a queue for each group and are pushed in slices.
 
-    It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
-    any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
-    it may end with its link. ``summed``: whether the slices have checksums. ``told_at``: when progress was told last.
+    The transfer is ``over`` when no slice is under way, and it has failed, was cancelled, or has pushed its last pages.
     """
 
     def __init__(
         self, handover: HandoverId, pools: Sequence[PagePool | None], clock: Callable[[], float], *, summed: bool
     ) -> None:
-        """``pools``: of each group of the layout, None where it has no bytes."""
+        """Create an empty transfer.
+
+        ``pools``: the pool of each group of the layout, None for a group without bytes. ``summed``: whether slices have
+        checksums.
+        """
         self.handover = handover
         self.whole = False
+        """Whether the last pages were added."""
         self.error: str | None = None
         self.cancelled = False
         self.lost = False
+        """Whether the state of a slice can't be known. It is over when its link ends."""
         self.told_at = clock()
+        """Time of the last progress report."""
         self._queues = [_Queue(i, pool) for i, pool in enumerate(pools) if pool is not None]
         self._summed = summed
         self._writes = 0
@@ -119,7 +129,7 @@ class OutgoingPages:
 
     @property
     def pending(self) -> bool:
-        """Whether something is to be pushed, now or when it is computed."""
+        """Whether pages wait to be pushed, now or after they are computed."""
         return any(queue.chunks for queue in self._queues)
 
     @property
@@ -134,13 +144,14 @@ class OutgoingPages:
 
     @property
     def over(self) -> bool:
-        """Whether nothing can happen to its pages any more."""
+        """Whether its pages are not read or written any more."""
         ended = self.error is not None or self.cancelled or (self.whole and not self.pending)
         return ended and not self._landing
 
     def add(self, group: int, src: I32, dst: I32, done: LayersDone | None = None) -> None:
-        """Push ``src`` to ``dst``, of a group that has bytes, after what was added of it before, as their layers are
-        ``done``.
+        """Queue the pages ``src`` to be written to ``dst`` as their layers are ``done``.
+
+        The group must have bytes. Pages of a group are pushed in the order in which they were added.
         """
         if len(src):
             queue = next(queue for queue in self._queues if queue.number == group)
@@ -151,9 +162,9 @@ class OutgoingPages:
             queue.pages += len(src)
 
     def push_slice(self, backend: TransferBackend, slice_bytes: int) -> int:
-        """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``.
+        """Start to write up to ``slice_bytes`` bytes, at least one page, and return the number of bytes.
 
-        Only while it is ``ready``.
+        Call it only while ``ready``. Raises what ``backend.write`` raises.
         """
         queue = self._next()
         assert queue is not None
@@ -197,7 +208,7 @@ class OutgoingPages:
         self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number, algorithm))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
-        """Take note of slices that have landed or failed; returns their number and bytes."""
+        """Remove slices that have landed or failed, and return their number and bytes."""
         count = nbytes = 0
         while self._landing:
             landing = self._landing[0]
@@ -216,21 +227,21 @@ class OutgoingPages:
             else:
                 self.fail(landing.handle.error)
         if not self._landing and not self.ready:
-            self._rest()  # what is being computed is not being pushed
+            self._rest()  # waiting for computation does not count as pushing
         return count, nbytes
 
     def fail(self, error: str) -> None:
-        """Push nothing more; the first reason counts."""
+        """Stop pushing because of ``error``. The first error is kept."""
         self.error = self.error or error
         self._drop()
 
     def cancel(self) -> None:
-        """Push nothing more."""
+        """Stop pushing on request."""
         self.cancelled = True
         self._drop()
 
     def ended(self) -> SendEnded:
-        """What to tell the scheduler."""
+        """Return the final report for the scheduler."""
         self._rest()
         return SendEnded(
             self.handover,
@@ -248,14 +259,14 @@ class OutgoingPages:
             queue.chunks.clear()
 
     def _next(self) -> _Queue | None:
-        """The first queue of which something can be pushed now."""
+        """Return the first queue with pages that can be pushed now, or None."""
         for queue in self._queues:
             if queue.ready:
                 return queue
         return None
 
     def _rest(self) -> None:
-        """Nothing is under way, and nothing waits."""
+        """Stop the clock of pushing time."""
         if self._busy_since is not None:
             self._ended = self._clock()
             self._seconds += self._ended - self._busy_since

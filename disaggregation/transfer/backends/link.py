@@ -1,4 +1,4 @@
-"""One direction of a pair: the connection that gives a writer access to a pool, on either end.
+"""One end of a link: the connection that gives a writer access to a peer's pool.
 
 outgoing: DIALLING ─▶ GREETING ─▶ OPENING ─▶ OPEN ─▶ CLOSED          incoming: GREETING ─▶ OPEN ─▶ CLOSED
 """
@@ -15,7 +15,7 @@ from .handshake import Offer
 
 
 class LinkPhase(Enum):
-    """How far a link is."""
+    """State of a link; the module docstring draws the transitions."""
 
     DIALLING = "dialling"
     GREETING = "greeting"
@@ -25,7 +25,7 @@ class LinkPhase(Enum):
 
 
 class Link:
-    """What both directions share. ``peer`` is "" for an incoming link that has not introduced itself."""
+    """Common part of both directions. ``peer`` is "" for an incoming link before its greeting."""
 
     def __init__(self, stream: Stream, peer: str, phase: LinkPhase) -> None:
         self.stream = stream
@@ -35,54 +35,57 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """``time.monotonic()`` at which the peer's silence means that it is gone; None while it owes us nothing."""
+        """Time (``time.monotonic()``) after which a silent peer counts as gone. None while it owes us nothing."""
         return self.stalled_at() if self.phase is LinkPhase.OPEN else self.handshake_deadline
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is to be read for now."""
+        """Whether reading from the connection is suspended."""
         return False
 
     def stalled_at(self) -> float | None:
-        """As ``deadline``, of an open link."""
+        """Return the ``deadline`` of an open link."""
         return None
 
     def opened(self) -> None:
-        """The handshake is over; raises ``LinkLost`` where the link is of no use after all."""
+        """Begin to use the link after the handshake. Raises ``LinkLost`` if it is unusable after all."""
 
     def closed(self, reason: str) -> None:
-        """The connection is closed; give back what hangs on it."""
+        """Release the link's resources after its connection was closed, for ``reason``."""
 
 
 class OutgoingLink(Link, ABC):
-    """The writer's end."""
+    """The writer's end of a link."""
 
     def __init__(self, stream: Stream, offer: Offer) -> None:
         super().__init__(stream, offer.epoch, LinkPhase.DIALLING)
         self.offer = offer
 
     def welcomed(self, means: bytes) -> None:
-        """The peer lets us in; ``means``: what to write by. Raises ``LinkLost`` where that is of no use."""
+        """Take the peer's description of how to write (``means``). Raises ``LinkLost`` if it is unusable."""
 
     def is_ready(self) -> bool:
-        """Whether it can be written by now. Raises ``LinkLost`` where that will never be so."""
+        """Return whether the link can write now. Raises ``LinkLost`` if it never will."""
         return True
 
     @abstractmethod
     def write(self, pages: PageWrite) -> WriteHandle:
-        """As ``TransferBackend.write``, of pages that both pools have."""
+        """Start to write pages that both pools have; see ``TransferBackend.write``."""
 
 
 class IncomingLink(Link):
-    """The pool's end."""
+    """The pool owner's end of a link."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream, "", LinkPhase.GREETING)
 
     def welcome(self) -> bytes:
-        """Let the peer in; returns what it writes by, beside this connection. Raises ``LinkLost``."""
+        """Prepare for the peer's writes, and return the description of how to write. Raises ``LinkLost``."""
         return b""
 
     def let_go(self) -> bool:
-        """End the writer's access; False where only the writer can, and has been asked to. May be called again."""
+        """End the writer's access. Return False if only the writer can; it has then been asked to.
+
+        May be called again.
+        """
         return True

@@ -1,9 +1,9 @@
-"""What two ends of a lease say of pages that move beside it: requested for, allowed, written, landed.
+"""Messages on a lease about pages that move beside it: request, leave, written, landed.
 
-    writer: the pages that it wants to write ─▶ owner: held against the grants ─▶ leave to write some or all of them ─▶
+    writer: requests a batch of pages ─▶ owner: checks the grants ─▶ leave to write some or all of them ─▶
     (they are written) ─▶ writer: written ─▶ owner: leave for the next ones | landed
 
-Where they are written to is for those who use this to say: slabs of the host's memory (``leased_slabs.py``), or the
+The users of this module decide where the pages are written: to slabs of host memory (``leased_slabs.py``) or to the
 pool itself (``ipc_links.py``). Several batches may be under way at a time.
 """
 
@@ -27,15 +27,18 @@ from .link import Link
 from .receive_buffers import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, ReceiveBuffers
 
 WORD = struct.Struct("<BQQQHHHI")
-"""The writer's: kind, batch; and of a request hand-over, group, layers, number of pages, which follow."""
+"""The writer's message: kind and batch; for a request also hand-over, group, layers and number of pages.
+
+The page numbers of a request follow.
+"""
 NOTE = struct.Struct("<BQQI")
-"""The owner's: kind, batch; and of a leave the place (of a slab), and for how many pages it is."""
+"""The owner's message: kind and batch; for a leave also the offset (of a slab) and the number of pages."""
 MAX_WISHES = 1024
-"""Batches that may be under way by a link; an honest writer's engine asks for far fewer."""
+"""Maximum number of batches under way on a link. An honest writer's engine requests far fewer."""
 
 
 class Kind(IntEnum):
-    """What is said."""
+    """Kind of a message on a lease."""
 
     WISH = 1
     WRITTEN = 2
@@ -47,7 +50,7 @@ class Kind(IntEnum):
 
 
 class WriteRequestReader(ABC):
-    """The owner's end of one link: takes write requests, and begins those that are granted."""
+    """The pool owner's end of one link, which takes write requests and begins those that are granted."""
 
     def __init__(self, link: Link, receive_buffers: ReceiveBuffers, stall_seconds: float) -> None:
         self._link = link
@@ -59,52 +62,52 @@ class WriteRequestReader(ABC):
 
     @abstractmethod
     def _begin(self, batch: Batch) -> None:
-        """It is granted: let the writer write, now or in its turn."""
+        """Let the writer write a granted batch, now or when it is first in line."""
 
     @abstractmethod
     def _on_written(self, batch: Batch) -> bool:
-        """The writer has written what it might; returns whether all of the batch has landed. Raises ``LinkLost``."""
+        """Handle the written part of a batch, and return whether all of it has landed. Raises ``LinkLost``."""
 
     @property
     @abstractmethod
     def _is_owed(self) -> bool:
-        """Whether the writer has leave to write, and has yet to say that it is done."""
+        """Whether the writer has leave to write and has not reported that it is done."""
 
     def read(self) -> None:
-        """Wait for what the writer says next."""
+        """Read the writer's next message when it arrives."""
         self._link.stream.read([memoryview(self._word)], self._on_word)
 
     def is_writing(self, writer: Writer) -> bool:
-        """Whether pages of a hand-over may be under way."""
+        """Return whether pages of a hand-over may be under way."""
         return any(batch.writer == writer for batch in self._begun.values())
 
     def stalled_at(self) -> float | None:
-        """As ``Link.stalled_at``."""
+        """See ``Link.stalled_at``."""
         owes = self._ungranted or self._is_owed
         return self._link.stream.last_progress + self._stall_seconds if owes else None
 
     def granted(self) -> None:
-        """Go on with what may be written by now."""
+        """Begin the waiting batches that are granted by now."""
         for number, batch in list(self._ungranted.items()):
             if batch.is_granted:
                 self._begun[number] = self._ungranted.pop(number)
                 self._begin(batch)
 
     def look(self) -> None:
-        """Raises ``LinkLost`` for who wants to write what nobody asked it for."""
+        """Raise ``LinkLost`` if a batch has waited too long for a grant."""
         late = self._link.stream.last_progress + self._stall_seconds < time.monotonic()
         if self._ungranted and late:
             raise LinkLost("the peer wants to write pages that it was not asked for")
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Forget all batches: nothing is written any more."""
         self._begun.clear()
         self._ungranted.clear()
 
     def _give_leave(self, kind: Kind, batch: Batch, place: int, count: int) -> None:
-        """Let the writer write its next ``count`` pages, ``place`` being where."""
+        """Let the writer write its next ``count`` pages, at offset ``place``."""
         self._say(kind, batch.number, place, count)
-        self._link.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+        self._link.stream.last_progress = time.monotonic()  # the stall limit counts from this leave
 
     def _on_word(self) -> None:
         kind, number, room, attempt, group, begin, end, count = WORD.unpack(self._word)
@@ -149,25 +152,28 @@ class WriteRequestReader(ABC):
 
 @dataclass(slots=True)
 class WriteRequest:
-    """A write that is under way; ``at`` of its pages have been written. ``writing``: who moves them, of some more."""
+    """A write that is under way."""
 
     handle: WriteHandle
     pages: PageWrite
     at: int = 0
+    """Number of pages that are written."""
     count: int = 0
+    """Number of pages that the latest leave covers."""
     writing: Any = None
+    """Argument of ``Mover.has_landed`` for the pages that are being written, None without any."""
 
 
 class Mover(Protocol):
-    """What moves the bytes."""
+    """Interface to the object that moves the bytes."""
 
     def has_landed(self, write: Any) -> bool:
-        """Whether every byte is there. Raises ``LinkLost``."""
+        """Return whether every byte has arrived. Raises ``LinkLost``."""
         ...
 
 
 class WriteRequestWriter(ABC):
-    """The writer's end of one link. ``leave``: the kind of leave that its owner gives."""
+    """The writer's end of one link. ``leave``: kind of the leave that the pool's owner gives."""
 
     leave: ClassVar[Kind]
 
@@ -181,25 +187,28 @@ class WriteRequestWriter(ABC):
 
     @abstractmethod
     def _start(self, request: WriteRequest, place: int, count: int) -> Any:
-        """Begin to write the request's next ``count`` pages; return the argument of ``has_landed``. ``LinkLost``."""
+        """Begin to write the request's next ``count`` pages; return the argument of ``has_landed``.
+
+        Raises ``LinkLost``.
+        """
 
     @property
     def under_way(self) -> bool:
-        """Whether anything is."""
+        """Whether any write is under way."""
         return bool(self._write_requests)
 
     def read(self) -> None:
-        """Wait for what the owner says next."""
+        """Read the owner's next message when it arrives."""
         self._link.stream.read([memoryview(self._note)], self._on_note)
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        """As ``OutgoingLink.write``."""
+        """See ``OutgoingLink.write``."""
         group = self._groups[pages.group]
         total = len(pages.dst) * group.piece_bytes(pages.layers)
         if len(pages.dst) > MAX_PAGES or total > MAX_BATCH_BYTES:
             raise BadPages(f"a batch of {len(pages.dst)} pages and {total} bytes is too large")
         if not self._write_requests:
-            self._link.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+            self._link.stream.last_progress = time.monotonic()  # the stall limit counts from this request
         handle = WriteHandle()
         self._write_requests[self._next] = WriteRequest(handle, pages)
         room, attempt = pages.handover.room, pages.handover.attempt
@@ -209,7 +218,7 @@ class WriteRequestWriter(ABC):
         return handle
 
     def look(self) -> None:
-        """Say what has been written. Raises ``LinkLost``."""
+        """Report the writes that have completed to the owner. Raises ``LinkLost``."""
         for number, request in self._write_requests.items():
             if request.writing is not None and self._mover.has_landed(request.writing):
                 request.writing = None
@@ -217,7 +226,7 @@ class WriteRequestWriter(ABC):
                 self._link.stream.send([WORD.pack(Kind.WRITTEN, number, 0, 0, 0, 0, 0, 0)])
 
     def close(self, reason: str) -> None:
-        """The link is over."""
+        """Fail all writes: the link has ended, for ``reason``."""
         for request in self._write_requests.values():
             request.handle.state, request.handle.error = WriteState.FAILED, reason
         self._write_requests.clear()
