@@ -1,11 +1,11 @@
-"""How a library that writes one-sidedly fills slabs of the owner's host memory, where the owner's pool is on a device.
+"""One-sided writes to slabs of the owner's host memory, for an owner with its pool on a device.
 
-Neither the library nor the owner can tell where in a slab what ends, so both say it on the lease, beside the library
-(``write_requests.py``). The owner's leave is a slab for some of the pages. The owner hashes what was written there,
+The owner can't see when the library has filled a slab, so writer and owner exchange messages on the lease
+(``write_requests.py``). The owner's leave names a slab for some of the pages. The owner hashes what was written there,
 brings it into its order of pages and copies it to the device. Then the next slab follows, or the batch has landed.
 
-Several batches may be under way, each with a slab at a time. A batch that waits for one holds none, so that however
-little memory there is, everything moves on.
+Several batches may be under way, each with one slab at a time. A batch that waits for a slab holds none, so even with
+little memory every batch makes progress.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .write_requests import Kind, WriteRequest, WriteRequestReader, WriteRequest
 
 
 class Filler(Protocol):
-    """The library's end that fills slabs; see ``leased_backend.Initiator``."""
+    """Interface to the library object that fills slabs; see ``leased_backend.Initiator``."""
 
     def fill(self, group: int, spans: Spans, there: int) -> Any:
-        """Begin to write pieces of a pool of ours, one behind the other, to an address of the peer's."""
+        """Begin to write pieces of one of our pools consecutively to an address of the peer's."""
         ...
 
     def has_landed(self, write: Any) -> bool:
-        """Whether every byte is there."""
+        """Return whether every byte has arrived."""
         ...
 
 
 class SlabReader(WriteRequestReader):
-    """The owner's end of one link."""
+    """The pool owner's end of one link with slabs."""
 
     def __init__(self, link: Link, receive_buffers: ReceiveBuffers, slabs: Slabs, stall_seconds: float) -> None:
         super().__init__(link, receive_buffers, stall_seconds)
@@ -50,13 +50,13 @@ class SlabReader(WriteRequestReader):
         self.next_slab(staged)
 
     def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
-        """Tell the writer of a slab for its next pages, or wait for one."""
+        """Give the writer a slab for its next pages, or queue ``staged`` for one."""
         if self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn):
             assert staged.slab is not None
             self._give_leave(Kind.SLAB, staged.batch, self._slabs.offset_of(staged.slab), len(staged.part))
 
     def close(self) -> None:
-        """Give back all that is held."""
+        """Release all slabs of this link."""
         super().close()
         self._receive_buffers.leave(self._link)
         for staged in self._passing.values():
@@ -75,12 +75,12 @@ class SlabReader(WriteRequestReader):
 
 
 class SlabWriter(WriteRequestWriter):
-    """The writer's end of one link."""
+    """The writer's end of one link with slabs."""
 
     leave = Kind.SLAB
 
     def __init__(self, link: Link, initiator: Filler, groups: Sequence[PageGroup], address: int, nbytes: int) -> None:
-        """``address``, ``nbytes``: of all slabs, in the owner's process."""
+        """Create the writer's end. ``address`` and ``nbytes`` describe all slabs in the owner's process."""
         super().__init__(link, initiator, groups)
         self._initiator = initiator
         self._address = address

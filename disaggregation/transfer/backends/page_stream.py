@@ -1,16 +1,15 @@
-"""KV pages as bytes of a connection, between pools that neither end maps.
+"""Transfer of KV pages as bytes of a connection, between pools that neither end maps.
 
 After the handshake the writer sends batches and the receiver answers each, in order, when it has landed:
 
     batch: header (id, hand-over, group, layers, number of pages), the receiver's pages, then their bytes
-    answer: id, whether the pool has these pages (their bytes are thrown away otherwise)
+    answer: id, whether the pool has these pages (otherwise their bytes are discarded)
 
-Bytes for pages that the hand-over was not granted are not read; where the grant doesn't come, the link ends.
+Bytes for pages that the hand-over was not granted are not read. If the grant doesn't come, the link ends.
 
-Bytes go from the pool to the socket and from the socket to the pool with nothing in between, where the pool is the
-host's. Pages of a pool on a device (``staging.py``) come through a slab of host memory, or several one after another,
-and have landed when they are on the device. While no slab is free nothing is read: the connection itself holds the
-writer up.
+For pools in host memory, bytes go from the pool to the socket and from the socket to the pool without a copy in
+between. Pages of a pool on a device (``staging.py``) pass through slabs of host memory, one at a time. They have landed
+when they are on the device. While no slab is free nothing is read, so the connection itself slows the writer down.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class StreamBackend(SocketBackend):
         if not self.streams:
             return
         self._receive_buffers.grant(peer, handover, pages, group)
-        # Control messages and grants take different ways here: a peer may be quicker than its grant.
+        # Control messages and grants take different paths, so a peer's pages may arrive before its grant.
         for link in [k for k in self._links if isinstance(k, StreamReader) and k.peer == peer and k.paused]:
             link.granted()
             self._rewatch(link)
@@ -150,7 +149,7 @@ class StreamWriter(OutgoingLink):
 
 
 class StreamReader(IncomingLink):
-    """The pool's end. ``reading``: the hand-over whose bytes may be under way into the pool."""
+    """The pool owner's end. ``reading``: the hand-over with bytes that may be under way into the pool."""
 
     def __init__(self, stream: Stream, receive_buffers: ReceiveBuffers, stall_seconds: float) -> None:
         super().__init__(stream)
@@ -210,7 +209,7 @@ class StreamReader(IncomingLink):
         return self._staged is not None and self._staged.slab is None
 
     def granted(self) -> None:
-        """Read the pages that wait for it, if they may be written by now."""
+        """Read the pages that wait for a grant, if they are granted by now."""
         batch = self._ungranted
         if batch is None:
             return
@@ -228,13 +227,13 @@ class StreamReader(IncomingLink):
         self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
 
     def next_slab(self, *, in_turn: bool = False) -> None:
-        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one."""
+        """Read as many pages of a staged batch as a slab takes, or wait for a slab."""
         staged = self._staged
         assert staged is not None
         if not self._receive_buffers.take_slab(self, staged, in_turn=in_turn):
             self.stream.pause()
             return
-        self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+        self.stream.last_progress = time.monotonic()  # the stall limit counts from this read
         self.stream.read([staged.memory], self._on_slab)
 
     def _on_slab(self) -> None:

@@ -1,4 +1,4 @@
-"""What lands here by the word of its writer: who may write which pages, and how those of a device pass by slabs."""
+"""Write permissions of hand-overs, and staging of a device's pages through slabs of host memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 PAGE_NUMBER = np.dtype("<i4")
 MAX_PAGES = 1 << 16
+"""Maximum number of pages in a batch."""
 MAX_BATCH_BYTES = 1 << 30
-"""Of a batch, as both of its ends hold it."""
+"""Maximum size of a batch in bytes, checked by both ends."""
 
 
 class GrantedPool(NamedTuple):
-    """A group of pages that peers write; ``number``: of it, for the backend. ``memory``: empty for a pool on a device
-    that they write themselves.
-    """
+    """A pool that peers write to, with their grants."""
 
     number: int
+    """Number of the group in the backend."""
     group: PageGroup
     memory: memoryview
+    """The pool's host memory. Empty for a pool on a device that peers write to directly."""
     grants: Grants
 
 
 class Batch(NamedTuple):
-    """Pages that a peer wants to write. ``number``: what it calls them."""
+    """Pages that a peer wants to write. ``number``: the peer's id for them."""
 
     number: int
     writer: Writer
@@ -46,20 +47,20 @@ class Batch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Size of all pages in bytes."""
         return len(self.pages) * self.pool.group.piece_bytes(self.layers)
 
     @property
     def is_granted(self) -> bool:
-        """Whether they may be written now."""
+        """Whether the pages may be written now."""
         return self.pool.grants.covers(self.writer, self.pages)
 
 
 class StagedWrite:
-    """A batch whose pages pass through slabs, one slab at a time; ``at`` of them are on the device."""
+    """A batch that passes through slabs, one at a time. ``at``: number of pages that are on the device."""
 
     def __init__(self, batch: Batch, landed: PageChecksums) -> None:
-        """``landed``: where to note what has come."""
+        """Prepare to stage ``batch``. Checksums of its pages are recorded in ``landed``."""
         group = batch.pool.group
         assert group.staging is not None
         self.batch = batch
@@ -70,28 +71,28 @@ class StagedWrite:
 
     @property
     def can_take(self) -> bool:
-        """Whether there is a slab to be had."""
+        """Whether a slab is free."""
         return self._staging.slabs.free > 0
 
     def take(self) -> bool:
-        """Take a slab; False where there is none."""
+        """Take a slab. Return False if none is free."""
         self.slab = self._staging.slabs.take()
         return self.slab is not None
 
     @property
     def part(self) -> I32:
-        """The next pages, as many as a slab takes."""
+        """The next pages, as many as fit in a slab."""
         count = self._staging.slabs.slab_bytes // self.batch.pool.group.piece_bytes(self.batch.layers)
         return self.batch.pages[self.at : self.at + count]
 
     @property
     def memory(self) -> memoryview:
-        """Of the slab, what they fill."""
+        """The part of the slab that these pages fill."""
         assert self.slab is not None
         return self.slab[: len(self.part) * self.batch.pool.group.piece_bytes(self.batch.layers)]
 
     def land(self) -> bool:
-        """The slab is filled: bring its pages to the device, and give it back; returns whether these were the last."""
+        """Copy the filled slab's pages to the device, and release the slab. Return whether these were the last."""
         part, memory = self.part, self.memory
         spans = self.batch.pool.group.spans(part, self.batch.layers)
         self._landing.pass_on(memory)
@@ -110,14 +111,14 @@ class StagedWrite:
         return True
 
     def drop(self) -> None:
-        """Nobody fills the slab any more, if there is one."""
+        """Release the slab, if there is one."""
         if self.slab is not None:
             self._staging.slabs.give(self.slab)
             self.slab = None
 
 
 class ReceiveBuffers:
-    """Of all pools of an instance. ``line``: what waits for a slab, and by which link it comes."""
+    """Write permissions and staged writes of all pools. ``line``: writes that wait for a slab, with their links."""
 
     def __init__(self, groups: Sequence[PageGroup]) -> None:
         self.pools = [
@@ -133,15 +134,15 @@ class ReceiveBuffers:
         self._landed: dict[Writer, PageChecksums] = {}
 
     def note(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:
-        """Where to note what comes for a hand-over, as ``TransferBackend.note_checksums_in``."""
+        """Record checksums of a hand-over in ``landed``; see ``TransferBackend.note_checksums_in``."""
         self._landed[Writer(peer, handover.room, handover.attempt)] = landed
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int) -> None:
-        """As ``TransferBackend.grant``."""
+        """Allow a peer to write pages; see ``TransferBackend.grant``."""
         self.pools[group].grants.grant(Writer(peer, handover.room, handover.attempt), pages)
 
     def revoke(self, peer: str, handover: HandoverId) -> Writer:
-        """As ``TransferBackend.revoke``; returns who may write nothing any more."""
+        """Withdraw a permission, and return its writer; see ``TransferBackend.revoke``."""
         writer = Writer(peer, handover.room, handover.attempt)
         self._landed.pop(writer, None)
         for pool in self.pools:
@@ -149,12 +150,14 @@ class ReceiveBuffers:
         return writer
 
     def staged(self, batch: Batch) -> StagedWrite:
-        """Of a batch that is granted."""
+        """Return the staged write of a granted batch."""
         return StagedWrite(batch, self._landed[batch.writer])
 
     def take_slab(self, link: Link, staged: StagedWrite, *, in_turn: bool) -> bool:
-        """Take one for a staged; or have it wait for one: also where others do, unless it is its turn, so that none
-        is held up by one that has much to write.
+        """Take a slab for ``staged`` and return True, or queue it for one and return False.
+
+        ``in_turn``: it is first in line. Otherwise it queues after the writes that wait, so that a large write does not
+        hold up others.
         """
         if (in_turn or not self.line) and staged.take():
             return True
@@ -162,16 +165,16 @@ class ReceiveBuffers:
         return False
 
     def next_in_line(self) -> tuple[Link, StagedWrite] | None:
-        """Whose turn it is, where there is a slab for it."""
+        """Remove and return the first write in line, if a slab is free for it."""
         return self.line.popleft() if self.line and self.line[0][1].can_take else None
 
     def leave(self, link: Link) -> None:
-        """Nothing comes by this link any more."""
+        """Remove the waiting writes of a link that has ended."""
         waiting = [entry for entry in self.line if entry[0] is not link]
         self.line.clear()
         self.line.extend(waiting)
 
     def close(self) -> None:
-        """Let go of the pools' memory."""
+        """Release the pools' memory."""
         for pool in self.pools:
             pool.memory.release()
