@@ -10,7 +10,7 @@ from .staging import DevicePages, Piece
 
 
 class SendSlots:
-    """Those of a group: pages of its region, which is where a ``PageWrite`` reads. Slot 0, as page 0, is nobody's."""
+    """Slots of a group: pages of its region, from which a ``PageWrite`` reads. Slot 0, like page 0, is not used."""
 
     def __init__(self, group: PageGroup, device: DevicePages, memory: memoryview) -> None:
         self._group = group
@@ -21,11 +21,14 @@ class SendSlots:
 
     @property
     def free(self) -> int:
-        """How many nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     def fetch(self, pages: I32, layers: LayerRange) -> I32:
-        """Copy ``layers`` of ``pages`` to a slot each, of the first ones where fewer are free; returns the slots."""
+        """Copy ``layers`` of each page to a slot, and return the slots.
+
+        If too few slots are free, only the first pages are copied.
+        """
         count = min(len(pages), self.free)
         # Ascending, so that pages which are neighbours are copied, hashed and sent in one piece.
         slots = np.sort(np.array(self._free[len(self._free) - count :], dtype=np.int32))
@@ -44,5 +47,5 @@ class SendSlots:
         return slots
 
     def give(self, slots: I32) -> None:
-        """Nobody reads them any more."""
+        """Free slots that are not read any more."""
         self._free.extend(sorted(slots.tolist(), reverse=True))

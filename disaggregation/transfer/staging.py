@@ -22,37 +22,37 @@ from typing import NamedTuple, Protocol
 from ...messages.base import I32
 
 SLAB_BYTES = 4 << 20
-"""Of a slab, where pages aren't larger."""
+"""Maximum size of a slab in bytes, unless a page is larger."""
 SCRATCH_BYTES = 4096
-"""Behind the slabs, where a library may try whether it reaches them."""
+"""Bytes after the slabs, where a library may test whether it reaches them."""
 
 
 class Piece(NamedTuple):
-    """Bytes from ``offset`` on in a pool, and as many of the host's."""
+    """A range of a pool that begins at ``offset``, and host memory of the same length."""
 
     offset: int
     memory: memoryview
 
 
 class DevicePages(Protocol):
-    """A pool on a device, as bytes. Calls return when what they ask for is done."""
+    """Interface to the bytes of a pool on a device. Calls return when their work is done."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole pool."""
+        """Size of the pool in bytes."""
         ...
 
     @property
     def address(self) -> int:
-        """Of its first byte, on the device."""
+        """Device address of its first byte."""
         ...
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of the pool to the host's."""
+        """Copy bytes of the pool to host memory."""
         ...
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Copy the host's to the pool."""
+        """Copy host memory to the pool."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class DevicePages(Protocol):
 
 
 class Slabs:
-    """Equal parts of ``memory``, handed out one by one. What is left over at its end is nobody's."""
+    """Equal parts of ``memory``, handed out one by one. A rest at its end is not used."""
 
     def __init__(self, memory: memoryview, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
@@ -76,29 +76,29 @@ class Slabs:
 
     @property
     def address(self) -> int:
-        """Of the first one, in this process."""
+        """Address of the first slab in this process."""
         return _address(self.memory)
 
     @property
     def nbytes(self) -> int:
-        """Of all slabs together."""
+        """Total size of the slabs in bytes."""
         return self.count * self.slab_bytes
 
     def offset_of(self, slab: memoryview) -> int:
-        """Where a slab begins, from the first one on."""
+        """Return the offset of a slab from the first one, in bytes."""
         return _address(slab) - self.address
 
     @property
     def free(self) -> int:
-        """How many nobody has."""
+        """Number of free slabs."""
         return len(self._free)
 
     def take(self) -> memoryview | None:
-        """One that nobody else has until it is given back; None where there is none."""
+        """Take a free slab for exclusive use until ``give``. Return None if there is none."""
         return self._free.pop() if self._free else None
 
     def give(self, slab: memoryview) -> None:
-        """Nobody reads or writes it any more."""
+        """Return a slab that is not read or written any more to the free ones."""
         self._free.append(slab)
 
 
@@ -107,14 +107,14 @@ def _address(memory: memoryview) -> int:
 
 
 class Staging(NamedTuple):
-    """How pages of a group come and go whose pool is on a device. ``slabs``: of all groups together."""
+    """Staging of a group with a pool on a device. ``slabs`` are shared by all groups."""
 
     device: DevicePages
     slabs: Slabs
 
 
 class StagingSizes(NamedTuple):
-    """``slots``: of each group. ``slab_bytes``, ``slabs``: of all together."""
+    """Sizes of staging memory: ``slots`` of each group; size and number of the slabs that all groups share."""
 
     slots: tuple[int, ...]
     slab_bytes: int
@@ -122,9 +122,9 @@ class StagingSizes(NamedTuple):
 
 
 def divide(nbytes: int, page_bytes: Sequence[int]) -> StagingSizes:
-    """Half of ``nbytes`` for what is sent, in equal parts for each group of pages, and half for what lands.
+    """Divide ``nbytes``: half for sending, in equal parts for each group of pages, and half for receiving.
 
-    At least one slot for each group, and one slab that takes a page of any: however little ``nbytes`` is.
+    There is at least one slot for each group and one slab that takes any group's page, however small ``nbytes`` is.
     """
     share = nbytes // 2 // len(page_bytes)
     slab_bytes = max(*page_bytes, min(SLAB_BYTES, nbytes // 2 // 2))

@@ -1,4 +1,4 @@
-"""Which hand-over may write which pages of this instance's pool."""
+"""Write permissions: which hand-over may write which pages of this instance's pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOBODY = 0
 
 
 class Writer(NamedTuple):
-    """A hand-over, as a writer names it: those of a peer's earlier attempts are others."""
+    """Identity of a hand-over that writes. Each attempt of a peer counts as another writer."""
 
     peer: str
     room: int
@@ -26,7 +26,7 @@ class _Grant(NamedTuple):
 
 
 class Grants:
-    """One writer a page at most."""
+    """Grants of a pool's pages. A page has at most one writer."""
 
     def __init__(self, num_pages: int) -> None:
         self._writers: npt.NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
@@ -34,7 +34,7 @@ class Grants:
         self._last = NOBODY
 
     def grant(self, writer: Writer, pages: I32) -> None:
-        """``pages`` are ``writer``'s to write, too, and nobody else's."""
+        """Allow ``writer``, and no other, to write ``pages``. Its earlier grants remain."""
         known = self._grants.get(writer)
         if known is None:
             self._last += 1
@@ -45,13 +45,13 @@ class Grants:
         self._writers[pages] = known.number
 
     def revoke(self, writer: Writer) -> I32:
-        """``writer`` may write nothing; returns the pages that it might."""
+        """Withdraw all grants of ``writer``, and return the pages that it could write until now."""
         number, pages = self._grants.pop(writer, _Grant(NOBODY, np.empty(0, np.int32)))
         mine: I32 = pages[self._writers[pages] == number]
         self._writers[mine] = NOBODY
         return mine
 
     def covers(self, writer: Writer, pages: npt.NDArray[np.integer]) -> bool:
-        """Whether ``writer`` may write all of ``pages``, which are the pool's."""
+        """Return whether ``writer`` may write all of ``pages``. The pages must exist in the pool."""
         grant = self._grants.get(writer)
         return grant is not None and bool((self._writers[pages] == grant.number).all())

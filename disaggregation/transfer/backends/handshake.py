@@ -1,8 +1,8 @@
-"""How a writer introduces itself to the worker whose pool it wants to write, before any data.
+"""Handshake of a link: a writer's greeting to the owner of a pool, before any data.
 
-The receiver's ``Offer`` reaches the writer through the control plane. The writer sends a ``Greeting``, the receiver
-answers with a ``Verdict``. Both are msgpack behind a little-endian 32-bit length. The secret is random for each start
-of an instance: it keeps out whoever was not given the offer, and whoever holds the offer of an earlier life.
+The receiver's ``Offer`` reaches the writer through the control plane. The writer sends a ``Greeting``, and the receiver
+answers with a ``Verdict``. Both are msgpack after a little-endian 32-bit length. The secret is random for each start of
+an instance. It keeps out writers without the offer, and writers with the offer of an earlier start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_GROUPS = 64
 
 
 class OfferedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A ``PageGroup`` of the peer's."""
+    """Shape of one of the peer's page groups; see ``PageGroup``."""
 
     num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]
     page_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
@@ -34,10 +34,10 @@ class OfferedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to reach the pools of instance ``epoch``. ``place`` is an IP address or a name. ``streams``: what
-    would be mapped elsewhere is not to be mapped here, and pages go by the connection.
+    """Description of how to reach the pools of instance ``epoch``. ``place`` is an IP address or a name.
 
-    It comes over the network, so its fields are bounded to what the system calls behind them take.
+    ``streams``: pages are sent over the connection instead of being mapped. The offer comes over the network, so its
+    fields are limited to what the system calls that use them accept.
     """
 
     backend: str
@@ -51,7 +51,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The writer of epoch ``writer`` wants to write the pool of ``receiver``."""
+    """First message of the instance ``writer``, which wants to write to the pool of ``receiver``."""
 
     version: int
     writer: Annotated[str, Meta(max_length=EPOCH_CHARS)]
@@ -60,7 +60,7 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's answer: welcome, unless ``error`` says why not. ``means``: what to write by, beside the link."""
+    """The receiver's answer. ``error`` is "" or the reason for a refusal; ``means`` describes how to write."""
 
     error: str = ""
     means: Annotated[bytes, Meta(max_length=MAX_MEANS)] = b""
@@ -72,7 +72,7 @@ _VERDICT = msgspec.msgpack.Decoder(Verdict)
 
 
 def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
-    """The offer of ``peer`` in its backend metadata; raises ``BadMetadata``."""
+    """Decode the offer of ``peer`` from its backend metadata. Raises ``BadMetadata``."""
     try:
         offer = decode(_OFFER, metadata, MAX_BODY)
     except UndeclaredMessage as e:
@@ -91,7 +91,7 @@ def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
 
 
 def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
-    """Why the receiver ``epoch`` must refuse this greeting, or ""."""
+    """Return why the receiver ``epoch`` must refuse this greeting, or ""."""
     if greeting.version != WIRE_VERSION:
         return f"it speaks version {greeting.version} of the transfer protocol, this instance {WIRE_VERSION}"
     if greeting.receiver != epoch:
@@ -104,13 +104,13 @@ def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
 
 
 def frame(message: Greeting | Verdict) -> bytes:
-    """``message`` with its length in front."""
+    """Encode ``message`` with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def body_length(prefix: bytearray, most: int = MAX_BODY) -> int:
-    """Length of the body that follows; raises ``LinkLost`` where no honest peer sends that much."""
+    """Decode the length of the body that follows. Raises ``LinkLost`` if it is 0 or more than ``most``."""
     length = int(LENGTH.unpack(prefix)[0])
     if not 0 < length <= most:
         raise LinkLost("the handshake is malformed")
@@ -118,7 +118,7 @@ def body_length(prefix: bytearray, most: int = MAX_BODY) -> int:
 
 
 def decode_greeting(body: bytearray) -> Greeting:
-    """Raises ``LinkLost`` for anything else."""
+    """Decode a greeting. Raises ``LinkLost`` for anything else."""
     try:
         return decode(_GREETING, body, MAX_BODY)
     except UndeclaredMessage as e:
@@ -126,7 +126,7 @@ def decode_greeting(body: bytearray) -> Greeting:
 
 
 def decode_verdict(body: bytearray) -> Verdict:
-    """Raises ``LinkLost`` for anything else."""
+    """Decode a verdict. Raises ``LinkLost`` for anything else."""
     try:
         return decode(_VERDICT, body, MAX_BODY + MAX_MEANS)
     except UndeclaredMessage as e:

@@ -114,7 +114,7 @@ class StreamWriter(OutgoingLink):
             raise BadPages(f"a batch of {len(pages.dst)} pages and {total} bytes is too large")
         handle = WriteHandle()
         if not self._unanswered:
-            self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+            self.stream.last_progress = time.monotonic()  # the stall limit counts from this write
         self._unanswered.append((self._next_id, handle))
         room, attempt = pages.handover.room, pages.handover.attempt
         header = BATCH.pack(self._next_id, room, attempt, pages.group, *pages.layers, len(pages.dst))
