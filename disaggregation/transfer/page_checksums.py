@@ -25,7 +25,7 @@ _Key = tuple[int, int, int, bytes]
 
 
 class PageChecksums:
-    """``pieces``: layers of pages that came, each counted as often as it did."""
+    """Checksums of a hand-over's batches. ``pieces``: number of page layers received, with repetitions."""
 
     def __init__(
         self,
@@ -51,26 +51,29 @@ class PageChecksums:
             self.converter(number, 1)
 
     def landing(self, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> PassedPages:
-        """A batch that begins to pass; ``number``: of the group, for the backend."""
+        """Begin a batch. ``number`` is the group's number in the backend."""
         return PassedPages(self, group, number, layers, pages)
 
     def note(self, number: int, layers: LayerRange, pages: I32, checksum: int) -> None:
-        """A batch is on the device. Raises ``LinkLost`` where there are more than an honest writer makes."""
+        """Record the checksum of a batch that is on the device. Raises ``LinkLost`` after ``MAX_SLICES`` batches."""
         if len(self._sums) >= MAX_SLICES:
             raise LinkLost(f"the peer wrote more than {MAX_SLICES} batches for one hand-over")
         self.pieces += len(pages) * (layers.end - layers.begin)
         self._sums[_key(number, layers, pages)] = checksum
 
     def checksum(self, number: int, layers: LayerRange, pages: I32) -> int | None:
-        """Of the batch that brought these ``layers`` of these ``pages``, None where none did."""
+        """Return the checksum of the batch with exactly these ``layers`` and ``pages``, or None."""
         return self._sums.get(_key(number, layers, pages))
 
     def hasher(self) -> xxhash.xxh3_64 | None:
-        """For a batch; None where nobody will ask."""
+        """Return a hasher for a batch, or None if checksums are off."""
         return xxhash.xxh3_64() if self._summed else None
 
     def converter(self, number: int, num_layers: int) -> PageConverter | None:
-        """What makes ``num_layers`` of a page ours, None where they are: layers are alike."""
+        """Return the converter of ``num_layers`` layers of a page to our order, or None if it is ours already.
+
+        All layers are alike, so only their number matters.
+        """
         if self._order is None or self._layout is None:
             return None
         found = self._converters.get((number, num_layers))
@@ -85,7 +88,7 @@ class PageChecksums:
 
 
 class PassedPages:
-    """A batch on its way, in parts."""
+    """A batch that passes through host memory in parts."""
 
     def __init__(self, landed: PageChecksums, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> None:
         self._landed = landed
@@ -95,7 +98,7 @@ class PassedPages:
         self._piece_bytes = group.piece_bytes(layers)
 
     def pass_on(self, memory: memoryview) -> None:
-        """The next pages, one after another: hash them and make them ours, in place."""
+        """Hash the next pages, and convert them to our order in place."""
         if self._hasher is not None:
             self._hasher.update(memory)
         if self._converter is not None:
@@ -103,7 +106,7 @@ class PassedPages:
                 self._converter.convert(np.frombuffer(memory[begin : begin + self._piece_bytes], dtype=np.uint8))
 
     def done(self) -> None:
-        """All of them are on the device."""
+        """Record the batch's checksum after all of its pages are on the device."""
         self._landed.note(*self._batch, self._hasher.intdigest() if self._hasher is not None else 0)
 
 

@@ -1,4 +1,4 @@
-"""Pages of KV, as backends move them: by number, all of their layers or some."""
+"""KV pages as backends move them: by page number, with all of their layers or some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .region import Region
 from .staging import Staging
 
 Spans = npt.NDArray[np.int64]
-"""[N, 2]: offset and length in bytes of N pieces of a region."""
+"""Array [N, 2] with the offset and length in bytes of N pieces of a region."""
 
 
 class LayerRange(NamedTuple):
@@ -29,13 +29,13 @@ class LayerRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PageGroup:
-    """Pages of one shape. Page ``i`` is ``page_bytes`` at ``i * page_bytes``: ``num_layers`` equal parts, in order.
+    """Pages of one shape. Page ``i`` begins at ``i * page_bytes`` and has ``num_layers`` equal parts, in order.
 
-    Page 0 belongs to padding, not to any hand-over. ``layers``: what the model calls them, ascending; they are its
-    first ones where it is empty.
+    Page 0 belongs to padding, not to any hand-over. ``layers`` are the model's numbers of these layers, ascending. If
+    it is empty, they are the model's first layers.
 
-    ``region`` is the pool itself, on a device where it is ``direct``. One on a device that is not is ``staging``: pages
-    are then written to peers from slots, which lie in ``region`` as pages do.
+    Without ``staging``, ``region`` is the pool itself, which is on a device if ``direct`` is set. With ``staging``, the
+    pool is on a device and pages are written to peers from slots, which lie in ``region`` like pages.
     """
 
     region: Region
@@ -49,33 +49,33 @@ class PageGroup:
     def of(
         cls, group: KVGroup, region: Region, staging: Staging | None = None, direct: Direct | None = None
     ) -> PageGroup:
-        """Those of a layout's group."""
+        """Create the page group of a layout's group."""
         return cls(region, group.page_bytes, group.num_layers, group.layers, staging, direct)
 
     @property
     def num_pages(self) -> int:
-        """Of the pool, page 0 included."""
+        """Number of pages in the pool, including page 0."""
         return (self.region if self.staging is None else self.staging.device).nbytes // self.page_bytes
 
     @property
     def num_sources(self) -> int:
-        """What ``PageWrite.src`` stays below: pages of the pool, or slots."""
+        """Upper bound (exclusive) of ``PageWrite.src``: the number of pages in the pool, or of slots with page 0."""
         return self.region.nbytes // self.page_bytes
 
     def layers_done(self, count: int) -> int:
-        """How many of these layers are among the model's first ``count``."""
+        """Return how many of these layers are among the model's first ``count``."""
         return bisect_left(self.layers, count) if self.layers else min(count, self.num_layers)
 
     def whole(self) -> LayerRange:
-        """All layers."""
+        """Return the range of all layers."""
         return LayerRange(0, self.num_layers)
 
     def piece_bytes(self, layers: LayerRange) -> int:
-        """What is moved of each page."""
+        """Return the bytes of ``layers`` of one page."""
         return self.page_bytes // self.num_layers * (layers.end - layers.begin)
 
     def spans(self, pages: I32, layers: LayerRange) -> Spans:
-        """One for each page, where whole pages are neighbours one for all of them."""
+        """Return the spans of ``layers`` of pages: one for each page. Whole neighbouring pages share one span."""
         if layers == self.whole():
             return neighbour_spans(pages, pages, self.page_bytes)[0]
         starts = pages.astype(np.int64) * self.page_bytes + self.page_bytes // self.num_layers * layers.begin
@@ -83,10 +83,9 @@ class PageGroup:
 
 
 class PageWrite(NamedTuple):
-    """``layers`` of pages ``src`` here (slots, where the pool is on a device), to pages ``dst`` of the peer, for
-    ``handover``, whose epoch is the peer's.
+    """A write of ``layers`` of our pages ``src`` to pages ``dst`` of the peer that ``handover.epoch`` names.
 
-    ``number`` counts the writes of a hand-over.
+    With staging, ``src`` are slots. ``number`` counts the writes of a hand-over.
     """
 
     handover: HandoverId
@@ -98,7 +97,7 @@ class PageWrite(NamedTuple):
 
 
 def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
-    """Page numbers; raises ``BadPages`` for one that no request can hold."""
+    """Decode page numbers. Raises ``BadPages`` for a page that no request can hold."""
     if len(packed) % 4:
         raise BadPages(f"the {what} pages are not int32")
     pages = unpack_i32(packed)
@@ -107,24 +106,27 @@ def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
 
 
 def check_pages(pages: I32, num_pages: int, what: str) -> None:
-    """Raise ``BadPages`` where one of the pages is page 0, or none of the ``num_pages``."""
+    """Raise ``BadPages`` if a page is page 0 or outside of the ``num_pages`` pages."""
     if len(pages) and (int(pages.min()) < 1 or int(pages.max()) >= num_pages):
         raise BadPages(f"a {what} page lies outside of 1 … {num_pages - 1}")
 
 
 def paired_spans(write: PageWrite, group: PageGroup) -> tuple[Spans, Spans]:
-    """What ``write`` moves from here and to there, where pages are as ours: equal lengths."""
+    """Return the spans of ``write`` here and at a peer with pages like ours. Paired spans have equal lengths."""
     if write.layers == group.whole():
         return neighbour_spans(write.src, write.dst, group.page_bytes)
     return group.spans(write.src, write.layers), group.spans(write.dst, write.layers)
 
 
 def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:
-    """Spans of whole pages ``src`` here and ``dst`` there; those that are neighbours on both sides become one."""
+    """Return the spans of whole pages ``src`` here and ``dst`` there.
+
+    Pages that are neighbours on both sides share one span.
+    """
     count = len(src)
     if count == 0:
         return np.empty((0, 2), np.int64), np.empty((0, 2), np.int64)
-    # Called for every slice: without numpy's conveniences, which take several times as long as what they do.
+    # This runs for every slice, so it avoids numpy's convenience functions: their overhead is several times the work.
     begins = np.empty(count, np.bool_)
     begins[0] = True
     begins[1:] = src[1:] - src[:-1] != 1

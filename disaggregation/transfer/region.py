@@ -22,7 +22,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class Region(Protocol):
-    """``nbytes`` of the host's, from where pages are written to peers. ``fd`` only where they can map it."""
+    """Interface to ``nbytes`` of memory from which pages are written to peers. ``fd`` is None if they can't map it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -34,25 +34,25 @@ class Region(Protocol):
     def address(self) -> int: ...
 
     def view(self) -> memoryview:
-        """A writable view of all bytes."""
+        """Return a writable view of all bytes."""
         ...
 
 
 @dataclass(eq=False)
 class HostMemory:
-    """Memory that somebody else allocated, and keeps."""
+    """A region in host memory that its allocator keeps."""
 
     memory: memoryview
     fd: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Size in bytes."""
         return self.memory.nbytes
 
     @property
     def address(self) -> int:
-        """Of byte 0 in this process."""
+        """Address of byte 0 in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def view(self) -> memoryview:
@@ -62,7 +62,10 @@ class HostMemory:
 
 @dataclass(eq=False)
 class KVRegion:
-    """``nbytes`` zeroed bytes. ``buffer`` is writable and usable with ``torch.frombuffer``; ``fd`` only if shared."""
+    """A region of ``nbytes`` bytes, zeroed at first. ``fd`` is None if it is not shared.
+
+    ``buffer`` is writable and usable with ``torch.frombuffer``.
+    """
 
     buffer: mmap.mmap
     nbytes: int
@@ -70,23 +73,23 @@ class KVRegion:
 
     @property
     def address(self) -> int:
-        """Of byte 0 in this process, for libraries that take pointers. Valid until ``close``."""
+        """Address of byte 0 in this process, for libraries that take pointers. Valid until ``close``."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     @property
     def device(self) -> str:
-        """Whose memory it is."""
+        """Device of the memory, as torch names it."""
         return "cpu"
 
     def view(self) -> memoryview:
-        """A writable view of all bytes; the memory can't be unmapped before it is released."""
+        """Return a writable view of all bytes. The memory can't be unmapped before the view is released."""
         return memoryview(self.buffer)
 
     def commit(self, begin: int, end: int) -> bool:
-        """Have memory behind bytes ``[begin, end)`` now, and not page by page when each is first written.
+        """Commit the memory of bytes ``[begin, end)`` now, instead of page by page at the first write.
 
-        Contents stay as they are, also when a peer is writing them. ``begin`` on a memory page's border. False where
-        that can't be had, which is no harm: a kernel before Linux 5.14, or no memory left.
+        Contents stay unchanged, even while a peer writes them. ``begin`` must be aligned to a memory page. Returns
+        False if the system can't do it: a kernel before Linux 5.14, or no memory left. That is harmless.
         """
         try:
             self.buffer.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
@@ -95,9 +98,10 @@ class KVRegion:
         return True
 
     def give_back(self, begin: int = 0) -> None:
-        """Let the system have the memory from byte ``begin`` on (rounded up to its pages); the bytes are zero from now
-        on, and committed anew as they are touched, at the same addresses. Of a shared region that is so for whoever
-        maps it. Raises ``RegionError``.
+        """Return the memory from byte ``begin`` on (rounded up to a memory page) to the system.
+
+        The bytes are zero from now on, and are committed anew as they are touched, at the same addresses. For a shared
+        region this holds in every process that maps it. Raises ``RegionError``.
         """
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         if begin >= self.nbytes:
@@ -108,7 +112,7 @@ class KVRegion:
             raise RegionError(f"the system does not take the KV pool's memory back: {e.strerror}") from e
 
     def close(self) -> None:
-        """Close the descriptor and unmap; memory that a tensor or view still uses is unmapped with the last of them."""
+        """Close the descriptor and unmap the memory. While a tensor or view uses it, it stays mapped."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -135,7 +139,7 @@ def allocate_region(nbytes: int, *, shared: bool) -> KVRegion:
 
 def _allocate_private(nbytes: int) -> KVRegion:
     # Without MAP_PRIVATE Python maps anonymous memory shared, which huge pages and swap treat worse.
-    # What a pool may grow to can be more than the host has: only what is touched counts.
+    # MAP_NORESERVE: a pool's maximum size may exceed the host's memory, because only touched pages count.
     buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return KVRegion(buffer, nbytes, None)
 
@@ -153,7 +157,10 @@ def _allocate_shared(nbytes: int) -> KVRegion:
 
 
 def map_region(fd: int, nbytes: int) -> KVRegion:
-    """A shared region that another process of this host has reserved; ``fd`` is ours. Raises ``RegionError``."""
+    """Map a shared region that another process of this host reserved. Raises ``RegionError``.
+
+    The returned region owns ``fd``.
+    """
     try:
         return KVRegion(mmap.mmap(fd, nbytes), nbytes, fd)
     except (OSError, ValueError) as e:

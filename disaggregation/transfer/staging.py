@@ -4,13 +4,13 @@
     receiving    connection, or the writer's library ─▶ a slab ─ hashed, brought into our order, copied ─▶ pages; the
                  slab is free
 
-All of it is the transfer engine's, in its thread. A copy is done when its call returns, so what is said of pages on a
-device is what is said of those in host memory: when a hand-over has ended, nothing reads or writes them any more, and
-what has landed is there. Copies have a stream of their own and wait for no step. Only what the
-device has computed is copied (``runtime/layers_done.py``).
+The transfer engine owns all of it, in its thread. A copy is complete when its call returns. So pages on a device have
+the same guarantees as pages in host memory. After the end of a hand-over nothing reads or writes its pages, and landed
+pages are on the device. Copies have a stream of their own and wait for no step. Only what the device has computed is
+copied (``runtime/layers_done.py``).
 
-Slots and slabs are apart: two instances that had filled all they have with pages for each other would wait for ever. So
-a hand-over needs one slot, and one slab at the other end, however long it is, and what waits for one holds none.
+Slots and slabs are separate. Otherwise two instances could fill all their memory with pages for each other and wait for
+ever. A hand-over of any length needs one slot, and one slab at the other end. While it waits for one it holds none.
 """
 
 from __future__ import annotations

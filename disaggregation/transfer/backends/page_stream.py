@@ -42,7 +42,10 @@ MAX_UNREAD_ANSWERS = 4096
 
 
 class StreamBackend(SocketBackend):
-    """Has the ends of such connections, and says who may write what by them. ``streams``: whether any bytes come so."""
+    """Base class of backends that send pages over connections, with write permissions for each hand-over.
+
+    ``streams``: whether this backend receives any pages that way.
+    """
 
     streams = True
 
@@ -81,9 +84,9 @@ class StreamBackend(SocketBackend):
         return StreamReader(stream, self._receive_buffers, self.stall_seconds)
 
     def _advance(self) -> None:
-        """Have those who wait for a slab read on, in their order, as long as there are any.
+        """Let the writes that wait for a slab continue, in order, as long as slabs are free.
 
-        Slabs become free by I/O, or with a link, and the news of its end keep the next turn from waiting.
+        Slabs become free by I/O or with the end of a link. The event of that end keeps the next tick from waiting.
         """
         while (turn := self._receive_buffers.next_in_line()) is not None:
             link, _ = turn
