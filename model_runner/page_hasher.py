@@ -1,7 +1,7 @@
-"""What a KV page holds, in a few numbers: a hash of each part (keys, values, …) of each layer.
+"""Fingerprints of KV pages: a hash of each part (keys, values, …) of each layer.
 
-The bytes that are hashed are those of the order "tokens", so that a page of the CPU engine and one of torch with the
-same elements say the same. What is quantised is hashed as it lies there: elements, each head's scale behind them.
+Bytes are hashed in the order "tokens". So a page of the CPU engine and one of torch with the same elements have equal
+hashes. Quantised KV is hashed as stored: elements, with each head's scale after them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PageHasher:
-    """Hashes pages of a ``group`` of the layout. ``is_canonical``: equal KV in another order would hash the same; False
-    for a layout whose pages are of one order only.
-    """
+    """Hasher for the pages of one ``group`` of the layout."""
 
     def __init__(self, layout: KVLayout, group: int) -> None:
         kept = layout.groups[group]
         self._nbytes = kept.page_bytes
         self._sizes = kept.part_bytes * kept.num_layers
         self.none = bytes(HASH_BYTES * len(self._sizes))
-        """What is said of a page that is not there."""
+        """Hashes reported for a page that does not exist: zeros."""
         self._converter: PageConverter | None = None
         self.is_canonical = True
+        """True if equal KV in another order hashes the same; False if pages cannot be put into the order "tokens"."""
         if layout.order != "tokens" and kept.page_bytes:
             try:
                 self._converter = PageConverter(msgspec.structs.replace(layout, order="tokens"), layout.order, group)
@@ -41,7 +40,7 @@ class PageHasher:
                 self.is_canonical = False
 
     def hash(self, page: Bytes) -> bytes:
-        """Of one page (``page_bytes``), which stays as it is: layer by layer, part by part."""
+        """Hash one page (``page_bytes``), layer by layer and part by part. The page is not modified."""
         if self._converter is not None:
             page = page.copy()
             self._converter.convert(page)
@@ -52,5 +51,5 @@ class PageHasher:
         return np.array(hashes, dtype="<u8").tobytes()
 
     def hash_all(self, pages: bytes, page_of: Callable[[int], Bytes]) -> bytes:
-        """Of ``pages`` (int32; 0: none), one after another; ``page_of``: the bytes of each."""
+        """Hash ``pages`` (int32; 0: none) and join the results in order. ``page_of`` returns the bytes of a page."""
         return b"".join(self.hash(page_of(page)) if page else self.none for page in unpack_i32(pages).tolist())

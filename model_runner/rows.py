@@ -1,7 +1,7 @@
-"""What the worker knows of each row of the request table between steps: sampling parameters, history, last token.
+"""State of each row of the request table between steps: sampling parameters, history, last token.
 
-A row's state starts with its ``RowInit`` (which forgets everything of the request before), changes with every token
-that is sampled for it, and is never read again once the scheduler names the row no more.
+A row's state starts with its ``RowInit``, which discards everything of the previous request. It changes with every
+token that is sampled for the row. It is never read again once the scheduler stops naming the row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .logit_edits.early_stop import EarlyStop
 from .logit_edits.penalties import Penalties, TokenHistory
 from .row_params import I64, NO_LOGPROBS, PARAM_NAMES, ROW_PARAMS, RowParams
 
-# Below this a division would blow rounding errors of the logits up to probabilities; it is greedy, as 0 is.
+# Below this, dividing by the temperature would magnify rounding errors of the logits. Such a row is greedy, as with 0.
 GREEDY_TEMPERATURE = 1e-5
 _FOR_EVER = 2**31
 
@@ -36,12 +36,12 @@ class RowStates:
         self.penalties = Penalties(max_reqs)
         self.early_stop = EarlyStop(max_reqs, vocab_size)
         self.logit_edits: tuple[LogitEdit, ...] = (self.bias, self.penalties, self.early_stop)
-        """In the order in which they change logits."""
+        """Edits in the order in which they change logits."""
         self._is_edited = np.zeros(max_reqs, dtype=np.bool_)
         self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
 
     def start(self, init: RowInit) -> None:
-        """A new request takes the row."""
+        """Start a new request in the row."""
         row, sampling = init.row, init.sampling
         started = [(edit, edit.start(init)) for edit in self.logit_edits]
         self._is_edited[row] = any(changes for _, changes in started)
@@ -60,7 +60,7 @@ class RowStates:
         self.last_tokens[row] = -1
 
     def params(self, rows: I64) -> RowParams:
-        """[N] parameters of the rows (a copy)."""
+        """Return a copy of the parameters of the rows, [N]."""
         return self.table[rows]
 
     def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[RowsEdit, ...]:

@@ -1,13 +1,15 @@
 """Steps between their launch and their result.
 
-A processor that computes steps itself is through with one when its launch returns, and tells the result at once. A
-device that computes beside the worker is given one step more before the worker waits for it, so that it never runs out
-of work while the host packs a result, or plans. The worker waits for the next step or the end of the oldest one,
-whichever is first (``has_result``): the scheduler sends a step only after it was told a result, so a worker that waits
-for an end alone finds the next step's message when the device has nothing left to do.
+On a processor that computes steps itself, a step has ended when its launch returns, and its result is sent at once. A
+device that computes beside the worker gets one more step before the worker waits for it. So it never runs out of work
+while the host packs a result or plans.
 
-Pages that a step pushes to a peer may go layer by layer while it is computed (``runtime/layers_done.py``); all of it is
-there when the result is.
+The worker waits for the next step or the end of the oldest one, whichever is first (``has_result``). The reason: the
+scheduler sends a step only after it has received a result. A worker that waited only for an end would read the next
+step's message when the device has nothing left to do.
+
+Pages that a step pushes to a peer may go layer by layer while the step is computed (``runtime/layers_done.py``). All
+layers are computed when the step's result is available.
 """
 
 from __future__ import annotations
@@ -40,14 +42,19 @@ class Steps(Protocol):
 
 
 class _Open(NamedTuple):
-    """``ends``: what counts its layers, and others that only its end is told."""
+    """A launched step with a result that has not been collected."""
 
     launched: Launched
     ends: list[LayersDone]
+    """The counter of the step's own layers, if it pushes pages, and counters that are only told of the step's end."""
 
 
 class StepQueue:
-    """``ahead``: so many steps may be open while another is launched. ``engine``: pushes pages; None: nobody does."""
+    """Launched steps in order, oldest first.
+
+    ``ahead``: number of steps that may be open while another is launched. ``engine``: pushes pages; None without
+    hand-overs.
+    """
 
     def __init__(self, steps: Steps, engine: TransferEngine | None, ahead: int) -> None:
         self._steps = steps
@@ -59,26 +66,26 @@ class StepQueue:
         return len(self._open)
 
     def use(self, steps: Steps) -> None:
-        """Have ``steps`` compute what is launched from now on, and collect what is open."""
+        """Replace the runner: ``steps`` computes later launches and collects the steps that are open."""
         self._steps = steps
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest result should be waited for before anything else is launched."""
+        """Return whether the oldest result should be waited for before anything else is launched."""
         return len(self._open) > self._ahead
 
     @property
     def has_result(self) -> bool:
-        """Whether the oldest step has ended, so that ``collect`` does not wait. There is one."""
+        """Return whether the oldest step has ended, so that ``collect`` does not wait. A step must be open."""
         return self._steps.is_done(self._open[0].launched)
 
     def launch(self, step: ForwardStep) -> None:
-        """Have the step computed."""
+        """Launch the step, and start pushing its pages if it has any to push."""
         done = self._push(step) if step.pushes else None
         self._open.append(_Open(self._steps.launch(step, done), [] if done is None else [done]))
 
     def collect(self) -> StepResult:
-        """The oldest step's result; waits for it. There is one."""
+        """Wait for the oldest step and return its result. At least one step must be open."""
         launched, ends = self._open.popleft()
         result = self._steps.collect(launched)
         for done in ends:
@@ -88,7 +95,7 @@ class StepQueue:
         return result
 
     def send(self, pages: SendPages) -> None:
-        """Push pages that steps launched so far compute, when the last of these has ended: the device may be behind."""
+        """Push pages that steps launched so far compute, once the last of them has ended: the device may lag."""
         if self._engine is None:
             raise RuntimeError("an instance without hand-overs was asked to push pages")
         if not self._open:

@@ -1,4 +1,4 @@
-"""Linear weights that stay as few bits as their checkpoint has, and what each of them comes to.
+"""Linear weights that keep the few bits of their checkpoint, and their dequantised values.
 
 Shapes: O outputs (rows), I inputs (columns), S scales along a row, G groups of columns that share a scale.
 """
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 COLUMNS = 128
-"""Columns of a block of FP8 that share a scale, where not all of a row do; those of an activation are as many."""
+"""Columns per FP8 block that share a scale, in weights that are not scaled by row; the same for activations."""
 HALF = 64
-"""Columns of the lower halves of so many bytes, in front of those of the upper halves."""
+"""Number of bytes per group of packed columns: HALF columns in the lower halves, the next HALF in the upper ones."""
 SYMMETRIC_ZERO = 8
 
 
@@ -34,26 +34,26 @@ class FP8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Return the memory of all parts in bytes."""
         return self.values.nbytes + self.scales.nbytes
 
     @property
     def outputs(self) -> int:
-        """O."""
+        """Return O, the number of outputs."""
         return self.values.shape[0]
 
     @property
     def inputs(self) -> int:
-        """I."""
+        """Return I, the number of inputs."""
         return self.values.shape[1]
 
     @property
     def kind(self) -> str:
-        """For a log."""
+        """Return the name of the format for a log."""
         return "FP8 (W8A8)" if self.eight else "FP8"
 
     def dequantise(self) -> Tensor:
-        """[O, I] float32."""
+        """Return the weights as [O, I] float32."""
         scales_OS = self.scales.repeat_interleave(self.rows, 1)[:, : self.outputs].T
         if not self.is_blocked:
             return self.values.float() * scales_OS
@@ -64,8 +64,8 @@ class FP8Weight:
 class Int4Weight:
     """Four bits: a number less its group's zero point, times its group's scale.
 
-    Of ``2 * HALF`` columns the first half lies in the lower bits of HALF bytes, the other in the upper ones, so that a
-    kernel finds both in the bytes that it has loaded. The last columns may be padding.
+    HALF bytes hold ``2 * HALF`` columns: the first half in the lower bits, the second in the upper bits. So a kernel
+    finds both in the bytes that it has loaded. The last columns may be padding.
     """
 
     halves: Tensor
@@ -81,22 +81,22 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Return the memory of all parts in bytes."""
         parts = (self.halves, self.scales, self.zeros, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def outputs(self) -> int:
-        """O."""
+        """Return O, the number of outputs."""
         return self.halves.shape[0]
 
     @property
     def kind(self) -> str:
-        """For a log."""
+        """Return the name of the format for a log."""
         return "four bits"
 
     def dequantise(self) -> Tensor:
-        """[O, I] float32, in the order of activations."""
+        """Return the weights as [O, I] float32, in the order of activations."""
         numbers = unpack_halves(self.halves, self.inputs).float()
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
         weights = (numbers - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
@@ -107,13 +107,13 @@ PackedWeight = FP8Weight | Int4Weight
 
 
 def pack_halves(numbers: Tensor) -> Tensor:
-    """``numbers`` [O, I] below 16, as ``Int4Weight.halves``."""
+    """Pack ``numbers`` [O, I], all below 16, as ``Int4Weight.halves``."""
     padded = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % (2 * HALF)))
     blocks = padded.view(len(numbers), -1, 2, HALF)
     return (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
 
 
 def unpack_halves(halves: Tensor, inputs: int) -> Tensor:
-    """What ``pack_halves`` was given, of so many columns: uint8."""
+    """Unpack the first ``inputs`` columns that ``pack_halves`` packed, as uint8."""
     blocks = halves.view(len(halves), -1, 1, HALF)
     return torch.cat((blocks & 0xF, blocks >> 4), 2).flatten(1)[:, :inputs]
