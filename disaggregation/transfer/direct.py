@@ -15,7 +15,7 @@ from ..errors import RegionError
 from .staging import DevicePages, Piece
 
 WINDOW_BYTES = 4 << 20
-"""Of a window, where pages aren't larger."""
+"""Size of a window in bytes, unless pages are larger."""
 
 
 class DeviceMemory:
@@ -28,16 +28,16 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole pool."""
+        """Size of the pool in bytes."""
         return self._pages.nbytes
 
     @property
     def address(self) -> int:
-        """On the device, now: memory that was given back and taken again has another."""
+        """Current device address. It changes when the memory is given back and taken again."""
         return self._pages.address
 
     def view(self) -> memoryview:
-        """Raises ``RegionError``: nothing of it is the host's."""
+        """Raise ``RegionError``: the host can't see the pool."""
         raise RegionError("the host has no view of a pool on a device")
 
 
@@ -49,7 +49,7 @@ class Direct(NamedTuple):
     ordinal: int
 
     def look(self, spans: list[tuple[int, int]]) -> Iterator[memoryview]:
-        """The bytes of ``spans`` (offset, length), one after another; what is yielded holds until the next one is."""
+        """Yield the bytes of ``spans`` (offset, length) in order. Each view is valid until the next is yielded."""
         pieces: list[Piece] = []
         used = 0
         for begin, length in spans:
@@ -67,11 +67,11 @@ class Direct(NamedTuple):
             yield self.window[:used]
 
     def load(self, begin: int, length: int) -> memoryview:
-        """A page in the window, to be changed there."""
+        """Copy a page to the window and return it, to be changed there."""
         memory = self.window[:length]
         self.device.read([Piece(begin, memory)])
         return memory
 
     def store(self, begin: int, memory: memoryview) -> None:
-        """What ``load`` gave, back to its place."""
+        """Copy the changed page that ``load`` returned back to the pool."""
         self.device.write([Piece(begin, memory)])

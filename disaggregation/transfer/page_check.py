@@ -21,7 +21,7 @@ SLICE_BYTES = 64 << 10
 
 
 class Landed(NamedTuple):
-    """Of a hand-over, the pages of one ``group``, and what makes them ours where they are of another order."""
+    """Pages of one ``group`` of a hand-over. ``converter`` is set if they are of another order than ours."""
 
     group: int
     pool: PagePool
@@ -44,7 +44,7 @@ class PageCheck:
         *,
         hashed: bool = True,
     ) -> None:
-        """``landed``: of each group that has bytes."""
+        """Create a check. ``landed``: the pages of each group that has bytes."""
         self.handover = handover
         self._landed = {part.group: part for part in landed}
         self._slices = slices
@@ -53,7 +53,7 @@ class PageCheck:
         self._work: Iterator[int] | None = None
 
     def step(self, budget: int) -> bool | None:
-        """Work on about ``budget`` bytes; returns whether the pages are right once all is done, None before."""
+        """Work on about ``budget`` bytes. Return whether the pages are right once all is done, None before."""
         if self._work is None:
             self._work = self._check()
         for nbytes in self._work:
@@ -63,7 +63,7 @@ class PageCheck:
         return self._right
 
     def _check(self) -> Iterator[int]:
-        """Everything there is to do; yields the bytes of each part of it."""
+        """Do the whole check, and yield the bytes of each part of it."""
         sizes = {part.group: (len(part.pages), part.pool.group.num_layers) for part in self._landed.values()}
         self._right = yield from covers(self._slices, sizes)
         for piece in self._slices if self._right and self._hashed else ():
@@ -128,7 +128,7 @@ class PassedCheck(PageCheck):
 
 
 def make_check(command: VerifyPages, landed: Sequence[Landed], passed: PageChecksums | None) -> PageCheck:
-    """Of a host's pool, or, where they ``passed``, of one on a device."""
+    """Return the check for pools in host memory, or for pools on a device with the checksums ``passed``."""
     handover, slices, hashed = command.handover, command.slices, command.checksum
     if all(part.pool.group.staging is None for part in landed):
         return PageCheck(handover, landed, slices, hashed=hashed)

@@ -26,7 +26,7 @@ class PagePool(NamedTuple):
     slots: SendSlots | None = None
 
     def look(self, spans: Spans) -> Iterator[memoryview]:
-        """The bytes of pieces of the region, one after another; each holds until the next one is asked for."""
+        """Yield the bytes of pieces of the region in order. Each view is valid until the next is yielded."""
         if self.group.direct is not None:
             yield from self.group.direct.look([(offset, length) for offset, length in spans.tolist()])
             return
@@ -64,7 +64,7 @@ def new_hasher(algorithm: Literal["xxh3", "words"]) -> xxhash.xxh3_64 | WordSum:
 
 
 def pool_of(group: PageGroup, number: int) -> PagePool:
-    """What is opened to peers of ``group``, ``number`` of the backend's."""
+    """Return the pool of ``group``, which is the backend's group ``number``."""
     memory = group.region.view() if group.direct is None else memoryview(b"")
     slots = None if group.staging is None else SendSlots(group, group.staging.device, memory)
     return PagePool(group, number, memory, slots)
