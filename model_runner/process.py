@@ -86,7 +86,7 @@ class Worker(NamedTuple):
 
 
 def main() -> NoReturn:
-    """Entry point of the process."""
+    """Run the worker process."""
     ctx = start_child(sys.argv)
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
@@ -193,7 +193,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
 
 
 def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[WorkerCommand]:
-    """The next frame's messages; [] if a step has ended first, or if nothing has come within the time to wait."""
+    """Return the next frame's messages; [] if a step has ended first, or nothing has come within the time to wait."""
     steps = worker.steps
     if not len(steps):
         return receiver.recv(worker.prefault.wait_ms)

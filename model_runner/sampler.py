@@ -87,7 +87,7 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: S
 
 
 def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest id of the largest logit, and that logit (NaN where the row has one)."""
+    """Return the lowest id of the largest logit, and that logit (NaN where the row has one)."""
     on_cpu = logits_NV.device.type == "cpu"
     # On a CPU NumPy's argmax is vectorised, ten times faster than torch's, and promises the first of equals.
     best_N = torch.from_numpy(logits_NV.numpy().argmax(1)) if on_cpu else logits_NV.argmax(1)
@@ -95,7 +95,7 @@ def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(rows: DrawnRows) -> Tensor:
-    """[N] int64. Each row goes one of four ways, by its own values only."""
+    """Draw a token for each row, [N] int64. Each row goes one of four ways, by its own values only."""
     top_k = rows.top_k_N1.squeeze(1).cpu().numpy()
     top_p = rows.top_p_N1.squeeze(1).cpu().numpy()
     few = (top_k > 0) & (top_k <= CANDIDATES)
@@ -119,7 +119,7 @@ def _from_all(rows: DrawnRows) -> Tensor:
 
 
 def _from_nucleus(rows: DrawnRows) -> Tensor:
-    """Top-p without top-k: from the candidates where they weigh enough."""
+    """Draw with top-p and without top-k, from the candidates if they weigh enough."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     ids_NK = top_tokens(rows.logits_NV, CANDIDATES).ids
     weights_NK = weights_NV.gather(1, ids_NK)
@@ -136,7 +136,7 @@ def _from_nucleus(rows: DrawnRows) -> Tensor:
 
 
 def _from_sorted(rows: DrawnRows, weights_NV: Tensor) -> Tensor:
-    """A wide nucleus or a large top-k. ``weights_NV`` (the probabilities) is overwritten."""
+    """Draw from a wide nucleus or with a large top-k. ``weights_NV`` (the probabilities) is overwritten."""
     kept = find_kept(rows, weights_NV, SORTED)
     unsure = np.flatnonzero(~kept.certain_N.cpu().numpy())
     if len(unsure):
