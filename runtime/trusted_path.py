@@ -9,6 +9,8 @@ from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+MAX_LINKS = 40
+"""Maximum links on the way to a file, as in Linux."""
 
 
 def distrust(state: os.stat_result) -> str:
@@ -51,12 +53,43 @@ def exposure(path: str | Path) -> str:
     return f"others than its owner may read or write it (mode {stat.S_IMODE(state.st_mode):04o}): chmod 600 {path}"
 
 
+def without_links(path: Path) -> Path:
+    """Return the absolute path without links, as ``Path.resolve`` does. The end of the path may be missing.
+
+    Raises ``PermissionError`` if a link on the way belongs to another user: it may lead elsewhere at any time. In a
+    sticky folder such as /tmp, any user can make a link where a folder is missing. Raises ``OSError`` too.
+    """
+    done, links = Path("/"), 0
+    left = list(reversed(path.absolute().parts[1:]))
+    while left:
+        part = left.pop()
+        step = done.parent if part == ".." else done / part
+        try:
+            state = step.lstat()
+        except FileNotFoundError:
+            done = step
+            continue
+        if not stat.S_ISLNK(state.st_mode):
+            done = step
+            continue
+        if reason := foreign(state):
+            raise PermissionError(errno.EPERM, f"{step} is a link, and {reason}", str(path))
+        links += 1
+        if links > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = Path(os.readlink(step))
+        done = Path("/") if target.is_absolute() else done
+        left.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+    return done
+
+
 def make_private_folder(folder: Path) -> None:
     """Make the folder with mode 0700, if it is missing.
 
-    Raises ``PermissionError`` if another user owns it or may write into it, and ``OSError`` if it cannot be made.
+    Raises ``PermissionError`` if another user owns it or a link on the way to it, or may write into it. Raises
+    ``OSError`` if it cannot be made.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A link in its place is followed. A user that can make one there can replace the parent folder, too.
-    if reason := distrust(folder.stat()):
+    place = without_links(folder)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if reason := distrust(place.lstat()):
         raise PermissionError(errno.EPERM, reason, str(folder))

@@ -140,9 +140,11 @@ class ChatRenderer:
         chat = self._chats.get(getattr(message, "rid", ""))
         if chat is None:
             return  # of an abort of all, which has ended it with another of its answers
-        chat.held.append(message)
         if isinstance(message, AbortReq):
+            if message.rid in chat.aborts:
+                return  # a client that repeats itself
             chat.aborts[message.rid] = message.reason
+        chat.held.append(message)
         if len(chat.aborts) == len(chat.req.rids) and self._withdraw(chat):
             self._forget(chat)
             out.answers.append(self._end_of(chat))

@@ -1,8 +1,8 @@
 """The folder of ``pdserve up --log-dir``: one log file for each process.
 
-Logs hold what clients sent, and they are written with this user's rights. So no other user may choose where they go:
-neither by owning the folder, nor by placing a link in it. A sticky folder such as /tmp is accepted, because no other
-user can rename or remove a file there.
+Logs hold what clients sent, and they are written with this user's rights. So no other user may choose where they go.
+The folder, links to it and links in it must not be another user's. A sticky folder such as /tmp is accepted,
+because no other user can rename or remove a file there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import stat
 from pathlib import Path
 from typing import IO
 
-from ..runtime.trusted_path import distrust, foreign
+from ..runtime.trusted_path import distrust, foreign, without_links
 
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe would keep the open waiting until it is read.
 OPEN_LOG = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -30,7 +30,7 @@ class LogFolder:
         """Create the folder, mode 0700, if it is missing. Raises ``LogFolderError``."""
         self._path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            without_links(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
             raise self._error(path, e.strerror or str(e)) from e
         os.close(self._open_folder())
@@ -58,7 +58,7 @@ class LogFolder:
 
     def _open_folder(self) -> int:
         try:
-            folder = os.open(self._path, OPEN_FOLDER)
+            folder = os.open(without_links(self._path), OPEN_FOLDER)
         except OSError as e:
             raise self._error(self._path, e.strerror or str(e)) from e
         state = os.fstat(folder)

@@ -18,11 +18,13 @@ from pdserve.model_files.checkpoint import checkpoint_files
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.kernels import build
 from pdserve.router.options import RouterOptions
+from pdserve.runtime import trusted_path
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.secret_files import warn_of_exposed_files
 from pdserve.runtime.trusted_path import distrust, make_private_folder, read_secret
 from pdserve.server.http.session_files import Limits, SessionFiles
+from pdserve.server.log_folder import LogFolder, LogFolderError
 from pdserve.terminal.access import read_api_key
 from pdserve.terminal.check import kernels
 
@@ -190,3 +192,33 @@ def test_a_checkpoint_names_files_of_its_own_folder(tmp_path: Path, name: str) -
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(InvalidWeights, match="beside its index"):
         checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["folder", "parent", "behind a link of ours"])
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    (tmp_path / "target" / "below").mkdir(parents=True, mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    asked = {"folder": link, "parent": link / "below", "behind a link of ours": tmp_path / "ours"}[place]
+    if place == "behind a link of ours":
+        asked.symlink_to(link)
+    trusted_path.make_private_folder(asked)
+    LogFolder(asked).open("a.log").close()
+    if os.geteuid() == 0:
+        os.lchown(link, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.raises(PermissionError, match="is a link, and it belongs to user"):
+        trusted_path.make_private_folder(asked)
+    with pytest.raises(LogFolderError, match="is a link, and it belongs to user"):
+        LogFolder(asked)
+
+
+def test_links_resolve_as_pathlib_does(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "up").symlink_to("a/b/../b")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "up" / "missing" / "x", tmp_path / "up" / "..", tmp_path / "a" / ".." / "up"):
+        assert trusted_path.without_links(path) == path.resolve()
+    with pytest.raises(OSError, match="symbolic links"):
+        trusted_path.without_links(tmp_path / "loop")
