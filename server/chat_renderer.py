@@ -73,6 +73,11 @@ class _Chat:
     aborts: dict[str, str] = field(default_factory=dict)
     """Reasons by the rid of each answer that is aborted."""
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether all of its answers are aborted."""
+        return len(self.aborts) == len(self.req.rids)
+
 
 class ChatRenderer:
     """Requests with conversations, from their arrival until they are rendered. Their rids are unique.
@@ -145,10 +150,14 @@ class ChatRenderer:
                 return  # a client that repeats itself
             chat.aborts[message.rid] = message.reason
         chat.held.append(message)
-        if len(chat.aborts) == len(chat.req.rids) and self._withdraw(chat):
-            self._forget(chat)
-            out.answers.append(self._end_of(chat))
-            out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
+        if chat.is_aborted and self._withdraw(chat):
+            self._end(chat, out)
+
+    def _end(self, chat: _Chat, out: Sorted) -> None:
+        """End a request with all answers aborted. Pass on other messages that name it."""
+        self._forget(chat)
+        out.answers.append(self._end_of(chat))
+        out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
 
     def _withdraw(self, chat: _Chat) -> bool:
         """Take a request out of the queue; return whether it was there."""
@@ -169,6 +178,10 @@ class ChatRenderer:
         )
 
     def _pass_on(self, chat: _Chat, out: Sorted) -> None:
+        if chat.is_aborted:
+            # Encoding costs many times what rendering does, and the client's share was given back.
+            self._end(chat, out)
+            return
         self._forget(chat)
         out.messages.append(chat.req)
         out.texts[chat.req.rid] = chat.rendered

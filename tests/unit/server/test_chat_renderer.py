@@ -107,9 +107,9 @@ def test_what_names_a_conversation_follows_it(tokenizer: Tokenizer) -> None:
     request, snapshot = chat("a", forks=2), SnapshotReq(1, "a-1", True, 0.0)
     tokenizer.sort(request)
     tokenizer.begin()
-    out = tokenizer.sort(snapshot, AbortReq("a-2"), AbortReq("other"), AbortReq("a"), AbortReq("a-1"))
+    out = tokenizer.sort(snapshot, AbortReq("a-2"), AbortReq("other"), AbortReq("a"), AbortReq("a"))
     assert out == Sorted([AbortReq("other")], {}, [])
-    assert tokenizer.finish().messages == [request, snapshot, AbortReq("a-2"), AbortReq("a"), AbortReq("a-1")]
+    assert tokenizer.finish().messages == [request, snapshot, AbortReq("a-2"), AbortReq("a")]
     assert tokenizer.sort(AbortReq("a")).messages == [AbortReq("a")]
 
 
@@ -126,13 +126,24 @@ def test_a_conversation_that_still_waits_is_not_rendered_after_its_abort(tokeniz
     tokenizer.finish()
 
 
-def test_an_abort_of_all_ends_what_waits_and_follows_what_has_begun(tokenizer: Tokenizer) -> None:
+def test_a_conversation_whose_answers_are_all_aborted_is_not_encoded(tokenizer: Tokenizer) -> None:
+    tokenizer.sort(chat("a", forks=1))
+    tokenizer.begin()
+    snapshot = SnapshotReq(1, "a", True, 0.0)
+    assert tokenizer.sort(AbortReq("a-1", "gone"), snapshot, AbortReq("a", "gone too")) == Sorted([], {}, [])
+    out = tokenizer.finish()
+    assert ends(out) == [("a-1", "gone"), ("a", "gone too")]
+    assert (out.messages, out.texts) == ([snapshot], {})
+    assert tokenizer.sort(AbortReq("a")).messages == [AbortReq("a")]
+
+
+def test_an_abort_of_all_ends_what_waits_and_what_has_begun(tokenizer: Tokenizer) -> None:
     tokenizer.sort(chat("a"), chat("b", forks=1))
     tokenizer.begin()
     out = tokenizer.sort(AbortReq("", "all"), chat("c"))
     assert out.messages == [AbortReq("", "all")]
     assert ends(out) == [("b", "all"), ("b-1", "all")]
-    assert tokenizer.finish().messages == [chat("a"), AbortReq("a", "all")]
+    assert ends(tokenizer.finish()) == [("a", "all")]
     tokenizer.begin()
     assert tokenizer.finish().messages == [chat("c")]
 
