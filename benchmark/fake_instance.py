@@ -10,6 +10,7 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 
 import contextlib
 import http.client
+import logging
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from ..runtime.options import ServerOptions
 from ..runtime.process_table import process_modules
 from ..runtime.python import python_command
 from ..runtime.supervisor import Supervisor
+from ..runtime.web import own_admin_key
 from .child_processes import stop
 from .errors import ServerError
 from .fake_worker import QUESTIONS, Occupy, Report, StepRecord
@@ -111,6 +113,8 @@ def main() -> None:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
     setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")
     configure_logging("fake instance", options.log_level, options.log_format)
+    # The instance lives for one measurement, so the file of its admin key is of no use.
+    logging.getLogger(own_admin_key.__name__).setLevel(logging.ERROR)
     supervisor = Supervisor(options, modules={**process_modules(options), "worker": "pdserve.benchmark.fake_worker"})
     print(supervisor.run_dir, flush=True)
     sys.exit(supervisor.run())
