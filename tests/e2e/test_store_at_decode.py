@@ -42,7 +42,7 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
         turns = [[*talk, *answer, 5, 6, 7] for talk, answer in zip(TALKS, said, strict=True)]
 
         def is_stored() -> bool:
-            stored = len(list((tmp_path / "kv").rglob("*.page"))) >= len(TALKS) * 93
+            stored = len(list((tmp_path / "kv").rglob("*.sealed"))) >= len(TALKS) * 93
             return stored and not any(server.info()["tiers"]["backlog"] for server in instances)
 
         wait_until(is_stored, 20, "all is stored")
