@@ -98,7 +98,7 @@ class PageCheck:
 
 
 class PassedCheck(PageCheck):
-    """Of pages that are on a device by now: what is known of them since they passed (``landed_pages.py``).
+    """Of pages that are on a device by now: what is known of them since they passed (``page_checksums.py``).
 
     All that was written has to be of the slices: a page that was written twice may not be what its slice had.
     """
