@@ -19,6 +19,7 @@ from ..disaggregation.transfer.word_sum import WORD_BYTES
 from ..messages.base import I32
 from ..messages.worker import KVLayout
 from ..runtime.options import ServerOptions
+from ..runtime.transfer_backends import BACKENDS
 from .attention.registry import triton_refusal
 from .device.base import Device
 from .kv_pool import KVPool
@@ -89,7 +90,8 @@ def page_groups(model: ModelRunner, options: ServerOptions) -> list[PageGroup | 
     """
     size, layout = options.kv_staging_size, model.layout
     pools = (model.pool, model.window_pool)[: len(layout.groups)]
-    if options.disaggregation_transfer_backend == "cuda_ipc" or (size == 0 and model.device.type != "cpu"):
+    stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices
+    if stays_on_devices or (size == 0 and model.device.type != "cpu"):
         return direct_groups(layout, pools, model.hardware)
     if model.device.type != "cpu" or size:
         return staged_groups(layout, pools, model.hardware, size)

@@ -30,6 +30,7 @@ from ..model_files.sharding import Shard
 from ..model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
+from ..runtime.transfer_backends import BACKENDS
 from .attention.base import AttentionBackend, attention_limits
 from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
 from .decode_graphs import graph_sizes, why_no_graphs
@@ -452,7 +453,7 @@ class ModelRunner:
         self.num_window_pages = self.max_total_tokens = 0
         self._exchange: NativeRanks | None = None
         heads = None
-        is_shared = options.disaggregation_transfer_backend == "shm"
+        is_shared = BACKENDS[options.disaggregation_transfer_backend].needs_shared_memory
         if self._ranks is not None and self._is_apart:
             pages = self._choose_pages(options, self.weight_bytes)
             num_pages = self._ranks.agree(pages, f"{self._identity(options)} {self.hardware.name}")

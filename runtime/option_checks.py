@@ -12,6 +12,7 @@ from .cpu_list import PlacementError, parse_cpus
 from .kv_event_checks import kv_event_complaints
 from .options import RECENT_TOKENS, ServerOptions
 from .tier_checks import session_complaints, tier_complaints
+from .transfer_backends import BACKENDS
 from .web.keys import KeyFileError, check_keys
 from .web.ports import is_loopback
 from .web.proxies import TrustedProxies
@@ -158,8 +159,8 @@ def _ports(options: ServerOptions) -> Iterator[str]:
                 yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"
     if options.kv_staging_size is not None and not 0 <= options.kv_staging_size < math.inf:
         yield f"--kv-staging-size is {options.kv_staging_size:g}: it is a number of GB, 0 for none"
-    if options.hands_over and options.disaggregation_transfer_backend == "cuda_ipc":
-        yield from _cuda_ipc(options)
+    if options.hands_over:
+        yield from BACKENDS[options.disaggregation_transfer_backend].check(options)
     threshold = options.disaggregation_threshold
     if threshold not in ("auto", "always", "never") and not (threshold.isascii() and threshold.isdigit()):
         yield f"--disaggregation-threshold is {threshold}: it must be auto, always, never or a number of tokens"
@@ -168,16 +169,6 @@ def _ports(options: ServerOptions) -> Iterator[str]:
             f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "
             f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}, best three times as long"
         )
-
-
-def _cuda_ipc(options: ServerOptions) -> Iterator[str]:
-    if options.device == "cpu":
-        yield (
-            "--disaggregation-transfer-backend cuda_ipc moves KV from GPU to GPU, and --device cpu has none: use shm, "
-            "which also goes between a GPU and a CPU"
-        )
-    if options.kv_staging_size:
-        yield "--kv-staging-size and cuda_ipc: nothing passes through the host's memory there; drop one of the two"
 
 
 def _cluster(options: ServerOptions) -> Iterator[str]:
@@ -223,7 +214,7 @@ def _pool_limit(options: ServerOptions) -> Iterator[str]:
     if options.nnodes > 1:
         yield "--max-total-tokens-limit: the pools of ranks on several hosts (--nnodes) keep their size; leave it out"
     backend = options.disaggregation_transfer_backend
-    if options.hands_over and backend in ("nixl", "mooncake"):
+    if options.hands_over and BACKENDS[backend].pins_pool:
         yield (
             f"--max-total-tokens-limit: {backend} registers the whole pool's memory at once; leave it out, or use "
             "--disaggregation-transfer-backend tcp or shm"

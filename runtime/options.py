@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .transfer_backends import TransferBackendName
 from .trusted_path import read_secret
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
@@ -399,7 +400,7 @@ class ServerOptions:
     disaggregation_control_port: int = 0
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
-    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "cuda_ipc", "fake"] = "tcp"
+    disaggregation_transfer_backend: TransferBackendName = "tcp"
     kv_staging_size: float | None = None
     disaggregation_threshold: str = "auto"
     disaggregation_ib_device: str | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal  # noqa: F401  (annotations of inherited options are evaluated here)
 
 from cyclopts import Parameter
 
 from ..router.options import RouterOptions, RouterOptionsError, RoutingOptions
 from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.transfer_backends import TransferBackendName
 from ..runtime.web.keys import KeyFileError, check_keys
 
 
@@ -66,7 +67,7 @@ class ClusterOptions(RoutingOptions, ServerOptions):
     send_timeout: float = 60.0
     log_dir: str | None = None
     max_restarts: int = 10
-    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "cuda_ipc", "fake"] = "shm"
+    disaggregation_transfer_backend: TransferBackendName = "shm"
     drain_timeout: float = 10.0
     disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
     disaggregation_bootstrap_port: Annotated[int | None, Parameter(parse=False)] = None

@@ -51,7 +51,7 @@ def missing(backend: str) -> str:
     code = (
         "import os, sys\n"
         "from pdserve.disaggregation.errors import BackendUnavailable\n"
-        "from pdserve.disaggregation.transfer.backends.registry import find_backend\n"
+        "from pdserve.disaggregation.transfer.backends.load import find_backend\n"
         "try: find_backend(sys.argv[1])\n"
         "except BackendUnavailable as e: print(e, flush=True)\n"
         "os._exit(0)"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...disaggregation.transfer.backends.base import TransferBackend
-from ...disaggregation.transfer.backends.registry import make_backend
+from ...disaggregation.transfer.backends.load import make_backend
 from ...disaggregation.transfer.engine import TransferEngine
 from ...disaggregation.transfer.pages import PageGroup
 from ...disaggregation.transfer.region import KVRegion

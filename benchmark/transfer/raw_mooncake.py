@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...disaggregation.transfer.backends.registry import find_backend
+from ...disaggregation.transfer.backends.load import find_backend
 from ...disaggregation.transfer.pages import neighbour_spans
 from ...disaggregation.transfer.region import KVRegion
 from ...messages.base import I32

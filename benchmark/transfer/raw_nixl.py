@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ...disaggregation.transfer.backends.leased_backend import POLL_SECONDS
-from ...disaggregation.transfer.backends.registry import find_backend
+from ...disaggregation.transfer.backends.load import find_backend
 from ...disaggregation.transfer.region import KVRegion
 from ...messages.base import I32
 from .sides import HOST, LIMIT_SECONDS, Moving, Owner, Pools, SideFailed, Writer

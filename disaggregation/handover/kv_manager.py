@@ -44,11 +44,11 @@ from ...messages.worker import (
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.metrics import Metrics, counter, read
 from ...runtime.options import ServerOptions
+from ...runtime.transfer_backends import BACKENDS
 from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
-from ..transfer.backends.registry import KEEPS_MEMORY
 from .control.frames import LONG_FRAME_BYTES
 from .greeting import Greeting, digest
 from .limits import HandoverLimits
@@ -150,7 +150,7 @@ class KVManager:
     @property
     def may_resize(self) -> bool:
         """See ``Handovers``."""
-        return self._options.disaggregation_transfer_backend not in KEEPS_MEMORY
+        return not BACKENDS[self._options.disaggregation_transfer_backend].pins_pool
 
     def open(self) -> None:
         """See ``Handovers``."""

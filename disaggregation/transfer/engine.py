@@ -51,7 +51,7 @@ from ...runtime.layers_done import LayersDone
 from ...runtime.refusal_log import RefusalLog
 from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
-from .backends.registry import make_backend
+from .backends.load import make_backend
 from .outgoing_pages import PROGRESS_SECONDS, OutgoingPages
 from .page_check import Landed, PageCheck, make_check
 from .page_checksums import PageChecksums

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...disaggregation.errors import BackendUnavailable
-from ...disaggregation.transfer.backends.registry import BACKENDS, NEEDS, find_backend
+from ...disaggregation.transfer.backends.load import find_backend
+from ...runtime.transfer_backends import BACKENDS
 from .finding import Finding, ok
 
 
 def look_at_backends() -> Iterator[Finding]:
-    """Imports each that is registered."""
+    """Try to import every backend."""
     usable, missing = [], []
-    for name in BACKENDS:
+    for name, spec in BACKENDS.items():
         try:
             find_backend(name)
         except BackendUnavailable:
-            missing.append(f"{name}: {NEEDS[name]}")
+            missing.append(f"{name}: {spec.needs}")
         else:
             usable.append(name)
     yield ok("backends", f"{', '.join(usable)} can be loaded (--disaggregation-transfer-backend)")

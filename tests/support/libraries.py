@@ -9,7 +9,7 @@ from functools import cache
 ASK = """
 import sys
 from pdserve.disaggregation.errors import BackendUnavailable
-from pdserve.disaggregation.transfer.backends.registry import find_backend
+from pdserve.disaggregation.transfer.backends.load import find_backend
 try:
     find_backend(sys.argv[1])
 except BackendUnavailable:

@@ -24,10 +24,10 @@ from support.staged_pools import direct_group, slabs_of, staged_group
 from support.transfer_child import Child
 
 from pdserve.disaggregation.errors import BackendUnavailable, LinkLost, RegionError
-from pdserve.disaggregation.transfer.backends import registry
 from pdserve.disaggregation.transfer.backends.cuda_driver import CudaDriver, load_driver
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy
+from pdserve.disaggregation.transfer.backends.load import find_backend, make_backend
 from pdserve.disaggregation.transfer.backends.write_requests import WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region
@@ -66,7 +66,7 @@ class Node:
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(PAGES, PAGE)
         self.pool[:] = ord(epoch)
         self.epoch = epoch
-        self.backend = registry.find_backend("cuda_ipc")(epoch, "127.0.0.1", **limits)
+        self.backend = find_backend("cuda_ipc")(epoch, "127.0.0.1", **limits)
         self.events: queue.Queue = queue.Queue()
         group = direct_group(self.pool, ordinal=ordinal)
         self.engine = TransferEngine(self.backend, [group], epoch, "127.0.0.1", self.events.put).start()
@@ -325,11 +325,11 @@ def test_another_host_is_told_what_to_use(start):
 
 def test_pools_of_the_host_are_refused(drivers):
     for group in (staged_group(np.zeros((4, 64), np.uint8), 1, slabs_of(1, 64)),):
-        backend = registry.make_backend("cuda_ipc", "D", "127.0.0.1")
+        backend = make_backend("cuda_ipc", "D", "127.0.0.1")
         with pytest.raises(RegionError, match="between the memories of GPUs"):
             backend.register([group])
         backend.close()
-    backend = registry.make_backend("cuda_ipc", "D", "127.0.0.1")
+    backend = make_backend("cuda_ipc", "D", "127.0.0.1")
     odd = np.zeros(PAGE * 4 + 1, np.uint8)[1:].reshape(4, PAGE)
     with pytest.raises(RegionError, match="no other process"):
         backend.register([direct_group(odd)])
@@ -341,7 +341,7 @@ def test_without_a_gpu_the_backend_says_so(monkeypatch):
         monkeypatch.delitem(sys.modules, f"{fake_cuda_driver.BACKENDS}.{name}")
     monkeypatch.setattr("ctypes.CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: no such file")))
     with pytest.raises(BackendUnavailable, match=r"libcuda\.so\.1.*NVIDIA GPU"):
-        registry.find_backend("cuda_ipc")
+        find_backend("cuda_ipc")
 
 
 class Library:

@@ -20,7 +20,7 @@ from support.staged_pools import direct_group, held, slabs_of, staged_group
 
 from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer import outgoing_pages
-from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.pages import PageGroup

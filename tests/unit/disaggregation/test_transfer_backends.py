@@ -26,9 +26,9 @@ from pdserve.disaggregation.transfer.backends.base import (
 )
 from pdserve.disaggregation.transfer.backends.fake import FakeBackend
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
+from pdserve.disaggregation.transfer.backends.load import find_backend, make_backend
 from pdserve.disaggregation.transfer.backends.page_stream import BATCH
 from pdserve.disaggregation.transfer.backends.receive_buffers import MAX_PAGES
-from pdserve.disaggregation.transfer.backends.registry import find_backend, make_backend
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.tcp_address import reachable_address
 from pdserve.disaggregation.transfer.backends.unix_address import host_id

@@ -16,7 +16,7 @@ from support.machine import limit
 from support.processes import freeze
 from support.staged_pools import pool_group
 
-from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region

@@ -28,7 +28,7 @@ from pdserve.disaggregation.transfer.backends.base import (
     WriteHandle,
     WriteState,
 )
-from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_check import covers
 from pdserve.disaggregation.transfer.page_order import PageConverter

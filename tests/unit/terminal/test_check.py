@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,10 +22,11 @@ import pytest
 from support.machine import limit
 
 from pdserve.disaggregation.errors import BackendUnavailable, RegionError
-from pdserve.disaggregation.transfer.backends import registry
+from pdserve.disaggregation.transfer.backends.load import find_backend
 from pdserve.model_runner.kernels import build
 from pdserve.model_runner.kernels.failed_build import FailedBuild
 from pdserve.runtime.machine.control_groups import SystemTree
+from pdserve.runtime.transfer_backends import BACKENDS
 from pdserve.terminal.check import host, kernels, ports, run, software
 from pdserve.terminal.check.backends import look_at_backends
 from pdserve.terminal.check.finding import Finding, Level, ok, problem, warning
@@ -33,6 +35,7 @@ from pdserve.terminal.check.probe import Probe, run_probe
 
 GIB = 2**30
 LEVEL = build.LEVELS[-1]
+NEEDS = {name: spec.needs for name, spec in BACKENDS.items() if spec.needs is not None}
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -268,21 +271,19 @@ def test_kernels_on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in registry.NEEDS:
-        monkeypatch.setitem(registry.BACKENDS, name, ("no_such_module", "Backend"))
+    for name in NEEDS:
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], path="no_such_module.Backend"))
     good, *missing = look_at_backends()
     assert good.text.startswith("tcp, shm, fake can be loaded")
-    assert [finding.level for finding in missing] == [Level.OK] * len(registry.NEEDS)
-    assert [finding.text for finding in missing] == [
-        f"not installed: {name}: {how}" for name, how in registry.NEEDS.items()
-    ]
+    assert [finding.level for finding in missing] == [Level.OK] * len(NEEDS)
+    assert [finding.text for finding in missing] == [f"not installed: {name}: {how}" for name, how in NEEDS.items()]
 
 
-@pytest.mark.parametrize("name", registry.NEEDS)
+@pytest.mark.parametrize("name", NEEDS)
 def test_a_backend_that_is_not_installed_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BACKENDS, name, ("no_such_module", "Backend"))
-    with pytest.raises(BackendUnavailable, match=re.escape(registry.NEEDS[name])):
-        registry.find_backend(name)
+    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], path="no_such_module.Backend"))
+    with pytest.raises(BackendUnavailable, match=re.escape(NEEDS[name])):
+        find_backend(name)
 
 
 def test_ports() -> None:
