@@ -26,12 +26,12 @@ from ..attention.base import AttentionBackend
 from ..attention.registry import BackendNeeds, make_attention_backend
 from ..device.choice import choose_device, choose_dtype
 from ..forward_batch import ForwardBatch
-from ..kernels.perplexity import read_windows
 from ..kv_pool import make_layout, make_pool
 from ..loader.load import load_model_weights
 from ..models.decoder import Decoder
 from .channels import refuse_unsuitable, write_channels
 from .options import CalibrateOptions
+from .text_windows import read_windows
 
 PAGE = 16
 

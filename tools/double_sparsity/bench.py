@@ -1,4 +1,4 @@
-"""Measures decode steps that attend to few tokens: ``python -m pdserve.model_runner.double_sparsity.bench --channels
+"""Measures decode steps that attend to few tokens: ``python -P -m tools.double_sparsity.bench --channels
 FILE``.
 
 Beside it, on the same weights, the torch engine and the CPU kernels attending to all tokens. Passes take turns, so that
@@ -8,17 +8,16 @@ may be longer than the model's own: what is computed means nothing, and takes as
 
 from __future__ import annotations
 
-from ...runtime import clean_start  # isort: skip  # noqa: F401
-
 import argparse
 import os
 from dataclasses import replace
 
 import torch
 
-from ...runtime.options import ServerOptions
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
 from ..kernels.kv_bench import Decodes, fill, measure
-from ..model_runner import ModelRunner
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -m pdserve.model_runner.kernels.kv_bench``.
+"""Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -P -m tools.kernels.kv_bench``.
 
 One model a type, all in memory together; passes of all of them take turns, so that what a machine does meanwhile is
 done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and
@@ -8,8 +8,6 @@ level.
 
 from __future__ import annotations
 
-from ...runtime import clean_start  # isort: skip  # noqa: F401
-
 import argparse
 import os
 import statistics
@@ -18,13 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.options import ServerOptions
-from ..device.choice import KVDTypeName
-from ..forward_batch import ForwardBatch
-from ..kv_pool import KVPool
-from ..model_runner import ModelRunner
+from pdserve.model_runner.device.choice import KVDTypeName
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import choose_level
+from pdserve.model_runner.kv_pool import KVPool
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
 from .bench import make_batch
-from .build import choose_level
 
 DTYPES: tuple[KVDTypeName, ...] = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8")
 GIB = 2**30

@@ -1,9 +1,10 @@
-"""Measures what attending to few tokens costs in quality: ``python -m pdserve.model_runner.double_sparsity.quality
+"""Measures what attending to few tokens costs in quality: ``python -P -m tools.double_sparsity.quality
 --channels FILE``.
 
-The text is that of ``kernels/perplexity.py``, behind the part that ``pdserve calibrate`` looks at. In each window the
-first half is a prompt, and the second is computed as if it had been generated, which it is whichever pass does it. All
-with the torch engine, on the same weights; compared with attention to all tokens, over the tokens of the second half:
+The text is the default one of ``text_windows.py``, after the part that ``pdserve calibrate`` looks at. In each window
+the first half is a prompt, and the second is computed as if it had been generated, which it is whichever pass does it.
+All with the torch engine, on the same weights; compared with attention to all tokens, over the tokens of the second
+half:
 
 - perplexity: the exponential of the mean of -ln p(next token)
 - divergence: the mean of KL(all || few), in nats per token
@@ -11,8 +12,6 @@ with the torch engine, on the same weights; compared with attention to all token
 """
 
 from __future__ import annotations
-
-from ...runtime import clean_start  # isort: skip  # noqa: F401
 
 import argparse
 import math
@@ -23,11 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.options import ServerOptions
-from ..kernels.perplexity import ROWS, read_windows
-from ..model_runner import ModelRunner
-from .calibrate import whole_text
-from .options import CalibrateOptions
+from pdserve.model_runner.double_sparsity.calibrate import whole_text
+from pdserve.model_runner.double_sparsity.options import CalibrateOptions
+from pdserve.model_runner.double_sparsity.text_windows import read_windows
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
+from ..kernels.perplexity import ROWS
 
 
 class Way(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measures the CPU kernels: ``python -m pdserve.model_runner.kernels.bench [--threads 2] [--quantization gguf]``.
+"""Measures the CPU kernels: ``python -P -m tools.kernels.bench [--threads 2] [--quantization gguf]``.
 
 Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
 milliseconds (the best of several: what the machine can do when nobody else wants it) beside their roofline: the time
@@ -10,8 +10,6 @@ weights.
 
 from __future__ import annotations
 
-from ...runtime import clean_start  # isort: skip  # noqa: F401
-
 import argparse
 import operator
 import os
@@ -22,16 +20,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...model_files.spec import ExpertsSpec, MLPSpec, ModelSpec
-from ...runtime.options import ServerOptions
-from ..forward_batch import ForwardBatch
-from ..loader.quantized_blocks import FORMATS
-from ..loader.random_blocks import random_blocks
-from ..model_runner import ModelRunner
-from .build import choose_level
-from .library import FetchHint, fetch_hint, set_fetch_hint
+from pdserve.model_files.spec import ExpertsSpec, MLPSpec, ModelSpec
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import choose_level
+from pdserve.model_runner.kernels.library import FetchHint, fetch_hint, set_fetch_hint
+from pdserve.model_runner.kernels.single_kernels import PackedWeight
+from pdserve.model_runner.loader.quantized_blocks import FORMATS
+from pdserve.model_runner.loader.random_blocks import random_blocks
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
 from .roofline import ProductKind, Roofline
-from .single_kernels import PackedWeight
 
 N, K = 32768, 1024
 CONTEXT = 200

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from pdserve.model_runner.kernels import roofline
 from pdserve.model_runner.kernels.build import BuildError, choose_level
-from pdserve.model_runner.kernels.roofline import ProductKind, Roofline
+from tools.kernels import roofline
+from tools.kernels.roofline import ProductKind, Roofline
 
 
 @pytest.mark.timeout(300)  # the first time, it compiles

@@ -1,6 +1,6 @@
 // What this machine can do at best: bytes read from memory a second, and products a second of each type that the kernels
 // multiply in.
-// Compiled and loaded by kernels/roofline.py, apart from the kernels that it judges.
+// Compiled and loaded by tools/kernels/roofline.py, apart from the kernels that it judges.
 #include <immintrin.h>
 #include <pthread.h>
 #include <sched.h>

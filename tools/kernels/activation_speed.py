@@ -1,4 +1,4 @@
-"""Measures passes with each way to round activations: ``python -m pdserve.model_runner.kernels.activation_speed``.
+"""Measures passes with each way to round activations: ``python -P -m tools.kernels.activation_speed``.
 
 The CPU engine on a GGUF file's own blocks, with activations of 16 and of 8 bits, and on the dequantised weights in
 bfloat16. The ways take turns in each round. Each figure is the median over the rounds, with an interval that holds the
@@ -6,8 +6,6 @@ true median with a probability of at least 95 %. ``PDSERVE_CPU_ISA`` chooses the
 """
 
 from __future__ import annotations
-
-from ...runtime import clean_start  # isort: skip  # noqa: F401
 
 import argparse
 import math
@@ -20,11 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.options import ServerOptions
-from ..forward_batch import ForwardBatch
-from ..model_runner import ModelRunner
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import choose_level
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
 from .bench import CONTEXT, make_batch
-from .build import choose_level
 
 STREAMS = (1, 8)
 PROMPT = 512

@@ -1,11 +1,11 @@
-"""Measures what rounding activations costs: ``python -m pdserve.model_runner.kernels.activation_quality``.
+"""Measures what rounding activations costs: ``python -P -m tools.kernels.activation_quality``.
 
 Compares ways to multiply activations with a GGUF file's own blocks, by the KL divergence of the next token's
 distribution from that of transformers in float32 on the dequantised blocks. Two sets of texts:
 
 - questions: 512 chats of one question each, without a system prompt, continued greedily by the reference; at the
   answer's first tokens
-- text: the windows of ``perplexity.py``; at each token
+- text: the windows of ``text_windows.py``; at each token
 
 A way is either the CPU engine, with all that it rounds, or transformers in float32 in which only the inputs of linear
 layers are rounded, so that ways that have no kernel can be judged.
@@ -14,8 +14,6 @@ Shapes: W tokens of a text, V vocabulary, I inputs of a linear layer.
 """
 
 from __future__ import annotations
-
-from ...runtime import clean_start  # isort: skip  # noqa: F401
 
 import argparse
 import itertools
@@ -28,14 +26,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...model_files.model_path import resolve_model
-from ...model_files.text.load import load_tokenizer
-from ...runtime.options import ServerOptions
+from pdserve.model_files.model_path import resolve_model
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.model_runner.double_sparsity.text_windows import read_windows
+from pdserve.runtime.options import ServerOptions
+
 from .perplexity import (
     Way,
     dequantised,
     pdserve_way,
-    read_windows,
     transformers_model,
     transformers_way,
 )

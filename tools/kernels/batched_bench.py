@@ -1,4 +1,4 @@
-"""Measure passes as llama.cpp's ``llama-batched-bench`` does: ``python -m pdserve.model_runner.kernels.batched_bench``.
+"""Measure passes as llama.cpp's ``llama-batched-bench`` does: ``python -P -m tools.kernels.batched_bench``.
 
 A prompt of random tokens for each stream, ``--chunk`` tokens of all streams a pass, and then steps of one random token
 a stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so
@@ -9,8 +9,6 @@ that streams choose experts of their own; bench.py's all choose alike. The same 
 
 from __future__ import annotations
 
-from ...runtime import clean_start  # isort: skip  # noqa: F401
-
 import argparse
 import itertools
 import os
@@ -19,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.options import ServerOptions
-from ..forward_batch import ForwardBatch
-from ..model_runner import ModelRunner
-from .build import choose_level
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import choose_level
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
 
 
 class Speed(NamedTuple):

@@ -1,7 +1,7 @@
-"""Measures what each way to compute costs in quality: ``python -m pdserve.model_runner.kernels.perplexity``.
+"""Measures what each way to compute costs in quality: ``python -P -m tools.kernels.perplexity``.
 
-The text is English that every Python installation has, the language reference of ``pydoc``; other versions of Python
-have other texts. It is cut into windows that know nothing of each other. Every way computes the logits of every token,
+The text is the default one of ``double_sparsity/text_windows.py``, cut into windows that know nothing of each other.
+Every way computes the logits of every token,
 through the same path as a prefill of the server, and is compared with transformers in float32 on the same weights:
 
 - perplexity: the exponential of the mean of -ln p(token), over all tokens of a window but its first
@@ -14,32 +14,29 @@ Shapes: W tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
-from ...runtime import clean_start  # isort: skip  # noqa: F401
-
 import argparse
 import copy
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from pydoc_data.topics import topics
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...model_files.families.registry import spec_from_hf
-from ...model_files.model_path import ModelSource, resolve_model
-from ...model_files.rope_order import row_order
-from ...model_files.spec_reader import read_spec
-from ...model_files.tensor_names import HEAD, find_parts
-from ...model_files.text.load import load_tokenizer
-from ...runtime.options import ServerOptions
-from ..device.choice import KVDTypeName
-from ..forward_batch import ForwardBatch
-from ..loader.load import load_model_weights
-from ..loader.quantized_blocks import QuantizedActivations
-from ..model_runner import ModelRunner
-from ..models.decoder import Decoder
+from pdserve.model_files.families.registry import spec_from_hf
+from pdserve.model_files.model_path import ModelSource, resolve_model
+from pdserve.model_files.rope_order import row_order
+from pdserve.model_files.spec_reader import read_spec
+from pdserve.model_files.tensor_names import HEAD, find_parts
+from pdserve.model_runner.device.choice import KVDTypeName
+from pdserve.model_runner.double_sparsity.text_windows import read_windows
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.loader.load import load_model_weights
+from pdserve.model_runner.loader.quantized_blocks import QuantizedActivations
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.models.decoder import Decoder
+from pdserve.runtime.options import ServerOptions
 
 REFERENCE = "transformers float32"
 ROWS = 64
@@ -81,20 +78,6 @@ def main() -> None:
     for name, score in scores.items():
         ratio = score.perplexity / scores[REFERENCE].perplexity
         print(f"{name:42} {score.perplexity:11.4f} {ratio:9.5f} {score.divergence:20.2e}")
-
-
-def read_windows(options: ServerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
-    """``tokens`` tokens of the text (fewer if it ends) behind the first ``skip``, [windows, W] int64; what fills no
-    window is left out. ``options``: of the model whose tokens they are. ``text``: another one.
-
-    No token begins a window but the text's own.
-    """
-    if text is None:
-        text = "".join(topics[name] for name in sorted(topics))
-    tokenizer = load_tokenizer(options)
-    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0][skip : skip + tokens]
-    whole = len(ids) // window
-    return torch.tensor(ids[: whole * window], dtype=torch.int64).view(whole, window)
 
 
 def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
