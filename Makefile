@@ -43,7 +43,7 @@ $(STAMP):
 	@echo "setup: FlashInfer, whose signatures the tests read; without what it needs of CUDA"
 	@$(BIN)/python -P -m pip install --quiet -c constraints.txt --no-deps flashinfer-python
 	@echo "setup: the CPU kernels"
-	@$(BIN)/python -P -m pdserve.model_runner.kernels.build
+	@$(BIN)/python -P -m pdserve.model_runner.cpu_engine.build
 	@rm -f .venv/.setup-*
 	@touch $@
 
@@ -122,9 +122,9 @@ models: $(STAMP) ## measure every model config against transformers and write do
 
 wheel: $(STAMP) ## build a wheel into dist/, with the CPU kernels for all processors: who installs it needs no compiler
 	@rm -rf build
-	@$(BIN)/python -P -m pdserve.model_runner.kernels.build --all
+	@$(BIN)/python -P -m pdserve.model_runner.cpu_engine.build --all
 	@$(BIN)/python -P -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean: ## remove what builds and tools left behind; .venv stays (rm -rf .venv for a fresh one)
-	@rm -rf build dist model_runner/kernels/prebuilt *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist model_runner/cpu_engine/prebuilt *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

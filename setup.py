@@ -15,7 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 NOT_PRODUCT = {"tests", "docker", "docs", "tools"}
-LIBRARIES = sorted((ROOT / "model_runner/kernels/prebuilt").glob("*.so"))
+LIBRARIES = sorted((ROOT / "model_runner/cpu_engine/prebuilt").glob("*.so"))
 # The newest GLIBCXX_3.4.N that a system of each manylinux_2_M has, as auditwheel's policies tell.
 MANYLINUX_OF_GLIBCXX = {19: 17, 24: 28, 28: 31, 29: 34, 30: 35, 33: 39}
 

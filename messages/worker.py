@@ -25,7 +25,7 @@ KVOrder = Literal["tokens", "blocks"]
 """Order of the elements of a layer's keys, or values, within a page.
 
 "tokens" is ``[page_size, kv_heads, head_dim]``, which torch reads. "blocks" has heads before tokens, and a head's
-tokens as the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``). It is the same on every processor.
+tokens as the CPU kernels multiply them (``cpu_engine/src/kv_blocks.h``). It is the same on every processor.
 """
 
 

@@ -1,7 +1,7 @@
 """Models of families that pdserve lacks, for transformers' own classes to run: what their config.json says by itself.
 
 Only what every process has to know, and what can be refused before anything is loaded. The model worker, where
-transformers and torch are, refuses the rest (``model_runner/transformers_model/``).
+transformers and torch are, refuses the rest (``model_runner/models/transformers/``).
 
 Does not import torch, nor transformers.
 """

@@ -36,10 +36,10 @@ from .errors import NotEnoughMemory
 from .start_model import freeze
 
 if TYPE_CHECKING:
-    from .model_runner import ModelRunner
-    from .prefault import PoolPrefault
-    from .step_runner import StepRunner
-    from .tensor_parallel.host_ranks import Lead
+    from .engines.model_runner import ModelRunner
+    from .kv.prefault import PoolPrefault
+    from .ranks.host_ranks import Lead
+    from .steps.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
 GIB = 2**30

@@ -6,7 +6,7 @@ then sleeps in its channel. A step's result is sent as soon as it is known (``st
 engine's own thread, which reports through a channel end of its own. What concerns KV that others send comes by another
 channel, and waits for no step.
 
-Of several tensor-parallel ranks this is the first. The others run ``tensor_parallel/process.py``; it tells them each
+Of several tensor-parallel ranks this is the first. The others run ``rank_process.py``; it tells them each
 step, and knows the scheduler alone.
 """
 
@@ -41,18 +41,18 @@ from ..messages.worker import (
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
-from .compile_watch import CompileWatch
-from .placement import Placement, floating
-from .prefault import PoolPrefault, highest_slot
+from .device.compile_watch import CompileWatch
+from .device.placement import Placement, floating
+from .kv.prefault import PoolPrefault, highest_slot
 from .start_model import RankChannels, freeze, open_channels, start_model
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
+    from .engines.model_runner import ModelRunner
+    from .kv.pool_hasher import PoolHasher
     from .memory_saver import MemorySaver
-    from .model_runner import ModelRunner
-    from .pool_hasher import PoolHasher
     from .profiler import Profiler
-    from .step_queue import StepQueue
+    from .steps.step_queue import StepQueue
     from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
@@ -110,14 +110,14 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     """
     options = ctx.options
     started = start_model(ctx, channels)
-    from .measure_steps import measure_steps
+    from .engines.memory_table import describe_weights, memory_use, table
+    from .kv.pool_hasher import PoolHasher
     from .memory_saver import MemorySaver, unreleasable
-    from .memory_table import describe_weights, memory_use, table
-    from .pool_hasher import PoolHasher
     from .profiler import Profiler, RankProfiler, profile_folder
-    from .step_queue import StepQueue
-    from .tensor_parallel.host_ranks import Lead
-    from .warm_up import warm_up
+    from .ranks.host_ranks import Lead
+    from .steps.measure_steps import measure_steps
+    from .steps.step_queue import StepQueue
+    from .steps.warm_up import warm_up
 
     model, steps = started.model, started.steps
     engine = _start_engine(ctx, model, started.placement)
@@ -236,7 +236,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
         return None
     backend = options.disaggregation_transfer_backend
     from ..disaggregation.transfer.engine import TransferEngine
-    from .kv_staging import page_groups
+    from .kv.staging import page_groups
 
     # Made here, used by the engine's thread alone.
     sender = Sender(ctx.zmq_ctx, ctx.address("worker_events"))

@@ -33,9 +33,9 @@ from ..runtime.options import ServerOptions
 from ..runtime.trusted_path import make_private_folder
 
 if TYPE_CHECKING:
-    from .step_queue import StepQueue
-    from .step_runner import Launched, StepRunner
-    from .tensor_parallel.host_ranks import Lead
+    from .ranks.host_ranks import Lead
+    from .steps.step_queue import StepQueue
+    from .steps.step_runner import Launched, StepRunner
 
 log = logging.getLogger(__name__)
 

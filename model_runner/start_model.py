@@ -23,14 +23,14 @@ from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
 from ..runtime.options import ServerOptions
 from ..runtime.ranks import RankPlace, places, worker_name
-from .gpu_placement import beside_gpu, prefer_node, stay_near
-from .placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
-from .tensor_parallel.rank_placement import plan_rank_placement
+from .device.gpu_placement import beside_gpu, prefer_node, stay_near
+from .device.placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
+from .ranks.rank_placement import plan_rank_placement
 
 if TYPE_CHECKING:
-    from .model_runner import ModelRunner
-    from .step_runner import StepRunner
-    from .tensor_parallel.host_ranks import HostRanks
+    from .engines.model_runner import ModelRunner
+    from .ranks.host_ranks import HostRanks
+    from .steps.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
     with uncollected():
         import torch
 
-        from .kernels.build import choose_level
-        from .model_runner import ModelRunner
+        from .cpu_engine.build import choose_level
+        from .engines.model_runner import ModelRunner
 
     if may_be_gpu and torch.cuda.is_available():
         placement = beside_gpu(placement, named=options.cpus is not None)
@@ -138,7 +138,7 @@ def freeze() -> None:
 def _make_ranks(
     ctx: ChildContext, begin: float, place: RankPlace, placement: Placement, channels: RankChannels
 ) -> HostRanks:
-    from .tensor_parallel.host_ranks import Follower, Lead, Meeting
+    from .ranks.host_ranks import Follower, Lead, Meeting
 
     options = ctx.options
     address = options.dist_init_addr if place.nodes > 1 else None
@@ -149,20 +149,20 @@ def _make_ranks(
 
 
 def _make_steps(model: ModelRunner, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
-    from .step_runner import StepRunner
+    from .steps.step_runner import StepRunner
 
     def with_names(kind: type[S]) -> type[S]:
         if not options.enable_nvtx:
             return kind
-        from .step_ranges import with_ranges
+        from .steps.step_ranges import with_ranges
 
         return with_ranges(kind)
 
     max_reqs = options.max_running_requests
     if ranks is None:
         return with_names(StepRunner)(model, max_reqs)
-    from .tensor_parallel.host_ranks import Lead
-    from .tensor_parallel.leading_steps import FollowingSteps, LeadingSteps
+    from .ranks.host_ranks import Lead
+    from .ranks.leading_steps import FollowingSteps, LeadingSteps
 
     if isinstance(ranks, Lead):
         return with_names(LeadingSteps)(model, max_reqs, ranks)

@@ -12,7 +12,7 @@ from .ranks import WORKER, places
 def process_modules(options: ServerOptions) -> dict[str, str]:
     """Return the module of each process of an instance, by the process's name, in the order of their start."""
     workers = {
-        name: "pdserve.model_runner.process" if name == WORKER else "pdserve.model_runner.tensor_parallel.process"
+        name: "pdserve.model_runner.process" if name == WORKER else "pdserve.model_runner.rank_process"
         for name in places(options)
     }
     if options.node_rank:

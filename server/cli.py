@@ -23,7 +23,7 @@ from ..benchmark.kernel.options import KernelBenchOptions
 from ..benchmark.options import BenchOptions
 from ..benchmark.schedule.options import ScheduleBenchOptions
 from ..benchmark.transfer.options import TransferBenchOptions
-from ..model_runner.double_sparsity.options import CalibrateOptions, CalibrateOptionsError
+from ..model_runner.calibration.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
 from ..runtime.config_file import apply_config
@@ -139,7 +139,7 @@ def calibrate(
         options.check()
     except CalibrateOptionsError as e:
         return _refuse("calibrate", e)
-    from ..model_runner.double_sparsity.calibrate import run_calibrate
+    from ..model_runner.calibration.calibrate import run_calibrate
 
     return run_calibrate(options)
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from ...model_files.spec import AttentionSpec
-from ...model_runner.attention.flashinfer_support import missing
-from ...model_runner.model_runner import ModelRunner
+from ...model_runner.attention.flashinfer.support import missing
+from ...model_runner.engines.model_runner import ModelRunner
 from ...runtime.options import ServerOptions
 from . import packed_checks, rates
 from .bench_shapes import PACKED_SHAPES, Shape, config_of, shape_called

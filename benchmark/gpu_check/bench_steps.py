@@ -11,10 +11,10 @@ import torch
 
 from ...messages.base import pack_i32, unpack_i32
 from ...messages.worker import ForwardStep, SlotDelta
-from ...model_runner.measure_steps import greedy_row
-from ...model_runner.model_runner import ModelRunner
-from ...model_runner.step_queue import StepQueue
-from ...model_runner.step_runner import StepRunner
+from ...model_runner.engines.model_runner import ModelRunner
+from ...model_runner.steps.measure_steps import greedy_row
+from ...model_runner.steps.step_queue import StepQueue
+from ...model_runner.steps.step_runner import StepRunner
 
 
 class Times(NamedTuple):

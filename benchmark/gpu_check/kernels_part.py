@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ...model_files.spec import AttentionSpec
 from ...model_runner.attention.base import AttentionLimits
-from ...model_runner.attention.flashinfer_support import missing, unsupported
+from ...model_runner.attention.flashinfer.support import missing, unsupported
 from ...model_runner.attention.registry import BackendNeeds, make_attention_backend
+from ...model_runner.batch.forward_batch import ForwardBatch
 from ...model_runner.device.choice import open_device
-from ...model_runner.forward_batch import ForwardBatch
-from ...model_runner.kv_pool import KVShape, make_layout, make_pool
+from ...model_runner.kv.pool import KVShape, make_layout, make_pool
 from . import op_checks, packed_checks, sampler_checks
 from .part import Part, run_group
 from .record import Check, Finding

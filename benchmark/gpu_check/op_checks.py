@@ -14,13 +14,13 @@ from ...disaggregation.transfer.region import HostMemory
 from ...disaggregation.transfer.staging import Piece
 from ...model_files.spec import Activation, ExpertsSpec, NormSpec, RopeSpec
 from ...model_runner.device.choice import open_device
-from ...model_runner.device_ops.base import DeviceOps
-from ...model_runner.device_ops.torch_ops import TorchOps
-from ...model_runner.kv_pool import KVShape, make_layout, make_pool
-from ...model_runner.kv_staging import PoolPages
-from ...model_runner.layers.expert_networks import ExpertNetworks, StackedLinear
-from ...model_runner.layers.rms_norm import RMSNorm
-from ...model_runner.layers.rotary import RotaryEmbedding
+from ...model_runner.kv.pool import KVShape, make_layout, make_pool
+from ...model_runner.kv.staging import PoolPages
+from ...model_runner.ops.base import DeviceOps
+from ...model_runner.ops.layers.expert_networks import ExpertNetworks, StackedLinear
+from ...model_runner.ops.layers.rms_norm import RMSNorm
+from ...model_runner.ops.layers.rotary import RotaryEmbedding
+from ...model_runner.ops.torch_ops import TorchOps
 from .part import Part
 from .record import Check, Finding
 
@@ -46,7 +46,7 @@ def check_op(
     part: Part, dtype: torch.dtype, run: Callable[[DeviceOps, torch.dtype, torch.device, int], Tensor]
 ) -> Finding:
     """Triton's op against torch's on the CPU, of the same random numbers."""
-    from ...model_runner.device_ops.triton_ops import TritonOps
+    from ...model_runner.ops.triton_ops import TritonOps
 
     tokens = 3 if part.dry_run else 257
     expected = run(TorchOps(), dtype, torch.device("cpu"), tokens).float()
@@ -121,7 +121,7 @@ def _random_pages(count: int, layers: int, layer_bytes: int) -> np.ndarray[tuple
 
 def check_pages(part: Part) -> Finding:
     """To a buffer and back, all layers and some, bit for bit."""
-    from ...model_runner.triton_kernels.pages import gather_pages, scatter_pages
+    from ...model_runner.kv.triton.pages import gather_pages, scatter_pages
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)
     there, pages = torch.from_numpy(pool).to(part.device), np.array([4, 1, 8, 2], dtype=np.int32)
@@ -142,7 +142,7 @@ def check_pages(part: Part) -> Finding:
 def check_checksum(part: Part) -> Finding:
     """The device's against the host's, and whether it tells a bit that changed."""
     from ...disaggregation.transfer.word_sum import host_checksum
-    from ...model_runner.triton_kernels.checksum import page_checksum
+    from ...model_runner.kv.triton.checksum import page_checksum
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)
     pages = np.array([4, 1, 8, 2], dtype=np.int32)

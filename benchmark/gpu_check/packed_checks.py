@@ -13,8 +13,8 @@ from torch import Tensor
 from ...model_files.packing import Packing, PackingKind
 from ...model_runner.loader.open_packed import MULTIPLIES_FP8
 from ...model_runner.loader.packed_sources import DummyMatrices
-from ...model_runner.packed.matrices import join
-from ...model_runner.packed.weights import COLUMNS, FP8Weight, PackedWeight
+from ...model_runner.ops.packed.matrices import join
+from ...model_runner.ops.packed.weights import COLUMNS, FP8Weight, PackedWeight
 from .part import Part
 from .rates import median_seconds, read_rate
 from .record import Check, Finding
@@ -53,7 +53,7 @@ def checks(part: Part) -> Iterator[Check]:
 
 def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Finding:
     """Of a random matrix whose last blocks are cut."""
-    from ...model_runner.packed.product import packed_product
+    from ...model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
         return Finding("", NO_FP8)
@@ -94,7 +94,7 @@ def rates(part: Part) -> Iterator[Check]:
 
 def measure(part: Part, kind: Kind, tokens: int) -> Finding:
     """Several matrices in turn, that the caches don't hold together; then the same by ``F.linear``, in bfloat16."""
-    from ...model_runner.packed.product import packed_product
+    from ...model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
         return Finding("", NO_FP8)

@@ -15,7 +15,7 @@ from ...model_files.spec import AttentionSpec
 from ...model_runner.attention.base import AttentionLimits
 from ...model_runner.attention.registry import BackendNeeds, make_attention_backend
 from ...model_runner.device.choice import open_device
-from ...model_runner.kv_pool import KVShape, make_layout, make_pool
+from ...model_runner.kv.pool import KVShape, make_layout, make_pool
 from . import kernels_part
 from .bench_part import Bench
 from .bench_shapes import config_of, shape_called

@@ -15,10 +15,10 @@ from ...messages.sampling import SamplingParams
 from ...messages.worker import RowInit
 from ...model_runner.device.base import Device
 from ...model_runner.device.choice import open_device
-from ...model_runner.device_sampler.base import DeviceSampler, SampledRows
-from ...model_runner.device_sampler.torch_sampler import TorchSampler
-from ...model_runner.rows import RowStates
-from ...model_runner.sampler import sample
+from ...model_runner.sampling.device.base import DeviceSampler, SampledRows
+from ...model_runner.sampling.device.torch_sampler import TorchSampler
+from ...model_runner.sampling.rows import RowStates
+from ...model_runner.sampling.rules import sample
 from .part import Part
 from .record import Check, Finding
 
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 
 def _triton(device: Device, states: RowStates) -> DeviceSampler:
-    from ...model_runner.device_sampler.triton_sampler import TritonSampler
+    from ...model_runner.sampling.device.triton_sampler import TritonSampler
 
     return TritonSampler(device, states)
 

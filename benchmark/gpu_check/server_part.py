@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
-from ...model_runner.attention.flashinfer_support import missing
+from ...model_runner.attention.flashinfer.support import missing
 from ...runtime.python import python_command
 from ..admin_key import admin_key
 from .part import Part, run_group
@@ -83,7 +83,7 @@ GROUPS = {"cpu": on_cpu, "device": on_device}
 def build_kernels() -> Finding:
     """Compile the CPU engine's kernels, which the first server on a CPU would do within its start's limit."""
     begin = time.monotonic()
-    command = python_command("-m", "pdserve.model_runner.kernels.build")
+    command = python_command("-m", "pdserve.model_runner.cpu_engine.build")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr).strip().splitlines()
     return Finding(

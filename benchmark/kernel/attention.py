@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ...model_files.spec import AttentionSpec
 from ...model_runner.attention.base import AttentionLimits
+from ...model_runner.attention.triton.backend import TritonAttention
+from ...model_runner.attention.triton.pool_views import layer_views
+from ...model_runner.attention.triton.store_kv import store_kv
+from ...model_runner.attention.triton.tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
+from ...model_runner.attention.triton.tiles import KVShape as TileShape
+from ...model_runner.batch.forward_batch import ForwardBatch
 from ...model_runner.device.choice import KV_DTYPES
-from ...model_runner.forward_batch import ForwardBatch
-from ...model_runner.kv_pool import KVShape, make_layout, make_pool
-from ...model_runner.triton_kernels.backend import TritonAttention
-from ...model_runner.triton_kernels.pool_views import layer_views
-from ...model_runner.triton_kernels.store_kv import store_kv
-from ...model_runner.triton_kernels.tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
-from ...model_runner.triton_kernels.tiles import KVShape as TileShape
+from ...model_runner.kv.pool import KVShape, make_layout, make_pool
 from ..errors import BenchOptionsError
 from .case import Ask, Case, Mode, Place, replaced
 

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from ...model_runner.triton_kernels.compile_check import CompileRequest
+from ...model_runner.device.triton_compiler import CompileRequest
 
 
 class _NoGPU:

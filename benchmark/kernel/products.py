@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import Activation, NormSpec
-from ...model_runner.packed.weights import COLUMNS, HALF, FP8Weight, Int4Weight
-from ...model_runner.triton_kernels.fp8_gemm import fp8_product, fp8_tile
-from ...model_runner.triton_kernels.grouped_gemm import (
+from ...model_runner.ops.packed.weights import COLUMNS, HALF, FP8Weight, Int4Weight
+from ...model_runner.ops.triton.fp8_gemm import fp8_product, fp8_tile
+from ...model_runner.ops.triton.grouped_gemm import (
     BLOCK_M,
     ExpertWeights,
     experts_down,
@@ -22,8 +22,8 @@ from ...model_runner.triton_kernels.grouped_gemm import (
     make_blocks,
     sort_pairs,
 )
-from ...model_runner.triton_kernels.int4_gemm import int4_product, int4_tile
-from ...model_runner.triton_kernels.norms import rms_norm
+from ...model_runner.ops.triton.int4_gemm import int4_product, int4_tile
+from ...model_runner.ops.triton.norms import rms_norm
 from ..errors import BenchOptionsError
 from .case import Ask, Case, Mode, Place, replaced
 

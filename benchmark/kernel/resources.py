@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...model_runner.triton_kernels.compile_check import SHARED_BYTES, CompileError, CompileRequest, compile_kernels
+from ...model_runner.device.triton_compiler import SHARED_BYTES, CompileError, CompileRequest, compile_kernels
 from ..errors import BenchError
 
 REGISTERS = 65536

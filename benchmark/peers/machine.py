@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...model_runner.kernels.build import BuildError, choose_level
+from ...model_runner.cpu_engine.build import BuildError, choose_level
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 IDLE_WINDOW = 2.0

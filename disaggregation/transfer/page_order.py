@@ -3,7 +3,7 @@
 Shapes: L layers, S slots of a page, K KV heads, D head_dim; G elements to a word; b slots to a block, n blocks.
 
     tokens   [L, 2, S, K, D]                                    torch, on every device
-    blocks   [L, keys, K, n, D / G, b, G], [L, values, K, n, b / G, D, G]    the CPU engine (kernels/cpu/kv_blocks.h)
+    blocks   [L, keys, K, n, D / G, b, G], [L, values, K, n, b / G, D, G]    the CPU engine (cpu_engine/src/kv_blocks.h)
 
 Latent rows (kind "mla") are keys of one head without values: [L, S, D] and [L, n, D / G, b, G].
 G is 2, for elements of four bytes 1. b is 16, or S where that is less; where b < G (one slot) values lie as

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
-from ..forward_batch import ForwardBatch
+from ..batch.forward_batch import ForwardBatch
 
 
 class AttentionLimits(NamedTuple):

@@ -12,8 +12,8 @@ from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ...runtime.options import ServerOptions
 from ..device.base import Device
-from ..double_sparsity.pool import SparseTokenToKVPool
-from ..kv_pool import KVPool
+from ..kv.pool import KVPool
+from ..kv.sparse.pool import SparseTokenToKVPool
 from .base import AttentionBackend, AttentionLimits
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def _why_not(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtyp
     if name == "cpu":
         return _refusal(spec, device, dtype, kv_dtype)
     if name == "flashinfer":
-        from .flashinfer_support import missing, unsupported
+        from .flashinfer.support import missing, unsupported
 
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.type}"
@@ -65,9 +65,9 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     """Why the CPU kernels can't be used, or None. Builds them, if nobody has."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device.type}"
-    from ..kernels.build import BuildError
-    from ..kernels.library import load_library
-    from ..kernels.lowering import refusal
+    from ..cpu_engine.build import BuildError
+    from ..cpu_engine.library import load_library
+    from ..cpu_engine.lowering import refusal
 
     reason = refusal(spec, dtype, kv_dtype)
     if reason is None:
@@ -81,7 +81,7 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
 def triton_refusal(device: torch.device) -> str | None:
     """Why Triton's kernels can't be used, or None."""
     try:
-        from ..triton_kernels.backend import refusal
+        from .triton.backend import refusal
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] != "triton":
             raise
@@ -111,7 +111,7 @@ def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
     for unknown names.
     """
     if name == "torch" and isinstance(needs.pool, SparseTokenToKVPool) and needs.options is not None:
-        from ..double_sparsity.attention import DoubleSparsityAttention
+        from .sparse.attention import DoubleSparsityAttention
 
         tokens, threshold = needs.options.ds_heavy_token_num, needs.options.ds_sparse_decode_threshold
         return DoubleSparsityAttention(needs.pool, needs.dtype, tokens, threshold)
@@ -120,11 +120,11 @@ def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
 
         return TorchAttention(needs.pool, needs.dtype, needs.window_pool)
     if name == "triton" and needs.limits is not None:
-        from ..triton_kernels.backend import TritonAttention
+        from .triton.backend import TritonAttention
 
         return TritonAttention(needs.pool, needs.dtype, needs.window_pool, needs.limits)
     if name == "flashinfer" and needs.device is not None:
-        from .flashinfer_backend import FlashInferAttention
+        from .flashinfer.backend import FlashInferAttention
 
         return FlashInferAttention(
             needs.pool,

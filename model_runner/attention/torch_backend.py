@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model_files.spec import AttentionSpec, MLASpec
-from ..forward_batch import ForwardBatch
-from ..kv_pool import KVPool
+from ..batch.forward_batch import ForwardBatch
+from ..kv.pool import KVPool
 from .base import AttentionBackend
 
 QUERY_BLOCK = 128

@@ -97,7 +97,7 @@ def open_packed(
     the part of ``shard``. ``seed``: of random weights, None: the files'. Raises ``InvalidWeights``.
     """
     # Imported here: it imports Triton.
-    from ..packed.product import packed_product
+    from ..ops.packed.product import packed_product
 
     packing = packing_of(source.path)
     assert packing is not None

@@ -17,9 +17,9 @@ from torch import Tensor
 from ...model_files.errors import InvalidWeights
 from ...model_files.sharding import Axis, Shard
 from ...runtime.progress import ProgressLog
-from ..layers.linear import Linear, Product
-from ..packed.matrices import Int4Matrix, PackedMatrix, join
-from ..packed.weights import FP8Weight
+from ..ops.layers.linear import Linear, Product
+from ..ops.packed.matrices import Int4Matrix, PackedMatrix, join
+from ..ops.packed.weights import FP8Weight
 from .packed_sources import PackedSource
 from .samples import as_sample, spread
 

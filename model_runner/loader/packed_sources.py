@@ -17,8 +17,8 @@ from ...model_files.packing import Packing, PackingKind
 from ...model_files.rope_order import row_order
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import Part, find_parts
-from ..packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
-from ..packed.weights import COLUMNS, SYMMETRIC_ZERO
+from ..ops.packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
+from ..ops.packed.weights import COLUMNS, SYMMETRIC_ZERO
 from .dummy_weights import STD
 from .packed_weights import A_WORD, FOUR_BITS, is_packed, packed_matrix, weight_name
 

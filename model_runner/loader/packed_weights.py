@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.packing import Packing, PackingKind
-from ..packed.matrices import FP8Matrix, Int4Matrix, PackedMatrix
-from ..packed.weights import SYMMETRIC_ZERO
+from ..ops.packed.matrices import FP8Matrix, Int4Matrix, PackedMatrix
+from ..ops.packed.weights import SYMMETRIC_ZERO
 
 SCALES_OF_FP8 = (".weight_scale_inv", ".weight_scale")
 BESIDE = (*SCALES_OF_FP8, ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".qzeros", ".scales", ".g_idx")

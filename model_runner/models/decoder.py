@@ -15,15 +15,15 @@ from ...model_files.sharding import Slice
 from ...model_files.spec import AttentionSpec, ExpertsSpec, MLASpec, ModelSpec, NormSpec, QKNorm
 from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
 from ..attention.base import AttentionBackend
-from ..device_ops.base import DeviceOps, PassRotation
-from ..device_ops.torch_ops import TorchOps
-from ..forward_batch import ForwardBatch
-from ..kernels.reference import linear
-from ..layers.linear import Linear, Linears, weights_of
-from ..layers.rms_norm import RMSNorm
-from ..layers.rotary import RotaryEmbedding
-from ..tensor_parallel.group import RankGroup, alone
+from ..batch.forward_batch import ForwardBatch
+from ..ops.base import DeviceOps, PassRotation
+from ..ops.layers.linear import Linear, Linears, weights_of
+from ..ops.layers.rms_norm import RMSNorm
+from ..ops.layers.rotary import RotaryEmbedding
+from ..ops.reference import linear
+from ..ops.torch_ops import TorchOps
 from .experts import Experts
+from .group import RankGroup, alone
 from .latent_attention import LatentAttention
 from .mlp import MLP
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import ExpertsSpec
-from ..device_ops.base import DeviceOps
-from ..kernels.reference import linear
-from ..layers.expert_networks import ExpertNetworks, StackedLinear
-from ..layers.linear import Linear, Linears
+from ..ops.base import DeviceOps
+from ..ops.layers.expert_networks import ExpertNetworks, StackedLinear
+from ..ops.layers.linear import Linear, Linears
+from ..ops.reference import linear
 from .mlp import MLP
 from .routing import choose_experts
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...model_files.spec import MLASpec
 from ..attention.base import AttentionBackend
-from ..device_ops.base import DeviceOps, PassRotation
-from ..layers.linear import Linear, Linears, weights_of
-from ..layers.rms_norm import RMSNorm
+from ..ops.base import DeviceOps, PassRotation
+from ..ops.layers.linear import Linear, Linears, weights_of
+from ..ops.layers.rms_norm import RMSNorm
 
 
 class LatentAttention:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import MLPSpec
-from ..device_ops.base import DeviceOps
-from ..layers.linear import Linear, Linears, weights_of
+from ..ops.base import DeviceOps
+from ..ops.layers.linear import Linear, Linears, weights_of
 
 
 class MLP:

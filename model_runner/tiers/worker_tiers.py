@@ -15,7 +15,7 @@ from ...messages.tiers import CopyPages, PagesCopied, TierCommand
 from ...model_files.errors import UnsupportedModel
 from ...runtime.cluster_secret import ClusterSecretError, read_key_ring
 from ...runtime.options import ServerOptions
-from ..model_runner import ModelRunner
+from ..engines.model_runner import ModelRunner
 from .host_pool import Bytes, HostPool
 from .page_codec import make_codecs
 from .store_engine import StoreEngine, StoreEvent

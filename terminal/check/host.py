@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...disaggregation.errors import RegionError
 from ...disaggregation.transfer.region import allocate_region
-from ...model_runner.placement import plan_placement
+from ...model_runner.device.placement import plan_placement
 from ...runtime.machine.control_groups import SystemTree, cpu_quota
 from ...runtime.machine.memory import host_memory
 from ...runtime.machine.processor import cpu_model

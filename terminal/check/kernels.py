@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-from ...model_runner.kernels.build import (
+from ...model_runner.cpu_engine.build import (
     ISA_VARIABLE,
     MODULE,
     PREBUILT,
@@ -16,7 +16,7 @@ from ...model_runner.kernels.build import (
     find_library,
     library_path,
 )
-from ...model_runner.kernels.failed_build import FailedBuild
+from ...model_runner.cpu_engine.failed_build import FailedBuild
 from .finding import Finding, ok, problem, warning
 
 SLOW = "Without them PyTorch computes, several times slower."

@@ -19,7 +19,7 @@ from ...model_files.text.chat_template import ChatTemplate
 from ...model_files.text.errors import TokenizerLoadError
 from ...model_files.text.load import find_chat_template, load_tokenizer
 from ...model_runner.errors import NotEnoughMemory
-from ...model_runner.pool_size import (
+from ...model_runner.kv.size import (
     PoolRequest,
     WindowRequest,
     choose_max_total_tokens,

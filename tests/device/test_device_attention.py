@@ -26,14 +26,14 @@ from support.triton_device import DEVICE, INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdserve.model_runner.attention.torch_backend import TorchAttention
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
-from pdserve.model_runner.kv_quantization import LARGEST, pack_heads
-from pdserve.model_runner.step_plan import kv_indices, paged_indices
-from pdserve.model_runner.triton_kernels.attention_plan import PlannedRows, RowArrays, TableOfPass, fill_rows
-from pdserve.model_runner.triton_kernels.pool_views import layer_views
-from pdserve.model_runner.triton_kernels.store_kv import store_kv
-from pdserve.model_runner.triton_kernels.tiles import split_tokens
+from pdserve.model_runner.attention.triton.attention_plan import PlannedRows, RowArrays, TableOfPass, fill_rows
+from pdserve.model_runner.attention.triton.pool_views import layer_views
+from pdserve.model_runner.attention.triton.store_kv import store_kv
+from pdserve.model_runner.attention.triton.tiles import split_tokens
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.step_plan import kv_indices, paged_indices
+from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
+from pdserve.model_runner.kv.quantization import LARGEST, pack_heads
 
 F32, F16, BF16, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

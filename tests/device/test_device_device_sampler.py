@@ -15,17 +15,17 @@ from support.sampler_reference import make_row
 from support.triton_device import DEVICE, INTERPRETED
 
 from pdserve.messages.base import pack_i32
-from pdserve.model_runner import step_runner
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.device_sampler import triton_sampler
-from pdserve.model_runner.device_sampler.base import SampledRows
-from pdserve.model_runner.device_sampler.triton_sampler import TritonSampler
-from pdserve.model_runner.logprobs import score
-from pdserve.model_runner.rows import RowStates
-from pdserve.model_runner.step_queue import StepQueue
-from pdserve.model_runner.step_runner import StepRunner
-from pdserve.model_runner.triton_kernels.token_logprobs import MAX_BEST
+from pdserve.model_runner.sampling.device import triton_sampler
+from pdserve.model_runner.sampling.device.base import SampledRows
+from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
+from pdserve.model_runner.sampling.logprobs import score
+from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.triton.token_logprobs import MAX_BEST
+from pdserve.model_runner.steps import step_runner
+from pdserve.model_runner.steps.step_queue import StepQueue
+from pdserve.model_runner.steps.step_runner import StepRunner
 from tests.unit.model_runner.test_decode_graphs import plain_steps, random_steps, recorded_model, same
 from tests.unit.model_runner.test_kernels_engine import ROWS, save_model
 

@@ -8,11 +8,11 @@ from support.recording_device import RecordingDevice
 from support.triton_device import DEVICE, INTERPRETED, there
 
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.device_ops import grouped_experts
-from pdserve.model_runner.device_ops.torch_ops import TorchOps
-from pdserve.model_runner.device_ops.triton_ops import TritonOps
-from pdserve.model_runner.kernels.reference import linear
 from pdserve.model_runner.models.experts import Experts
+from pdserve.model_runner.ops import grouped_experts
+from pdserve.model_runner.ops.reference import linear
+from pdserve.model_runner.ops.torch_ops import TorchOps
+from pdserve.model_runner.ops.triton_ops import TritonOps
 from tests.unit.model_files.test_experts import HIDDEN, SPECS, draw, make_experts
 
 SAMPLE = ("clamped", "groups by their largest")

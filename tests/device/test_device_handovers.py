@@ -22,8 +22,8 @@ from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, PeerAdmitted, PeerConnected, SendPages, VerifyPages
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv_pool import KVPool, KVShape, make_layout, make_pool
-from pdserve.model_runner.kv_staging import PoolPages, direct_groups
+from pdserve.model_runner.kv.pool import KVPool, KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.staging import PoolPages, direct_groups
 
 LIMIT = limit(60.0)
 PAGES = np.array([4, 1, 6, 2], dtype=np.int32)

@@ -10,9 +10,9 @@ import torch
 from support.triton_device import DEVICE, INTERPRETED, there
 
 from pdserve.model_files.spec import Activation, NormSpec, Pairing
-from pdserve.model_runner.kernels import reference
-from pdserve.model_runner.triton_kernels.activations import gate_and_mul
-from pdserve.model_runner.triton_kernels.grouped_gemm import (
+from pdserve.model_runner.ops import reference
+from pdserve.model_runner.ops.triton.activations import gate_and_mul
+from pdserve.model_runner.ops.triton.grouped_gemm import (
     ExpertWeights,
     combine,
     experts_down,
@@ -20,9 +20,9 @@ from pdserve.model_runner.triton_kernels.grouped_gemm import (
     make_blocks,
     sort_pairs,
 )
-from pdserve.model_runner.triton_kernels.norms import add_and_norm, head_norm, rms_norm
-from pdserve.model_runner.triton_kernels.quantise import find_scale, quantise_blocks, quantise_tensor, quantise_tokens
-from pdserve.model_runner.triton_kernels.rope import rope_table, rotate
+from pdserve.model_runner.ops.triton.norms import add_and_norm, head_norm, rms_norm
+from pdserve.model_runner.ops.triton.quantise import find_scale, quantise_blocks, quantise_tensor, quantise_tokens
+from pdserve.model_runner.ops.triton.rope import rope_table, rotate
 
 # One rounding more or less of the type, where ours rounds once and the reference at every operation.
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

@@ -10,9 +10,9 @@ from support.families import FAMILIES, make_reference
 from support.model_harness import Harness, close, draw
 from support.triton_device import CAN_RUN, DEVICE
 
-from pdserve.model_runner import model_runner
-from pdserve.model_runner.device_ops.torch_ops import TorchOps
-from pdserve.model_runner.device_ops.triton_ops import TritonOps
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.ops.torch_ops import TorchOps
+from pdserve.model_runner.ops.triton_ops import TritonOps
 from tests.unit.model_runner.test_kernels_engine import save_model
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.triton_device import DEVICE, INTERPRETED, there
 
-from pdserve.model_runner.packed.weights import COLUMNS, FP8Weight, Int4Weight, pack_halves
-from pdserve.model_runner.triton_kernels.fp8_gemm import fp8_product
-from pdserve.model_runner.triton_kernels.int4_gemm import int4_product
+from pdserve.model_runner.ops.packed.weights import COLUMNS, FP8Weight, Int4Weight, pack_halves
+from pdserve.model_runner.ops.triton.fp8_gemm import fp8_product
+from pdserve.model_runner.ops.triton.int4_gemm import int4_product
 
 # Of the result, as a share of the product of the magnitudes: a rounding of the type, and float32's of the sum.
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

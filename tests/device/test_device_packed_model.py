@@ -12,7 +12,7 @@ from support.model_harness import Harness, close, draw
 from support.packed_checkpoints import packed_checkpoint
 from support.triton_device import CAN_RUN, DEVICE
 
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")

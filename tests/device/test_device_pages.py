@@ -15,13 +15,13 @@ from pdserve.disaggregation.transfer.pages import LayerRange
 from pdserve.disaggregation.transfer.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import SlotDelta
-from pdserve.model_runner.device_ops.torch_ops import TorchOps
-from pdserve.model_runner.device_ops.triton_ops import TritonOps
-from pdserve.model_runner.kv_pool import KVShape, make_layout
-from pdserve.model_runner.step_arrays import DeviceArrays
-from pdserve.model_runner.triton_kernels.checksum import page_checksum
-from pdserve.model_runner.triton_kernels.pages import gather_pages, order_units, scatter_pages
-from pdserve.model_runner.triton_kernels.table import apply_step, plan_writes
+from pdserve.model_runner.batch.step_arrays import DeviceArrays
+from pdserve.model_runner.kv.pool import KVShape, make_layout
+from pdserve.model_runner.kv.triton.checksum import page_checksum
+from pdserve.model_runner.kv.triton.pages import gather_pages, order_units, scatter_pages
+from pdserve.model_runner.ops.torch_ops import TorchOps
+from pdserve.model_runner.ops.triton.table import apply_step, plan_writes
+from pdserve.model_runner.ops.triton_ops import TritonOps
 
 PAGES = np.array([4, 1, 6, 2], dtype=np.int32)
 

@@ -16,8 +16,8 @@ from support.tiny_model import CONFIG
 
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_runner.double_sparsity.calibrate import CalibrateOptions, rank_channels
-from pdserve.model_runner.double_sparsity.channels import write_channels
+from pdserve.model_runner.calibration.calibrate import CalibrateOptions, rank_channels
+from pdserve.model_runner.kv.sparse.channels import write_channels
 
 pytestmark = pytest.mark.timeout(300)
 TOKENS = 100

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.processes import ONE_THREAD, Launched, launched, pd_pair
 
-from pdserve.model_runner.kernels.build import ISA_VARIABLE, levels_here
+from pdserve.model_runner.cpu_engine.build import ISA_VARIABLE, levels_here
 
 pytestmark = pytest.mark.timeout(300)
 

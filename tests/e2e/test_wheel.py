@@ -14,7 +14,7 @@ import pytest
 from support.processes import launched
 from support.wheels import build_wheel, copy_tree
 
-from pdserve.model_runner.kernels.build import LEVELS, BuildError, build, build_all, choose_level, library_path
+from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError, build, build_all, choose_level, library_path
 
 
 def make_environment(folder: Path, wheel: Path) -> Path:
@@ -35,7 +35,7 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path, tiny_args):
     except BuildError as e:
         pytest.skip(str(e))
     source = copy_tree(tmp_path)
-    prebuilt = source / "model_runner/kernels/prebuilt"
+    prebuilt = source / "model_runner/cpu_engine/prebuilt"
     prebuilt.mkdir()
     shutil.copy(library, prebuilt)
     # One of other sources, which would not load.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdserve.model_runner.triton_kernels.compile_check import CompileRequest
-from pdserve.model_runner.triton_kernels.tiles import MOST_SPLITS, KVShape, decode_tiles, prefill_tiles
+from pdserve.model_runner.attention.triton.tiles import MOST_SPLITS, KVShape, decode_tiles, prefill_tiles
+from pdserve.model_runner.device.triton_compiler import CompileRequest
 
 PACKAGE = "pdserve.model_runner.triton_kernels."
 LAYERS, PAGE_SIZE, ENTRIES = 32, 16, 256

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
-from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
 
 HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 2, 700
 PLAIN = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)

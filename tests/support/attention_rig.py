@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pdserve.model_runner.attention.base import AttentionLimits
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kv_pool import KVPool
-from pdserve.model_runner.triton_kernels import paged_decode, paged_prefill, store_kv
-from pdserve.model_runner.triton_kernels.backend import TritonAttention
-from pdserve.model_runner.triton_kernels.tiles import DecodeTiles, PrefillTiles
+from pdserve.model_runner.attention.triton import paged_decode, paged_prefill, store_kv
+from pdserve.model_runner.attention.triton.backend import TritonAttention
+from pdserve.model_runner.attention.triton.tiles import DecodeTiles, PrefillTiles
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.kv.pool import KVPool
 
 from .attention_reference import HEADS
 from .triton_device import DEVICE

@@ -10,10 +10,10 @@ import torch
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner import sampler
-from pdserve.model_runner.logit_edits.bias import TokenBias
-from pdserve.model_runner.rows import RowStates
-from pdserve.model_runner.triton_kernels.row_table import (
+from pdserve.model_runner.sampling import rules as sampler
+from pdserve.model_runner.sampling.logit_edits.bias import TokenBias
+from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.triton.row_table import (
     NO_EDITS,
     RowTable,
     join_edits,
@@ -23,7 +23,7 @@ from pdserve.model_runner.triton_kernels.row_table import (
     start_rows,
     write_edits,
 )
-from pdserve.model_runner.triton_kernels.sampling import make_work, sample
+from pdserve.model_runner.sampling.triton.sampling import make_work, sample
 
 from .sampler_reference import make_row
 from .triton_device import DEVICE, there

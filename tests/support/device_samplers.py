@@ -10,9 +10,9 @@ import torch
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.device.base import Device
-from pdserve.model_runner.device_sampler.base import DeviceSampler, SampledRows
-from pdserve.model_runner.rows import RowStates
-from pdserve.model_runner.sampler import sample
+from pdserve.model_runner.sampling.device.base import DeviceSampler, SampledRows
+from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rules import sample
 
 from .sampler_reference import make_row
 

@@ -18,8 +18,8 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from pdserve.model_files.spec import Activation, ExpertScoring, ExpertsSpec, GroupScore, MLPSpec
-from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, VectorKind
-from pdserve.model_runner.kernels.structs import WeightPart
+from pdserve.model_runner.cpu_engine.native_engine import LinearKind, NativeEngine, VectorKind
+from pdserve.model_runner.cpu_engine.structs import WeightPart
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
 

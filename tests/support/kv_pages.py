@@ -9,8 +9,8 @@ import torch
 
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
-from pdserve.model_runner.kv_pool import KVPool, KVShape, MHATokenToKVPool, make_layout, make_pool
-from pdserve.model_runner.kv_quantization import pack_heads
+from pdserve.model_runner.kv.pool import KVPool, KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.kv.quantization import pack_heads
 
 from .layouts import latent_layout
 

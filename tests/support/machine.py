@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from pdserve.model_runner.kernels.build import LEVELS, BuildError, choose_level, levels_here
+from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError, choose_level, levels_here
 
 PATIENCE = 5.0
 """Factor of all deadlines: work that shares its cores with other processes may take this many times as long."""
@@ -63,7 +63,7 @@ def products() -> tuple[Callable[[], object], Callable[[], object]]:
     """1 and 64 rows times a weight, by the kernels that the servers use; without kernels by torch, as they do."""
     import torch
 
-    from pdserve.model_runner.kernels.single_kernels import PackedWeight
+    from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
 
     weight, rows = torch.ones(N, K), torch.ones(64, K)
     try:
@@ -97,7 +97,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def kernels() -> str:
     """The level that the kernels run at in this process and its children, and how they fetch weights."""
-    from pdserve.model_runner.kernels.library import fetch_hint
+    from pdserve.model_runner.cpu_engine.library import fetch_hint
 
     try:
         return f"{choose_level().name}, weights fetched with hint {fetch_hint().name.lower().replace('_', '-')}"

@@ -12,8 +12,8 @@ import torch
 
 from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVLayout
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 PAGE = 4

@@ -15,7 +15,7 @@ from pdserve.model_files.families.registry import spec_from_hf
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_runner.kernels.lowering import refusal
+from pdserve.model_runner.cpu_engine.lowering import refusal
 
 from .families import SHAPE, make_config, make_reference
 from .gguf_export import write_gguf

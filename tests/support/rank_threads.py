@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pdserve.disaggregation.transfer.region import allocate_region, map_region
-from pdserve.model_runner.kernels.ranks import NativeRanks
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.tensor_parallel.host_ranks import HostRanks, Meeting, Own, Shared
+from pdserve.model_runner.cpu_engine.ranks import NativeRanks
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Own, Shared
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
 from support.machine import limit

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.runtime.options import ServerOptions
 
 from .model_harness import PAGE, PAGES, Rows

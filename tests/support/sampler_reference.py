@@ -8,7 +8,7 @@ import numpy as np
 
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner.inverse_cdf import uniforms
+from pdserve.model_runner.sampling.inverse_cdf import uniforms
 
 BORDER = 1e-5
 """A choice whose margin is below this may differ by the rounding of float32."""

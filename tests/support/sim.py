@@ -23,7 +23,7 @@ from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogpr
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, StopReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
-from pdserve.model_runner.page_hasher import PageHasher
+from pdserve.model_runner.kv.page_hasher import PageHasher
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler

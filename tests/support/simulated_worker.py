@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from pdserve.messages.worker import ForwardStep, StepResult
-from pdserve.model_runner.compile_watch import CompileWatch
+from pdserve.model_runner.device.compile_watch import CompileWatch
 from pdserve.model_runner.process import serve_frame
-from pdserve.model_runner.step_queue import StepQueue
+from pdserve.model_runner.steps.step_queue import StepQueue
 from tests.unit.model_runner.test_step_runner import make_step
 
 IN_FLIGHT = 2

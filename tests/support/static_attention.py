@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.model_runner.attention.base import AttentionBackend
 from pdserve.model_runner.attention.torch_backend import TorchAttention
-from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
 
 
 class StaticAttention(AttentionBackend):

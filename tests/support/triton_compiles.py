@@ -9,7 +9,7 @@ from typing import Any
 
 import triton
 
-from pdserve.model_runner.triton_kernels.compile_check import CompileRequest
+from pdserve.model_runner.device.triton_compiler import CompileRequest
 
 Constant = int | float | str | bool | None
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -111,7 +111,7 @@ def _layers() -> Iterator[CompileRequest]:
 def _experts() -> Iterator[CompileRequest]:
     import torch
 
-    from pdserve.model_runner.triton_kernels.grouped_gemm import BLOCK_M, experts_tile
+    from pdserve.model_runner.ops.triton.grouped_gemm import BLOCK_M, experts_tile
 
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for name, block_m in [
@@ -141,8 +141,8 @@ def _experts() -> Iterator[CompileRequest]:
 
 
 def _packed() -> Iterator[CompileRequest]:
-    from pdserve.model_runner.triton_kernels.fp8_gemm import fp8_tile
-    from pdserve.model_runner.triton_kernels.int4_gemm import int4_tile
+    from pdserve.model_runner.ops.triton.fp8_gemm import fp8_tile
+    from pdserve.model_runner.ops.triton.int4_gemm import int4_tile
 
     sizes = ("inputs", "outputs", "x_token", "row_bytes")
     for name, tokens in [*(("bf16", t) for t in (16, 128, 32, 64)), ("fp16", 16), ("fp32", 16)]:

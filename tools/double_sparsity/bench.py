@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 from ..kernels.kv_bench import Decodes, fill, measure

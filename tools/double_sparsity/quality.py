@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.model_runner.double_sparsity.calibrate import whole_text
-from pdserve.model_runner.double_sparsity.options import CalibrateOptions
-from pdserve.model_runner.double_sparsity.text_windows import read_windows
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.calibration.calibrate import whole_text
+from pdserve.model_runner.calibration.options import CalibrateOptions
+from pdserve.model_runner.calibration.text_windows import read_windows
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 from ..kernels.perplexity import ROWS

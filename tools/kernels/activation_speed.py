@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import choose_level
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import choose_level
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 from .bench import CONTEXT, make_batch

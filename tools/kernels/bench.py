@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from pdserve.model_files.spec import ExpertsSpec, MLPSpec, ModelSpec
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import choose_level
-from pdserve.model_runner.kernels.library import FetchHint, fetch_hint, set_fetch_hint
-from pdserve.model_runner.kernels.single_kernels import PackedWeight
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import choose_level
+from pdserve.model_runner.cpu_engine.library import FetchHint, fetch_hint, set_fetch_hint
+from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
-from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 from .roofline import ProductKind, Roofline

@@ -1,6 +1,6 @@
 """Measures what each way to compute costs in quality: ``python -P -m tools.kernels.perplexity``.
 
-The text is the default one of ``double_sparsity/text_windows.py``, cut into windows that know nothing of each other.
+The text is the default one of ``calibration/text_windows.py``, cut into windows that know nothing of each other.
 Every way computes the logits of every token,
 through the same path as a prefill of the server, and is compared with transformers in float32 on the same weights:
 
@@ -29,12 +29,12 @@ from pdserve.model_files.model_path import ModelSource, resolve_model
 from pdserve.model_files.rope_order import row_order
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import HEAD, find_parts
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.device.choice import KVDTypeName
-from pdserve.model_runner.double_sparsity.text_windows import read_windows
-from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader.load import load_model_weights
 from pdserve.model_runner.loader.quantized_blocks import QuantizedActivations
-from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.runtime.options import ServerOptions
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdserve.model_runner.kernels.build import build, choose_level
+from pdserve.model_runner.cpu_engine.build import build, choose_level
 
 SOURCES = Path(__file__).parent / "probe"
 MEMORY = 512 << 20

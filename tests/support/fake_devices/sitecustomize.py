@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.util
 import sys
 
-RUNNER = "pdserve.model_runner.model_runner"
+RUNNER = "pdserve.model_runner.engines.model_runner"
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -23,7 +23,7 @@ from pdserve.benchmark.kernel.options import KernelBenchOptions
 from pdserve.benchmark.kernel.resources import programs_that_fit, resources_of
 from pdserve.benchmark.kernel.run import _measured, run_kernel_bench
 from pdserve.benchmark.kernel.timing import Rates, Times, roofline
-from pdserve.model_runner.triton_kernels.compile_check import CompileError
+from pdserve.model_runner.device.triton_compiler import CompileError
 
 DEVICE_TEST = Path(__file__).parents[2] / "device" / "test_device_bench_kernel.py"
 PAPER = Place(Mode.ON_PAPER, torch.device("cpu"), 90)

@@ -32,7 +32,7 @@ from pdserve.benchmark.gpu_check.record import (
 )
 from pdserve.benchmark.gpu_check.tokenizer_file import TOKENIZER_FILE, find_tokenizer, write_tokenizer
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.model_runner.kernels.build import choose_level, find_library, library_path
+from pdserve.model_runner.cpu_engine.build import choose_level, find_library, library_path
 from pdserve.runtime.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]

@@ -38,8 +38,8 @@ from pdserve.messages.worker import (
     SendPages,
     VerifyPages,
 )
-from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
-from pdserve.model_runner.kv_staging import direct_groups
+from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.staging import direct_groups
 from pdserve.runtime import layers_done
 from pdserve.runtime.layers_done import LayersDone
 

@@ -43,8 +43,8 @@ from pdserve.messages.worker import (
     VerifyPages,
 )
 from pdserve.model_runner.device.cpu import CpuDevice
-from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
-from pdserve.model_runner.kv_staging import PoolPages, staged_groups
+from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.staging import PoolPages, staged_groups
 from pdserve.runtime.layers_done import LayersDone
 
 LIMIT = limit(10.0)

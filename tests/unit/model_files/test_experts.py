@@ -15,8 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from pdserve.model_files.spec import Activation, ExpertScoring, ExpertsSpec, GroupScore, MLPSpec
-from pdserve.model_runner.device_ops.torch_ops import TorchOps
 from pdserve.model_runner.models.experts import Experts
+from pdserve.model_runner.ops.torch_ops import TorchOps
 
 HIDDEN, INNER, COUNT, TOKENS = 20, 14, 12, 33
 PLAIN = ExpertsSpec(count=COUNT, chosen=3, inner=INNER)

@@ -29,8 +29,8 @@ from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ExpertsSpec, ModelSpec
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import GGUF_EXPERTS, HF_EXPERTS, Part, find_parts
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.loader.gguf_blocks import GGUFBlocks, linear_layers
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.mxfp4 import dequantise

@@ -19,10 +19,10 @@ from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ModelSpec, RopeType
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import EMBEDDING, GGUF_LAYER
-from pdserve.model_runner.layers.rotary import inverse_frequencies
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.samples import sample
 from pdserve.model_runner.models.decoder import Decoder
+from pdserve.model_runner.ops.layers.rotary import inverse_frequencies
 
 SHAPE = {
     "vocab_size": 1500,

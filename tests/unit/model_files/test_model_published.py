@@ -19,7 +19,7 @@ from pdserve.model_files.context_length import with_context, without_idle_window
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
 from pdserve.model_files.spec import ExpertsSpec, MLASpec, ModelSpec
-from pdserve.model_runner.layers.rotary import attention_factor, inverse_frequencies
+from pdserve.model_runner.ops.layers.rotary import attention_factor, inverse_frequencies
 
 
 def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, context: int) -> dict[str, int]:

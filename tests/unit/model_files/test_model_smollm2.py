@@ -12,8 +12,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec import ModelSpec, Pairing, RopeSpec
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 pytestmark = [

@@ -22,7 +22,7 @@ from support.kv_pages import as_stored, make_pool_layout, values_of
 from support.layouts import latent_layout, uniform_layout
 
 from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
-from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
+from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
 
 BACKENDS = ["torch"]
 

@@ -15,7 +15,7 @@ from pdserve.benchmark.gpu_check.token_checks import without_compiles
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import StepResult
 from pdserve.model_files.spec import Activation
-from pdserve.model_runner.compile_watch import CompileWatch
+from pdserve.model_runner.device.compile_watch import CompileWatch
 from pdserve.model_runner.process import _result
 
 
@@ -24,7 +24,7 @@ def test_what_triton_compiles_is_logged_with_kernel_and_variant(caplog: pytest.L
     from support.kernel_variants import variants_asked_for
     from triton import knobs
 
-    from pdserve.model_runner.triton_kernels.activations import gate_and_mul
+    from pdserve.model_runner.ops.triton.activations import gate_and_mul
 
     watch = CompileWatch()
     with variants_asked_for(), caplog.at_level(logging.WARNING):

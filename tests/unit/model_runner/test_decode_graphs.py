@@ -14,14 +14,14 @@ from support.static_attention import StaticAttention
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import InputLogprobSpec
-from pdserve.model_runner import model_runner
-from pdserve.model_runner.decode_graphs import DecodeGraphs, graph_sizes, size_for
 from pdserve.model_runner.device.base import HostSync
-from pdserve.model_runner.device_ops.torch_ops import TorchOps
-from pdserve.model_runner.layers.expert_networks import ExpertNetworks
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.step_queue import StepQueue
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks
+from pdserve.model_runner.ops.torch_ops import TorchOps
+from pdserve.model_runner.steps.decode_graphs import DecodeGraphs, graph_sizes, size_for
+from pdserve.model_runner.steps.step_queue import StepQueue
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime import layers_done
 from pdserve.runtime.layers_done import LayersDone
 from pdserve.runtime.option_checks import OptionError, check_options

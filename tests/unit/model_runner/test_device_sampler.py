@@ -9,11 +9,11 @@ from support.device_samplers import Bench
 from support.recording_device import RecordingDevice
 
 from pdserve.model_runner.device.cpu import CpuDevice
-from pdserve.model_runner.device_sampler import choose
-from pdserve.model_runner.device_sampler.choose import choose_sampler
-from pdserve.model_runner.device_sampler.torch_sampler import TorchSampler
-from pdserve.model_runner.logit_edits.device_penalties import DevicePenalties
-from pdserve.model_runner.rows import RowStates
+from pdserve.model_runner.sampling.device import choose
+from pdserve.model_runner.sampling.device.choose import choose_sampler
+from pdserve.model_runner.sampling.device.torch_sampler import TorchSampler
+from pdserve.model_runner.sampling.logit_edits.device_penalties import DevicePenalties
+from pdserve.model_runner.sampling.rows import RowStates
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -29,7 +29,7 @@ def test_only_what_computes_beside_the_host_needs_it_and_a_gpu_gets_triton_s(mon
     states, device = RowStates(2, 10, torch.device("cpu")), RecordingDevice()
     assert choose_sampler(CpuDevice(), states, torch.float32) is None
     assert isinstance(choose_sampler(device, states, torch.float32), TorchSampler)
-    triton_sampler = pytest.importorskip("pdserve.model_runner.device_sampler.triton_sampler")
+    triton_sampler = pytest.importorskip("pdserve.model_runner.sampling.device.triton_sampler")
     monkeypatch.setattr(triton_sampler, "TritonSampler", lambda *args: "triton")
     device.torch = torch.device("cuda")
     assert choose_sampler(device, states, torch.float32) == "triton"

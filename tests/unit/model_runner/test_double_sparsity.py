@@ -15,13 +15,13 @@ from pdserve.disaggregation.transfer.page_order import can_exchange
 from pdserve.messages.worker import KVLayout
 from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.base import AttentionBackend
+from pdserve.model_runner.attention.sparse.attention import DoubleSparsityAttention
 from pdserve.model_runner.attention.torch_backend import TorchAttention
-from pdserve.model_runner.double_sparsity.attention import DoubleSparsityAttention
-from pdserve.model_runner.double_sparsity.calibrate import Magnitudes
-from pdserve.model_runner.double_sparsity.channels import LabelChannels, write_channels
-from pdserve.model_runner.double_sparsity.pool import SparseTokenToKVPool
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kv_pool import KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.calibration.calibrate import Magnitudes
+from pdserve.model_runner.kv.pool import KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.kv.sparse.channels import LabelChannels, write_channels
+from pdserve.model_runner.kv.sparse.pool import SparseTokenToKVPool
 from pdserve.runtime.options import RECENT_TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,7 +227,7 @@ def test_many_tokens_choose_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     last = [(i, part(row, len(row.q) - 1, len(row.q))) for i, row in enumerate(rows)]
     once.attend(*told)
     expected = once.attend(*last)
-    monkeypatch.setattr("pdserve.model_runner.double_sparsity.attention.MOST_LANES", 97)
+    monkeypatch.setattr("pdserve.model_runner.attention.sparse.attention.MOST_LANES", 97)
     turns.attend(*told)
     assert all(torch.equal(*pair) for pair in zip(turns.attend(*last), expected, strict=True))
 

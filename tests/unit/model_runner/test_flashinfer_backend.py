@@ -16,12 +16,12 @@ import torch
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
-from pdserve.model_runner import model_runner
-from pdserve.model_runner.attention import flashinfer_support
+from pdserve.model_runner.attention.flashinfer import support as flashinfer_support
 from pdserve.model_runner.attention.layer_kinds import layer_kinds
 from pdserve.model_runner.attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
-from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
+from pdserve.model_runner.steps.step_runner import StepRunner
 from tests.unit.model_runner.test_attention_backends import PAGES, make_batch
 from tests.unit.model_runner.test_decode_graphs import plain_steps, random_steps, same
 from tests.unit.model_runner.test_kernels_engine import save_model

@@ -15,12 +15,12 @@ from support.rank_threads import make_ranks, together
 
 from pdserve.benchmark.random_gguf import Size, kinds_of, write_random_gguf
 from pdserve.model_files.errors import InvalidWeights
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader import gguf_blocks
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
-from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 try:

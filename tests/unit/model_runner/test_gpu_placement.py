@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdserve.model_runner import model_runner, start_model
-from pdserve.model_runner.gpu_placement import MOST_THREADS, beside_gpu, stay_near
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.placement import Placement, plan_placement
+from pdserve.model_runner import start_model
+from pdserve.model_runner.device.gpu_placement import MOST_THREADS, beside_gpu, stay_near
+from pdserve.model_runner.device.placement import Placement, plan_placement
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.machine.control_groups import SystemTree
 from pdserve.runtime.machine.gpus import may_use_gpu, numa_node_of
 from pdserve.runtime.options import ServerOptions

@@ -15,12 +15,13 @@ from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, StepResult
-from pdserve.model_runner import model_runner, step_runner
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader import open_packed
-from pdserve.model_runner.measure_steps import measure_steps
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.step_runner import PendingStep, StepRunner
-from pdserve.model_runner.warm_up import warm_up
+from pdserve.model_runner.steps import step_runner
+from pdserve.model_runner.steps.measure_steps import measure_steps
+from pdserve.model_runner.steps.step_runner import PendingStep, StepRunner
+from pdserve.model_runner.steps.warm_up import warm_up
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import CONTEXT, VOCAB, save_model
 from tests.unit.model_runner.test_native_steps import make_row
@@ -28,8 +29,8 @@ from tests.unit.model_runner.test_native_steps import make_row
 pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
-from pdserve.model_runner.device_ops.triton_ops import TritonOps
-from pdserve.model_runner.device_sampler.triton_sampler import TritonSampler
+from pdserve.model_runner.ops.triton_ops import TritonOps
+from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
 
 ROWS, PAGE = 21, 16
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 1, "num_attention_heads": 3}

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from support.kv_pages import as_stored, in_order, make_pool_layout, values_of
 from torch import Tensor
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import levels_here
-from pdserve.model_runner.kernels.team import Team
-from pdserve.model_runner.kv_pool import MHATokenToKVPool
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import levels_here
+from pdserve.model_runner.cpu_engine.team import Team
+from pdserve.model_runner.kv.pool import MHATokenToKVPool
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
 
@@ -108,7 +108,7 @@ def attend(
     case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_gap: int = 0, rule: Rule = PLAIN
 ) -> Tensor:
     """The kernel's answer, [T, H, D]."""
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     pool = in_order(case.pool, "blocks")
     attention = PagedAttention(pool, case.q_THD.shape[1], Team(threads), **rule._asdict())
@@ -290,7 +290,7 @@ def test_weights_below_the_normal_numbers_are_zero(dtype: torch.dtype) -> None:
 
 def test_store_keeps_nan_a_nan() -> None:
     """Whatever its bits: rounding must not carry it to infinity, or to zero."""
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     bits = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0xFF80FFFF, 0x7F800000, 0x7F7FFFFF, 0x3F808000]
     k = torch.from_numpy(np.array(bits * 2, dtype=np.uint32).view(np.float32)).view(1, 1, 16)
@@ -318,7 +318,7 @@ def test_store_writes_its_slots_and_leaves_their_neighbours(
 
     Of elements of one byte the torch engine writes the same bytes, whatever the heads' magnitudes.
     """
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     torch.manual_seed(seed)
     kv_heads, dim, page_size, pages = sizes
@@ -354,7 +354,7 @@ def test_half_a_step_is_rounded_to_the_even_number(
     dtype: torch.dtype, head: list[float], expected: list[float]
 ) -> None:
     """By both engines; the largest number makes the scale 1."""
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     k = torch.zeros(1, 1, 16)
     k[0, 0, : len(head)] = torch.tensor(head)
@@ -369,7 +369,7 @@ def test_half_a_step_is_rounded_to_the_even_number(
 
 
 def test_pools_that_the_kernel_cannot_read_are_refused() -> None:
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     for size, dim, order, why in (
         (4, 8, "blocks", "multiple of 16"),

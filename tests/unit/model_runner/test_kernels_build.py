@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.model_runner.kernels import build, library
-from pdserve.model_runner.kernels.build import LEVELS, BuildError
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.cpu_engine import build, library
+from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 LEVEL = LEVELS[-1]

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.model_runner.kernels.build import BuildError, choose_level
-from pdserve.model_runner.kernels.cpu_engine import CpuEngine
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.kernels.native_engine import LinearKind
-from pdserve.model_runner.kernels.structs import Product
+from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.cpu_engine.native_engine import LinearKind
+from pdserve.model_runner.cpu_engine.native_model import CpuEngine
+from pdserve.model_runner.cpu_engine.structs import Product
 
 from .test_kernels_engine import make_batch, make_runner, request_table, save_model
 

@@ -12,10 +12,10 @@ import torch
 from support.kv_pages import in_order, make_latent_layout
 from torch import Tensor
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import levels_here
-from pdserve.model_runner.kernels.team import Team
-from pdserve.model_runner.kv_pool import MLATokenToKVPool
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import levels_here
+from pdserve.model_runner.cpu_engine.team import Team
+from pdserve.model_runner.kv.pool import MLATokenToKVPool
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
 
@@ -63,7 +63,7 @@ def make_case(
 
 def attend(case: Case, threads: int = 1) -> Tensor:
     """The kernel's answer, [T, H, V]."""
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     pool, (tokens, heads, _) = in_order(case.pool, "blocks"), case.q_THD.shape
     attention = PagedAttention(pool, heads, Team(threads))
@@ -107,7 +107,7 @@ def test_equals_float64_and_itself_on_any_number_of_threads(
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("page_size", [1, 2, 8, 16, 48])
 def test_store_writes_its_slots_and_leaves_their_neighbours(page_size: int, dtype: torch.dtype) -> None:
-    from pdserve.model_runner.kernels.attention import PagedAttention
+    from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     torch.manual_seed(3)
     pool = MLATokenToKVPool(make_latent_layout(page_size, LAYERS, 48, 32, dtype), 6, torch.device("cpu"))

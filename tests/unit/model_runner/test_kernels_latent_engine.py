@@ -11,7 +11,7 @@ from support.families import make_reference
 from support.model_harness import Harness, draw
 from torch import Tensor
 
-from pdserve.model_runner.kernels.build import levels_here
+from pdserve.model_runner.cpu_engine.build import levels_here
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
 

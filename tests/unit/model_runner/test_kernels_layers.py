@@ -34,16 +34,16 @@ from pdserve.model_files.spec import (
     QKNorm,
     RopeSpec,
 )
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.kernels.lowering import refusal
-from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
-from pdserve.model_runner.kernels.rope_tables import RopeTables
-from pdserve.model_runner.kernels.structs import WeightPart
-from pdserve.model_runner.kernels.team import Team
-from pdserve.model_runner.kv_pool import MHATokenToKVPool
-from pdserve.model_runner.layers.rotary import Rotation
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.cpu_engine.lowering import refusal
+from pdserve.model_runner.cpu_engine.native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
+from pdserve.model_runner.cpu_engine.rope_tables import RopeTables
+from pdserve.model_runner.cpu_engine.structs import WeightPart
+from pdserve.model_runner.cpu_engine.team import Team
+from pdserve.model_runner.kv.pool import MHATokenToKVPool
+from pdserve.model_runner.ops.layers.rotary import Rotation
 
 try:
     load_library()

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from support.machine import limit
 
-from pdserve.model_runner.kernels import build
-from pdserve.model_runner.kernels.build import ISA_VARIABLE, LEVELS, BuildError, Level, choose_level, levels_here
+from pdserve.model_runner.cpu_engine import build
+from pdserve.model_runner.cpu_engine.build import ISA_VARIABLE, LEVELS, BuildError, Level, choose_level, levels_here
 
 BF16, VNNI, AVX512, AVX2 = LEVELS
 HERE = Path(__file__).parent
@@ -37,8 +37,8 @@ sys.exit(status)
 DIGESTS = """
 import hashlib, json
 import numpy as np, torch
-from pdserve.model_runner.kernels.library import ActivationDType
-from pdserve.model_runner.kernels.single_kernels import PackedWeight
+from pdserve.model_runner.cpu_engine.library import ActivationDType
+from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
 found = {}

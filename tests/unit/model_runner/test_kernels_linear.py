@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import ActivationDType, FetchHint, fetch_hint, load_library, set_fetch_hint
-from pdserve.model_runner.kernels.single_kernels import Function, PackedWeight, apply, rms_norm, rope
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import ActivationDType, FetchHint, fetch_hint, load_library, set_fetch_hint
+from pdserve.model_runner.cpu_engine.single_kernels import Function, PackedWeight, apply, rms_norm, rope
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 

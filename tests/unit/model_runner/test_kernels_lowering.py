@@ -18,10 +18,10 @@ from pdserve.model_files.spec import (
     QKNorm,
     RopeSpec,
 )
-from pdserve.model_runner.kernels import lowering
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import check_size, load_library
-from pdserve.model_runner.kernels.lowering import ACTIVATIONS, COMPUTED, QK_NORMS, lower, refusal
+from pdserve.model_runner.cpu_engine import lowering
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import check_size, load_library
+from pdserve.model_runner.cpu_engine.lowering import ACTIVATIONS, COMPUTED, QK_NORMS, lower, refusal
 
 NORM = NormSpec(eps=1e-5)
 ATTENTION = AttentionSpec(heads=6, kv_heads=2, head_dim=32, scale=0.25)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from pdserve.model_files.sharding import Shard, Slice, shard
 from pdserve.model_files.spec import AttentionSpec, ModelSpec, QKNorm
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.kernels.native_engine import LinearKind, Ranks
-from pdserve.model_runner.kernels.ranks import Exchange, ExchangeRoom, NativeRanks
-from pdserve.model_runner.kv_pool import MHATokenToKVPool
-from pdserve.model_runner.kv_quantization import LARGEST
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.cpu_engine.native_engine import LinearKind, Ranks
+from pdserve.model_runner.cpu_engine.ranks import Exchange, ExchangeRoom, NativeRanks
+from pdserve.model_runner.kv.pool import MHATokenToKVPool
+from pdserve.model_runner.kv.quantization import LARGEST
 from pdserve.runtime.ranks import RankPlace
 from tests.unit.model_runner.test_kernels_layers import PASSES, SPECS, Engine, LayerTensors, Model, make_model
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.model_files.spec import Activation
-from pdserve.model_runner.kernels.reference import gate_and_mul, linear, rms_norm, rope, store_kv
+from pdserve.model_runner.ops.reference import gate_and_mul, linear, rms_norm, rope, store_kv
 
 STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # Below the normal numbers, which float16 gets to easily, steps do not shrink any more.

@@ -10,12 +10,12 @@ import pytest
 import torch
 from support.sampler_reference import BORDER, make_row, reference
 
-from pdserve.model_runner.inverse_cdf import uniforms
-from pdserve.model_runner.kernels.build import levels_here
-from pdserve.model_runner.kernels.team import Team
-from pdserve.model_runner.row_params import RowParams
-from pdserve.model_runner.rows import RowStates
-from pdserve.model_runner.sampler import sample
+from pdserve.model_runner.cpu_engine.build import levels_here
+from pdserve.model_runner.cpu_engine.team import Team
+from pdserve.model_runner.sampling.inverse_cdf import uniforms
+from pdserve.model_runner.sampling.row_params import RowParams
+from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rules import sample
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
 
@@ -43,7 +43,7 @@ def make_params(vocab: int, rule: dict) -> RowParams:
 
 
 def draw(logits: torch.Tensor, params: RowParams, positions: np.ndarray, threads: int) -> list[int]:
-    from pdserve.model_runner.kernels.sampling import NativeSampler
+    from pdserve.model_runner.sampling.native import NativeSampler
 
     chosen = sample(logits, params, positions, kernel=NativeSampler(Team(threads)))
     assert chosen.finite.all()

@@ -11,10 +11,10 @@ from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, draw, reference
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdserve.model_files.errors import UnsupportedModel
+from pdserve.model_runner.cpu_engine.build import levels_here
 from pdserve.model_runner.device.choice import choose_kv_dtype
-from pdserve.model_runner.kernels.build import levels_here
-from pdserve.model_runner.kv_pool import KVShape, make_layout
-from pdserve.model_runner.kv_quantization import LARGEST, dequantize, pack_heads, quantize, unpack_heads
+from pdserve.model_runner.kv.pool import KVShape, make_layout
+from pdserve.model_runner.kv.quantization import LARGEST, dequantize, pack_heads, quantize, unpack_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {

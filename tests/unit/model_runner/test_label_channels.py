@@ -16,7 +16,7 @@ from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec import ModelSpec
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_runner.double_sparsity.channels import (
+from pdserve.model_runner.kv.sparse.channels import (
     FORMAT,
     LabelChannels,
     choose_channels,

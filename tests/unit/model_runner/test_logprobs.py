@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.model_runner import logprobs
-from pdserve.model_runner.logprobs import CHUNK_LOGPROBS, Scores
+from pdserve.model_runner.sampling import logprobs
+from pdserve.model_runner.sampling.logprobs import CHUNK_LOGPROBS, Scores
 
 
 def score(logits: torch.Tensor, targets: list[int], top_nums: list[int]) -> list[Scores]:

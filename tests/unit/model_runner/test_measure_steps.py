@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, StepResult
-from pdserve.model_runner.measure_steps import LIMIT_MS, SHAPES, measure_steps
+from pdserve.model_runner.steps.measure_steps import LIMIT_MS, SHAPES, measure_steps
 
 PAGE = 16
 

@@ -7,7 +7,7 @@ import torch
 
 from pdserve.model_runner.device.choice import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
-from pdserve.model_runner.pool_size import (
+from pdserve.model_runner.kv.size import (
     CONTEXT_BYTES,
     PoolRequest,
     PoolTokens,

@@ -17,10 +17,10 @@ from support.machine import limit
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.layers_done import LayersDone
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import CONTEXT, VOCAB, save_model

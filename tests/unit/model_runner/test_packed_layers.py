@@ -23,17 +23,17 @@ from pdserve.model_files.packing import Packing, PackingKind
 from pdserve.model_files.sharding import Shard, shard
 from pdserve.model_files.spec import ModelSpec
 from pdserve.model_files.spec_reader import read_spec
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader import open_packed
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.open_packed import choose_packed
 from pdserve.model_runner.loader.packed_layers import PackedLayers
 from pdserve.model_runner.loader.packed_sources import CheckpointMatrices, DummyMatrices
 from pdserve.model_runner.loader.safetensors_weights import packing_of
-from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.model_runner.models.experts import Experts
-from pdserve.model_runner.packed.matrices import FP8Matrix, join
-from pdserve.model_runner.packed.weights import FP8Weight, Int4Weight, PackedWeight
+from pdserve.model_runner.ops.packed.matrices import FP8Matrix, join
+from pdserve.model_runner.ops.packed.weights import FP8Weight, Int4Weight, PackedWeight
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_rank_passes import run
 
@@ -291,7 +291,7 @@ def test_ranks_with_their_parts_compute_what_one_does(plain, tmp_path: Path, mon
     """By a product of torch in the place of Triton's, which is interpreted in one thread at a time."""
     pytest.importorskip("triton")
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
-    monkeypatch.setattr("pdserve.model_runner.packed.product.packed_product", product)
+    monkeypatch.setattr("pdserve.model_runner.ops.packed.product.packed_product", product)
     folder = packed_checkpoint(plain["qwen3"], tmp_path, "gptq").source.path
     common = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "page_size": 16}
     options = ServerOptions(model_path=str(folder), max_total_tokens=256, **common)  # type: ignore[arg-type]

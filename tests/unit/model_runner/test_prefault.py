@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.disaggregation.transfer.region import allocate_region
-from pdserve.model_runner.prefault import IDLE_MS, LOOK_BYTES, RESERVE_SHARE, SLICE_BYTES, PoolPrefault
+from pdserve.model_runner.kv.prefault import IDLE_MS, LOOK_BYTES, RESERVE_SHARE, SLICE_BYTES, PoolPrefault
 from pdserve.runtime.machine.memory import Memory
 
 SLOT_BYTES = 1024

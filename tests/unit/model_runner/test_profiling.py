@@ -34,10 +34,10 @@ from pdserve.messages.profiling import (
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
-from pdserve.model_runner.step_queue import StepQueue
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.steps.step_queue import StepQueue
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.python import python_command
 from pdserve.scheduler.outbox import Outbox

@@ -17,12 +17,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pdserve.messages.worker import CaptureGraphs, ForwardStep
 from pdserve.model_files.errors import UnsupportedModel
-from pdserve.model_runner import model_runner
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.step_runner import StepRunner
-from pdserve.model_runner.tensor_parallel import world
-from pdserve.model_runner.tensor_parallel.leading_steps import FollowingSteps, LeadingSteps
-from pdserve.model_runner.tensor_parallel.on_devices import refuse_on_devices
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.ranks import world
+from pdserve.model_runner.ranks.leading_steps import FollowingSteps, LeadingSteps
+from pdserve.model_runner.ranks.on_devices import refuse_on_devices
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
 from tests.unit.model_runner.test_decode_graphs import random_steps, same

@@ -12,10 +12,10 @@ from support.machine import limit
 from support.rank_threads import make_ranks, together
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 try:

@@ -17,11 +17,11 @@ from support.sampler_reference import BORDER, make_row, reference
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner.inverse_cdf import pick, pick_few, uniforms
-from pdserve.model_runner.kernels.build import levels_here
-from pdserve.model_runner.rows import RowStates
-from pdserve.model_runner.sampler import CANDIDATES, SORTED, sample
-from pdserve.model_runner.top_tokens import top_tokens
+from pdserve.model_runner.cpu_engine.build import levels_here
+from pdserve.model_runner.sampling.inverse_cdf import pick, pick_few, uniforms
+from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rules import CANDIDATES, SORTED, sample
+from pdserve.model_runner.sampling.top_tokens import top_tokens
 
 # Every rule is tested twice: as torch operations, and as the CPU kernel.
 WAYS = ["torch", "kernel"] if levels_here() else ["torch"]
@@ -35,7 +35,7 @@ BIASES = st.dictionaries(
 
 @cache
 def load_kernel():
-    from pdserve.model_runner.kernels.sampling import NativeSampler
+    from pdserve.model_runner.sampling.native import NativeSampler
 
     return NativeSampler()
 

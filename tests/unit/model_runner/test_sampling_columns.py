@@ -10,8 +10,8 @@ import torch
 
 from pdserve.messages.sampling import COLUMNS, SamplingParams
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner.row_params import ROW_PARAMS
-from pdserve.model_runner.rows import RowStates
+from pdserve.model_runner.sampling.row_params import ROW_PARAMS
+from pdserve.model_runner.sampling.rows import RowStates
 from pdserve.server.http.request_fields import SamplingFields
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ CPP_TYPES = {
 
 
 def test_the_kernels_struct_has_the_columns_of_the_row_table():
-    header = (ROOT / "model_runner/kernels/cpu/sampling.h").read_text()
+    header = (ROOT / "model_runner/cpu_engine/src/sampling.h").read_text()
     [body] = re.findall(r"struct RowParams \{\n(.*?)\n\};", header, re.DOTALL)
     fields = [re.fullmatch(r"  (\w+) (\w+);( *//.*)?", line) for line in body.splitlines()]
     assert all(fields), body

@@ -21,12 +21,12 @@ from support.recording_device import RecordingDevice
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.requests import MAX_TOP_LOGPROBS
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
-from pdserve.model_runner import model_runner
+from pdserve.model_runner.engines import model_runner
 from pdserve.model_runner.errors import NotEnoughMemory
-from pdserve.model_runner.measure_steps import measure_steps
-from pdserve.model_runner.step_memory import GRAPH_BYTES, StepSizes
-from pdserve.model_runner.step_queue import StepQueue
-from pdserve.model_runner.warm_up import warm_up
+from pdserve.model_runner.steps.measure_steps import measure_steps
+from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
+from pdserve.model_runner.steps.step_queue import StepQueue
+from pdserve.model_runner.steps.warm_up import warm_up
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_native_steps import make_row, make_step
 

@@ -6,7 +6,7 @@ import pytest
 from support.handovers import named
 
 from pdserve.messages.worker import SendPages, StepResult
-from pdserve.model_runner.step_queue import StepQueue
+from pdserve.model_runner.steps.step_queue import StepQueue
 from tests.unit.model_runner.test_step_runner import make_step
 
 

@@ -16,12 +16,13 @@ from support.static_attention import StaticAttention
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.profiling import StartProfile
-from pdserve.model_runner import model_runner, step_ranges
-from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.profiler import RankProfiler
+from pdserve.model_runner.ranks.leading_steps import FollowingSteps
 from pdserve.model_runner.start_model import _make_steps
-from pdserve.model_runner.step_runner import StepRunner
-from pdserve.model_runner.tensor_parallel.leading_steps import FollowingSteps
+from pdserve.model_runner.steps import step_ranges
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import save_model
 from tests.unit.model_runner.test_native_steps import ROWS, make_model, make_row, make_step

@@ -12,9 +12,9 @@ from support import sampler_reference
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.device.cpu import CpuDevice
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.steps.step_runner import StepRunner
 
 VOCAB = 100
 

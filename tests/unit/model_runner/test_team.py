@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.machine import limit
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.placement import SPIN_US, plan_placement
+from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
+from pdserve.model_runner.device.placement import SPIN_US, plan_placement
+from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.runtime.machine.topology import read_machine
 from pdserve.runtime.options import ServerOptions
 
@@ -103,7 +103,7 @@ def test_sixteen_threads_on_few_cores(folder: Path, monkeypatch: pytest.MonkeyPa
 FEW = """
 import os, resource, time
 from pdserve.model_runner.errors import NotEnoughThreads
-from pdserve.model_runner.kernels.team import Team
+from pdserve.model_runner.cpu_engine.team import Team
 
 def threads():
     return len(os.listdir("/proc/self/task"))

@@ -11,7 +11,7 @@ import pytest
 from support.interpreter import interpret
 from support.triton_compiles import all_launches, most_stack
 
-from pdserve.model_runner.triton_kernels.compile_check import SHARED_BYTES, CompileRequest, compile_kernels
+from pdserve.model_runner.device.triton_compiler import SHARED_BYTES, CompileRequest, compile_kernels
 
 # test_triton_attention.py runs those of attention.
 DEVICE_TESTS = sorted(

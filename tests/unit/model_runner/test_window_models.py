@@ -13,9 +13,9 @@ from support.model_harness import draw
 from support.sim import SimInstance, make_options
 
 from pdserve.messages.worker import WorkerReady
-from pdserve.model_runner.kv_staging import page_groups
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.kv.staging import page_groups
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.scheduler.scheduler import Scheduler
 
 PAGE, PROMPT, SHARED, GREEDY = 4, 190, 160, 20

@@ -19,12 +19,12 @@ from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, Trim
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
-from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.engines.memory_table import full_requests, memory_use, table
+from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.prefault import PoolPrefault
 from pdserve.model_runner.memory_saver import MemorySaver, unreleasable
-from pdserve.model_runner.memory_table import full_requests, memory_use, table
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.prefault import PoolPrefault
-from pdserve.model_runner.step_runner import StepRunner
+from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.machine.memory import Memory, resident_bytes
 from pdserve.runtime.options import ServerOptions
 

@@ -39,7 +39,7 @@ RUNNERS = {
     "pdserve.server.cluster": "run_cluster",
     "pdserve.terminal.chat.run": "run_chat",
     "pdserve.terminal.check.run": "run_check",
-    "pdserve.model_runner.double_sparsity.calibrate": "run_calibrate",
+    "pdserve.model_runner.calibration.calibrate": "run_calibrate",
     "pdserve.benchmark.serve": "run_bench",
     "pdserve.benchmark.transfer.run": "run_transfer_bench",
     "pdserve.benchmark.schedule.run": "run_schedule_bench",

@@ -30,8 +30,8 @@ from support.model_rows import (
 from support.model_tables import LARGEST, gguf_architecture, mistakes, model_type, problems, rounded_up
 
 from pdserve.model_files.families import registry
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
 
 TEXT = models_page.PAGE.read_text(encoding="utf-8")
 PAGE = models_page.read(TEXT)

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.wheels import build_wheel, copy_tree
 
-from pdserve.model_runner.kernels.build import MODULE
+from pdserve.model_runner.cpu_engine.build import MODULE
 from pdserve.runtime.option_checks import check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.model_runner.placement import machine_use, plan_placement
+from pdserve.model_runner.device.placement import machine_use, plan_placement
 from pdserve.runtime.machine.control_groups import SystemTree, cpu_quota
 from pdserve.runtime.machine.memory import Memory, host_memory
 from pdserve.runtime.machine.topology import read_machine

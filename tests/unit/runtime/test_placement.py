@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.machine import limit
 
-from pdserve.model_runner.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
-from pdserve.model_runner.tensor_parallel.rank_placement import plan_rank_placement
+from pdserve.model_runner.device.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
+from pdserve.model_runner.ranks.rank_placement import plan_rank_placement
 from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
 from pdserve.runtime.machine.topology import Machine
 from pdserve.runtime.ranks import RankPlace
@@ -170,7 +170,7 @@ def test_what_can_t_be_had_is_refused(threads: int | None, cpus: str | None, nam
 
 MEMORY = """
 import mmap
-from pdserve.model_runner.placement import prefer_memory_of
+from pdserve.model_runner.device.placement import prefer_memory_of
 
 prefer_memory_of(0)
 buffer = mmap.mmap(-1, 1 << 20)
@@ -190,7 +190,7 @@ def test_memory_is_asked_for_on_the_node() -> None:
 
 BIND = """
 import os, sys, threading
-from pdserve.model_runner.placement import bind_compute_threads, confine, floating, plan_placement
+from pdserve.model_runner.device.placement import bind_compute_threads, confine, floating, plan_placement
 from pdserve.runtime.machine.topology import read_machine
 
 allowed = frozenset(os.sched_getaffinity(0))
@@ -223,7 +223,7 @@ def test_compute_threads_get_a_core_each_and_others_none(count: int) -> None:
 
 YIELD = """
 import os, threading
-from pdserve.model_runner.placement import yield_cores
+from pdserve.model_runner.device.placement import yield_cores
 
 def nice():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

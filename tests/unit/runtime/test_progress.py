@@ -21,7 +21,7 @@ from support.web_server import Connection, web_server
 
 from pdserve.model_files import download_log
 from pdserve.model_files.download_log import DownloadLog
-from pdserve.model_runner.kernels import build
+from pdserve.model_runner.cpu_engine import build
 from pdserve.model_runner.loader.base import Target, WeightSource, load_weights
 from pdserve.runtime import progress
 from pdserve.runtime.progress import ProgressLog

@@ -16,7 +16,7 @@ from pdserve.mem_cache.storage.base import StoreMisconfigured
 from pdserve.mem_cache.storage.file_store import FileStore
 from pdserve.model_files.checkpoint import checkpoint_files
 from pdserve.model_files.errors import InvalidWeights
-from pdserve.model_runner.kernels import build
+from pdserve.model_runner.cpu_engine import build
 from pdserve.router.options import RouterOptions
 from pdserve.runtime import trusted_path
 from pdserve.runtime.option_checks import OptionError, check_options

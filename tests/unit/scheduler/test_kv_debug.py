@@ -26,9 +26,9 @@ from pdserve.messages.kv_debug import HashPages, KVHashes, KVHashesReq, PagesHas
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
-from pdserve.model_runner.page_hasher import PageHasher
-from pdserve.model_runner.pool_hasher import PoolHasher
+from pdserve.model_runner.kv.page_hasher import PageHasher
+from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.pool_hasher import PoolHasher
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
 from pdserve.scheduler.kv_hashes import tell_hashes

@@ -23,8 +23,8 @@ from support.machine import limit
 
 from pdserve.disaggregation.errors import BackendUnavailable, RegionError
 from pdserve.disaggregation.transfer.backends.load import find_backend
-from pdserve.model_runner.kernels import build
-from pdserve.model_runner.kernels.failed_build import FailedBuild
+from pdserve.model_runner.cpu_engine import build
+from pdserve.model_runner.cpu_engine.failed_build import FailedBuild
 from pdserve.runtime.machine.control_groups import SystemTree
 from pdserve.runtime.transfer_backends import BACKENDS
 from pdserve.terminal.check import host, kernels, ports, run, software

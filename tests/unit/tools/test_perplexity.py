@@ -15,9 +15,9 @@ import math
 import pytest
 import torch
 
-from pdserve.model_runner.double_sparsity.text_windows import read_windows
-from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.calibration.text_windows import read_windows
+from pdserve.model_runner.cpu_engine.build import BuildError
+from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.runtime.options import ServerOptions
 from tools.kernels.perplexity import REFERENCE, Score, make_ways, measure
 

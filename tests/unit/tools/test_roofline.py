@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pdserve.model_runner.kernels.build import BuildError, choose_level
+from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
 from tools.kernels import roofline
 from tools.kernels.roofline import ProductKind, Roofline
 

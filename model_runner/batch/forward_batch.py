@@ -1,0 +1,66 @@
+"""The tensors of one forward pass, as the worker hands them to ``ModelRunner.forward``.
+
+Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens, P pages of the
+pool with page 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ...runtime.layers_done import LayersDone
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One pass: entry ``b`` computes ``q_lens[b]`` tokens of row ``rows[b]`` from position ``starts[b]`` on.
+
+    The entries' tokens lie one after another in ``input_ids``, ``positions`` and ``out_cache_loc``. Prefill chunks and
+    decode steps (``q_lens[b]`` 1) mix freely. ``req_to_token`` must already map this pass's positions to
+    ``out_cache_loc``, and a row's pages must be whole: position ``p`` lives at offset ``p % page_size`` of its page.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: position of each token in its request."""
+    out_cache_loc: Tensor
+    """[T] int64: slots that the pass writes."""
+    rows: Tensor
+    """[B] int64: rows of ``req_to_token``."""
+    starts: list[int]
+    """[B]: tokens of the row whose KV is computed already."""
+    q_lens: list[int]
+    """[B]: tokens of the row that this pass computes, at least 1."""
+    req_to_token: Tensor
+    """[R, C] int32: row × position → slot. Never written by the model."""
+    logit_indices: Tensor
+    """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
+    done: LayersDone | None = None
+    """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
+    prompt_lens: list[int] | None = None
+    """[B]: of each entry's row, how many tokens are the request's prompt: those behind were generated, also where they
+    are computed once more. None: entries of one token are generated ones, longer ones a prompt's.
+    """
+    window_pages: Tensor | None = None
+    """[P] int32: a page → the page of the pool of windowed layers that holds the same tokens, 0: none; on the tokens'
+    device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have
+    one.
+    """
+    begun_at: Tensor | None = None
+    """int64: tokens that lie in pages which the pass begins and does not fill, one of each; None: not worked out."""
+    host_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[B]: ``rows``, on the host, for who plans there. Empty where the batch was not made of a step."""
+    is_captured: bool = False
+    """Whether the pass is a graph's, captured or replayed: each entry is of one token, the tensors are the same each
+    time, and what ``plan`` leaves for ``forward`` must be at the same addresses for each pass of so many entries.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[0]

@@ -1,0 +1,142 @@
+"""The device's copy of a step's arrays, at addresses that stay: a captured graph reads where it read before.
+
+Life of a step's copy: written to one of two areas of the host (the copy before may still be on its way), sent to the
+device behind all work that is queued there, in one piece, and read by the step. Nobody waits. Two areas are enough
+because one step at most is open while another is launched (``step_queue.py``). On the CPU host and device are one, and
+nothing is sent.
+
+Steps of few tokens, which graphs are captured of, have addresses that never change. Longer ones share an area that
+grows.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device.base import Device
+from .step_plan import I64, StepPlan
+
+
+class _Array(IntEnum):
+    INPUT_IDS = 0
+    POSITIONS = 1
+    OUT_CACHE_LOC = 2
+    TOKEN_ROWS = 3
+    ROWS = 4
+    LAST_AT = 5
+    LAST_ROWS = 6
+    LOGIT_INDICES = 7
+    SAMPLED_ROWS = 8
+    SAMPLED_POSITIONS = 9
+    BEGUN_AT = 10
+
+
+class DeviceArrays(NamedTuple):
+    """int64, as in ``StepPlan``; valid until the next step is loaded."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    token_rows: Tensor
+    rows: Tensor
+    last_at: Tensor
+    last_rows: Tensor
+    logit_indices: Tensor
+    sampled_rows: Tensor
+    sampled_positions: Tensor
+    begun_at: Tensor
+
+
+class PaddedArrays(NamedTuple):
+    """What a graph of [S] entries of a token each reads; the same tensors for every step of that size."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    rows: Tensor
+
+
+_PADDED = (_Array.INPUT_IDS, _Array.POSITIONS, _Array.OUT_CACHE_LOC, _Array.ROWS)
+
+
+class _Area:
+    """Room for arrays of up to ``capacity`` numbers each."""
+
+    def __init__(self, device: Device, capacity: int) -> None:
+        # Each array begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        shape = (len(_Array), capacity + capacity % 2)
+        self.capacity = capacity
+        self.arrays = torch.zeros(shape, dtype=torch.int64, device=device.torch)
+        self._device = device
+        self._hosts = [device.host_zeros(shape, torch.int64) for _ in range(2)] if device.beside else [self.arrays]
+        self._turn = 0
+
+    def load(self, arrays: list[I64], padded_to: int) -> DeviceArrays:
+        self._turn = (self._turn + 1) % len(self._hosts)
+        here = self._hosts[self._turn]
+        written = here.numpy()
+        for which, array in enumerate(arrays):
+            written[which, : len(array)] = array
+        for which in _PADDED:
+            written[which, len(arrays[which]) : padded_to] = 0
+        if self._device.beside:
+            self._device.send(self.arrays, here)
+        return DeviceArrays(*(self.arrays[which, : len(array)] for which, array in enumerate(arrays)))
+
+    def padded(self, size: int) -> PaddedArrays:
+        return PaddedArrays(*(self.arrays[which, :size] for which in _PADDED))
+
+
+class StepArrays:
+    """Owner of the areas: one for steps of up to ``capacity`` tokens, which never moves, and one for longer ones."""
+
+    def __init__(self, device: Device, capacity: int) -> None:
+        self._device = device
+        self._small = self._large = _Area(device, capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest step whose arrays stay where they are."""
+        return self._small.capacity
+
+    def load(self, plan: StepPlan, padded_to: int = 0) -> DeviceArrays:
+        """The plan's arrays on the device, behind what is queued there.
+
+        ``padded_to`` (at most ``capacity``): the tokens up to there are 0, at position 0, in slot 0, of row 0.
+        """
+        arrays = [
+            plan.input_ids,
+            plan.positions,
+            plan.out_cache_loc,
+            plan.token_rows,
+            plan.rows,
+            plan.last_at,
+            plan.last_rows,
+            plan.logit_indices,
+            plan.sampled_rows,
+            plan.sampled_positions,
+            plan.begun_at,
+        ]
+        longest = max(len(array) for array in arrays)
+        if longest <= self._small.capacity:
+            return self._small.load(arrays, padded_to)
+        if longest > self._large.capacity:
+            # Its size depends on the longest step alone, and the old one goes first: so the most that it ever takes is
+            # known before (``step_memory.py``).
+            self._large = self._small
+            self._large = _Area(self._device, 1 << (longest - 1).bit_length())
+        return self._large.load(arrays, padded_to)
+
+    def padded(self, size: int) -> PaddedArrays:
+        """Where steps that are padded to ``size`` have their arrays."""
+        return self._small.padded(size)
+
+    def clear(self) -> None:
+        """Every token of the small area is 0, at position 0, in slot 0, of row 0."""
+        nothing = np.empty(0, dtype=np.int64)
+        self._small.load([nothing] * len(_Array), self._small.capacity)

@@ -1,0 +1,145 @@
+"""What a step computes, as arrays: pure functions of the message, the same for every device and tested without one.
+
+Nothing here knows a token that an earlier step has yet to choose: a step is planned while the device is still busy with
+the one before. Where such a token goes, ``last_at`` says, and the device puts it there.
+
+Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, N pages of all entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...messages.base import I32, unpack_i32
+from ...messages.worker import ForwardStep
+
+I64 = npt.NDArray[np.int64]
+
+
+class StepPlan(NamedTuple):
+    """A step, unpacked. Sampled entries' logits come first, then those of each ``InputLogprobSpec``."""
+
+    input_ids: I64
+    """[T]; 0 where the row's last token goes."""
+    positions: I64
+    """[T]"""
+    out_cache_loc: I64
+    """[T]: slots that the pass writes."""
+    token_rows: I64
+    """[T]: rows of the request table."""
+    rows: I64
+    """[B]"""
+    starts: I64
+    """[B]"""
+    q_lens: I64
+    """[B]"""
+    last_at: I64
+    """Places among the tokens where a row's last token goes."""
+    last_rows: I64
+    """Whose."""
+    logit_indices: I64
+    """[L]: tokens whose logits are wanted."""
+    sampled: I64
+    """[S]: entries that sample."""
+    begun_at: I64
+    """Tokens that lie in pages which the step begins and does not fill, one of each page."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every entry computes one token."""
+        return len(self.input_ids) == len(self.rows)
+
+    @property
+    def sampled_rows(self) -> I64:
+        """[S]"""
+        return self.rows[self.sampled]
+
+    @property
+    def sampled_positions(self) -> I64:
+        """[S]: positions of the tokens to be sampled."""
+        return (self.starts + self.q_lens)[self.sampled]
+
+
+def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
+    """The arrays of a step that ``step_check.py`` has found to be in order, for pages of so many tokens."""
+    rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
+    ends = np.cumsum(q_lens)
+    firsts = ends - q_lens
+    input_ids = _i64(step.input_ids)
+    use_last = np.flatnonzero(unpack_i32(step.use_last))
+    input_ids[firsts[use_last]] = 0
+    sampled = sampled_entries(step)
+    wanted = [ends[sampled] - 1]
+    for spec in step.input_logprobs:
+        first = firsts[spec.entry] + spec.first
+        wanted.append(np.arange(first, first + len(spec.targets) // 4))
+    return StepPlan(
+        input_ids=input_ids,
+        positions=np.arange(len(input_ids)) + np.repeat(starts - firsts, q_lens),
+        out_cache_loc=_i64(step.out_cache_loc),
+        token_rows=np.repeat(rows, q_lens),
+        rows=rows,
+        starts=starts,
+        q_lens=q_lens,
+        last_at=firsts[use_last],
+        last_rows=rows[use_last],
+        logit_indices=np.concatenate(wanted),
+        sampled=sampled,
+        begun_at=begun_tokens(starts, q_lens, page_size),
+    )
+
+
+def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
+    """See ``StepPlan.begun_at``."""
+    used = (starts + q_lens) % page_size
+    return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
+
+
+def sampled_entries(step: ForwardStep) -> I64:
+    """[S]"""
+    return np.flatnonzero(unpack_i32(step.sample))
+
+
+class PagedIndices(NamedTuple):
+    """Where entries' keys and values lie, as paged attention kernels are told (FlashInfer's form; ours is the same).
+
+    Entry ``b`` reads pages ``[kv_indptr[b], kv_indptr[b + 1])`` of ``kv_indices``, of the last one ``last_page_len[b]``
+    tokens. The pages themselves stand in the request table, on the device, where ``kv_indices`` fetches them without
+    anyone waiting.
+    """
+
+    kv_indptr: I32
+    """[B + 1]"""
+    last_page_len: I32
+    """[B]"""
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+        return int(self.kv_indptr[-1])
+
+
+def paged_indices(kv_lens: I64, page_size: int) -> PagedIndices:
+    """For entries that see so many tokens each ([B], at least 1), their own included."""
+    pages = -(-kv_lens // page_size)
+    indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(pages)))
+    return PagedIndices(indptr.astype(np.int32), ((kv_lens - 1) % page_size + 1).astype(np.int32))
+
+
+def kv_indices(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, num_pages: int, page_size: int) -> Tensor:
+    """[N] int32, on the table's device, as are ``rows`` [B] int64 and ``kv_indptr`` [B + 1]: the entries' pages."""
+    starts = kv_indptr.long()
+    entries = torch.arange(len(rows), device=rows.device)
+    entry_of_N = torch.repeat_interleave(entries, starts.diff(), output_size=num_pages)
+    ordinals_N = torch.arange(num_pages, device=rows.device) - starts.index_select(0, entry_of_N)
+    return req_to_token[rows.index_select(0, entry_of_N), ordinals_N * page_size] // page_size
+
+
+def _i64(data: bytes) -> I64:
+    """A writable copy: torch indexes with int64 and wants memory that it may write."""
+    return unpack_i32(data).astype(np.int64)

@@ -1,0 +1,150 @@
+"""Paged attention on the CPU by itself: what the engine runs inside, here to be tested and measured alone.
+
+Shapes: T tokens, B entries, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+
+import numpy as np
+from torch import Tensor
+
+from ..batch.forward_batch import ForwardBatch
+from ..kv.pool import KVPool
+from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, load_library
+from .structs import KVPoolView, Scoring, TokenRows
+from .team import Team
+
+HEAD_DIM_MULTIPLE = 16
+BLOCK_SLOTS = 16
+"""``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
+
+
+LATENT_HEADS = 16
+"""Query heads that read latent rows together, at most: enough to make reading cheap, and groups for other threads."""
+
+
+def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
+    """The pool as the kernels see it, for as many query heads; the caller keeps ``pool`` alive.
+
+    Raises ``ValueError`` where they can't.
+    """
+    layout, group = pool.layout, pool.group
+    if group.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_KV_DTYPES or pool.data.device.type != "cpu":
+        raise ValueError(
+            "the CPU attention kernel takes float32, bfloat16, int8 and float8 heads of a multiple of "
+            f"{HEAD_DIM_MULTIPLE}, not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
+        )
+    if layout.order != "blocks":
+        raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
+    if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
+        raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
+    begin, end = pool.heads
+    readers = end - begin
+    if group.kind == "mla":
+        if group.value_dim % HEAD_DIM_MULTIPLE:
+            raise ValueError(f"values of {group.value_dim} elements are no multiple of {HEAD_DIM_MULTIPLE}")
+        readers = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= LATENT_HEADS)
+    return KVPoolView(
+        pool.data.data_ptr() + begin * layout.page_size * pool.head_bytes,
+        NATIVE_KV_DTYPES[pool.dtype],
+        group.num_layers,
+        layout.page_size,
+        readers,
+        group.head_dim,
+        group.kv_heads,
+        group.value_dim,
+    )
+
+
+def pass_entries(batch: ForwardBatch) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """[B, 4] int32: ``AttentionEntry`` of attention.h."""
+    q_lens = np.array(batch.q_lens, dtype=np.int32)
+    columns = (batch.rows.numpy(), batch.starts, q_lens, np.cumsum(q_lens) - q_lens)
+    return np.stack([np.asarray(column, dtype=np.int32) for column in columns], axis=1)
+
+
+class PagedAttention:
+    """Causal attention over ``pool`` on a team's threads: ``plan`` once a pass, then ``run`` for each layer."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        team: Team,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2. ``sinks``: [H]."""
+        self._library = _declared(load_library())
+        self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool, num_heads), team, num_heads
+        self._window = window or 0
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+        self._scoring = Scoring(
+            pool.group.head_dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
+            None if self._sinks is None else self._sinks.data_ptr(),
+        )
+        self._plan = self._library.pds_attention_plan_new()
+        if self._plan is None:
+            raise MemoryError
+        self.close = weakref.finalize(self, self._library.pds_attention_plan_free, self._plan)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Divide the pass among the threads. Keeps nothing of ``batch``, whose ``window_pages``, where it has any, lead
+        to the pages of this pool.
+        """
+        entries, table = pass_entries(batch), batch.req_to_token
+        status = self._library.pds_attention_prepare(
+            self._plan,
+            self._view,
+            self._num_heads,
+            self._window,
+            entries.ctypes.data,
+            len(entries),
+            table.data_ptr(),
+            table.stride(0),
+            None if batch.window_pages is None else batch.window_pages.data_ptr(),
+            self._team.size,
+        )
+        if status != 0:
+            raise MemoryError
+
+    def run(self, layer: int, q_THD: Tensor, out_THD: Tensor, layers: int = 1) -> None:
+        """Attend in ``layer`` (and the ones after it, for measurements): writes ``out_THD``."""
+        q, out = _rows(q_THD), _rows(out_THD)
+        self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, self._scoring, q, out)
+
+    def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write keys and values of ``layer``, of one type, to ``slots`` (int64 [T])."""
+        k, v = _rows(k_TKD), _rows(v_TKD)
+        if self._library.pds_store_kv(self._view, layer, slots.data_ptr(), k, v, len(slots)) != 0:
+            raise MemoryError
+
+
+def _rows(x_THD: Tensor) -> TokenRows:
+    if x_THD.stride()[1:] != (x_THD.shape[2], 1):
+        raise ValueError("a token's heads must lie one after another")
+    return TokenRows(x_THD.data_ptr(), NATIVE_DTYPES[x_THD.dtype], x_THD.stride(0))
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pool, rows = POINTER(KVPoolView), POINTER(TokenRows)
+    entries = (c_void_p, c_int64, c_void_p, c_int64)
+    for name, result, arguments in (
+        ("pds_attention_plan_new", c_void_p, ()),
+        ("pds_attention_plan_free", None, (c_void_p,)),
+        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_int64, *entries, c_void_p, c_int32)),
+        ("pds_attention_run", None, (c_void_p, c_void_p, c_int64, c_int64, POINTER(Scoring), rows, rows)),
+        ("pds_store_kv", c_int32, (pool, c_int64, c_void_p, rows, rows, c_int64)),
+    ):
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

@@ -1,0 +1,250 @@
+"""Builds the CPU kernels: one shared library, compiled once for what this processor can do, kept in the user's cache.
+
+``python -m pdserve.model_runner.cpu_engine.build`` builds it ahead of time (``make setup`` does). ``--all`` builds all
+levels into the package, from where they are loaded first: wheels and container images carry them and need no compiler.
+The library's name holds a hash of everything it is made from, so that one of other sources or flags is never loaded by
+mistake. A build that failed is remembered beside the cache, see ``failed_build.py``.
+
+``PDSERVE_CPU_ISA=avx2`` (or another of ``LEVELS``) chooses the code for lesser processors on one that could do more: so
+it is tested and measured.
+"""
+
+from __future__ import annotations
+
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
+import argparse
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ...runtime.machine.processor import cpu_flags
+from ...runtime.progress import ProgressLog
+from ...runtime.trusted_path import distrust, make_private_folder
+from .failed_build import FailedBuild
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "prebuilt"
+ARCHITECTURE = "x86_64"
+MODULE = "pdserve.model_runner.cpu_engine.build"
+COMPILERS = ("g++", "clang++", "c++")
+COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    # Fused multiply-adds are what we want; NaN and infinity must keep their meaning, so nothing else is relaxed.
+    *("-ffp-contract=fast", "-fno-math-errno"),
+)
+TIMEOUT = 300.0
+ISA_VARIABLE = "PDSERVE_CPU_ISA"
+"""A variable and not an option: a process loads one library, for whichever tool or test asks first."""
+
+
+class Level(NamedTuple):
+    """An instruction set to compile for: what /proc/cpuinfo calls its parts, and the compiler's flags."""
+
+    name: str
+    cpu_flags: frozenset[str]
+    flags: tuple[str, ...]
+
+
+_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"))
+# Since Skylake-X. What has AVX-512 has all of AVX2.
+_AVX512 = Level(
+    "avx512",
+    _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+)
+# Since Cascade Lake: dot products of bytes, for quantised weights.
+_AVX512_VNNI = Level("avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"))
+# Since Cooper Lake, Sapphire Rapids and Zen 4.
+_AVX512_BF16 = Level("avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
+LEVELS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2)
+"""Best first. Each can do all that those after it can."""
+
+
+class BuildError(Exception):
+    """The kernels can't be built here; the message says why and what to do."""
+
+
+def levels_here() -> tuple[Level, ...]:
+    """The levels that this processor has, best first; none where the kernels can't run at all."""
+    flags = cpu_flags()
+    return tuple(level for level in LEVELS if level.cpu_flags <= flags)
+
+
+def choose_level() -> Level:
+    """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
+    if platform.machine() != ARCHITECTURE:
+        raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
+    here, name = {level.name: level for level in levels_here()}, os.environ.get(ISA_VARIABLE, "")
+    if not here:
+        raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
+    if not name:
+        return next(iter(here.values()))
+    if name not in here:
+        raise BuildError(f"{ISA_VARIABLE}={name}: the CPU kernels can be had here for {', '.join(here)}")
+    return here[name]
+
+
+def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
+    """Where the library for ``level`` is, or would be."""
+    digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
+    for file in sorted(filter(Path.is_file, sources.rglob("*"))):
+        digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
+    return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
+
+
+def find_library(path: Path) -> Path | None:
+    """The library of ``library_path``, or one of the same name that came with the package; None: not built yet.
+
+    Raises ``BuildError`` where it, or its folder, belongs to another user or may be written by others: its code would
+    run in this process.
+    """
+    prebuilt = PREBUILT / path.name
+    if prebuilt.is_file():
+        return prebuilt
+    for place in (path.parent, path):
+        try:
+            reason = distrust(place.stat() if place == path.parent else place.lstat())
+        except FileNotFoundError:
+            return None
+        if reason:
+            raise BuildError(f"{place} is not used: {reason}; or remove it, and it is built again")
+    return path if path.is_file() and not path.is_symlink() else None
+
+
+def find_compiler() -> str | None:
+    """The path of the compiler that builds the kernels; None where there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
+    """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
+
+    Processes that want it at the same time wait for the first of them. What failed is not tried again by the same
+    compiler, unless ``retry``.
+    """
+    path = library_path(level, sources, name)
+    if (there := find_library(path)) is not None:
+        return there
+    try:
+        make_private_folder(path.parent)
+        with (path.parent / "lock").open("w") as lock:
+            _wait_for(lock)
+            if not path.is_file():
+                _try_to_compile(level, sources, path, retry)
+    except OSError as e:
+        raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
+    return path
+
+
+def build_all(folder: Path = PREBUILT) -> None:
+    """Fill ``folder`` with the libraries of all levels, and nothing else. Raises ``BuildError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {library_path(level).name for level in LEVELS}
+    for old in folder.glob("*.so"):
+        if old.name not in names:
+            old.unlink()
+    for level in LEVELS:
+        path = build(level, retry=True)
+        if path.parent != folder:
+            shutil.copy(path, folder / f"{path.name}.new")
+            os.replace(folder / f"{path.name}.new", folder / path.name)
+
+
+def _wait_for(lock: IO[str]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("another process is building the CPU kernels; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> None:
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
+    failed = FailedBuild(path, compiler)
+    if not retry and (message := failed.recall()) is not None:
+        raise BuildError(f"{message}\nIt is not tried again; python -m {MODULE} tries.")
+    try:
+        _compile(compiler, level, sources, path)
+    except BuildError as e:
+        failed.remember(str(e))
+        raise
+    failed.forget()
+
+
+def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
+    """Each source by itself, on all cores, and then the library of them."""
+    log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
+    begin = time.monotonic()
+    sources = sorted(folder_of_sources.rglob("*.cpp"))
+    flags = (*COMMON_FLAGS, *level.flags)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        progress = ProgressLog(log, "building the CPU kernels", len(sources) + 1)
+        objects = [Path(folder) / f"{i}-{source.stem}.o" for i, source in enumerate(sources)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
+            for _ in pool.map(_run, commands):
+                progress.advance(1)
+        output = Path(folder) / path.name
+        _run((compiler, *flags, "-shared", *objects, "-o", output))
+        # Whatever the umask is: what this user's processes will run, no other may write.
+        output.chmod(output.stat().st_mode & ~0o022)
+        os.replace(output, path)
+    log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
+
+
+def _run(command: tuple[str | Path, ...]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise BuildError(f"{command[0]} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} could not build the CPU kernels:\n{done.stderr[-4000:]}")
+
+
+def _cache_folder() -> Path:
+    """The XDG base directory specification's place for what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "pdserve"
+
+
+def main() -> int:
+    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without.
+
+    With ``--all``, build for all processors; 1 where that fails, because what would be shipped is not there.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="build for all levels, into the package")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        if args.all:
+            build_all()
+            return 0
+    except BuildError as e:
+        log.error("%s", e)
+        return 1
+    try:
+        build(choose_level(), retry=True)
+    except BuildError as e:
+        for line in f"{e}\nThe torch reference will be used.".splitlines():
+            log.warning("%s", line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The compiled engine: a model's operations and weights in, whole passes out.
+
+Life: made -> every weight set -> any number of passes, one at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from ctypes import c_int64
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...model_files.sharding import Shard
+from ...model_files.spec import ModelSpec
+from ..batch.forward_batch import ForwardBatch
+from ..kv.pool import KVPool
+from .attention import pass_entries, pool_view
+from .library import NATIVE_DTYPES, ActivationDType, load_library
+from .lowering import lower
+from .ranks import NativeRanks
+from .rope_tables import RopeTables
+from .structs import ForwardArgs, WeightPart
+from .team import Team
+
+
+class LinearKind(IntEnum):
+    """``LinearKind`` of engine.h."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - the layer's name
+    GATE_UP = 2
+    DOWN = 3
+    HEAD = 4
+    ROUTER = 5
+    QB = 6
+    KB = 7
+    VB = 8
+
+
+class NormKind(IntEnum):
+    """``NormKind`` of engine.h."""
+
+    BEFORE_ATTENTION = 0
+    AFTER_ATTENTION = 1
+    BEFORE_MLP = 2
+    AFTER_MLP = 3
+    Q = 4
+    K = 5
+    FINAL = 6
+
+
+class VectorKind(IntEnum):
+    """``VectorKind`` of engine.h."""
+
+    SINKS = 0
+    CHOICE_BIAS = 1
+
+
+class Ranks(NamedTuple):
+    """The part of a model that a tensor-parallel rank computes, and what it shares with the others."""
+
+    shard: Shard
+    group: NativeRanks
+
+
+class NativeEngine:
+    """Computes passes of the model ``spec``, which ``refusal`` lets pass, over ``pool``, on activations of ``dtype``.
+
+    Raises ``BuildError`` where the kernels can't be had.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        ropes: RopeTables,
+        pool: KVPool,
+        team: Team,
+        ranks: Ranks | None = None,
+        window_pool: KVPool | None = None,
+        activations: ActivationDType = ActivationDType.INT16,
+    ) -> None:
+        """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part.
+
+        ``window_pool``: of layers that ``pool`` has not, whose pages ``ForwardBatch.window_pages`` leads to.
+        ``activations``: what they are rounded to where weights are quantised.
+        """
+        self._library = load_library()
+        self._ranks = ranks
+        self._vocab_size = spec.vocab_size
+        self.ropes, self.pool, self.window_pool, self.team = ropes, pool, window_pool, team
+        lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab, activations)
+        pools = [pool] if window_pool is None else [pool, window_pool]
+        for number, of_group in enumerate(pools):
+            for place, layer in enumerate(of_group.group.layers):
+                lowered.layers[layer].attend.group, lowered.layers[layer].attend.place = number, place
+        heads = spec.layers[0].attention.heads
+        view, window_view = pool_view(pool, heads), None if window_pool is None else pool_view(window_pool, heads)
+        group = None if ranks is None else ranks.group.handle
+        handle = self._library.pds_engine_new(
+            lowered.model, lowered.layers, view, window_view, NATIVE_DTYPES[dtype], team.handle, group
+        )
+        if handle is None:
+            raise MemoryError("no memory for the engine's activations")
+        self.handle = handle
+        self.most_tokens = None if ranks is None else ranks.group.room.tokens
+        """Of a pass, None for any number."""
+        self.shares_heads = ranks is not None and ranks.shard.shares_kv_heads
+        """Whether other ranks write the same keys and values."""
+        self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
+
+        Raises ``IndexError`` for a token that is not in the vocabulary.
+        """
+        ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
+        if not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
+        self.check_size(len(ids))
+        self.ropes.reserve(int(positions.max()) + 1)
+        entries = pass_entries(batch)
+        wanted = batch.logit_indices.shape[0]
+        logits = torch.empty(wanted, self._vocab_size)
+        args = ForwardArgs(
+            len(ids),
+            len(entries),
+            wanted,
+            batch.input_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.out_cache_loc.data_ptr(),
+            batch.logit_indices.data_ptr(),
+            entries.ctypes.data,
+            batch.req_to_token.data_ptr(),
+            batch.req_to_token.stride(0),
+            None if batch.window_pages is None else batch.window_pages.data_ptr(),
+            self.ropes.tables,
+            logits.data_ptr(),
+            None if batch.done is None else batch.done.address,
+        )
+        if self._library.pds_engine_forward(self.handle, args) != 0:
+            raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
+        return logits
+
+    def check_size(self, tokens: int) -> None:
+        """Raise ``MemoryError`` for a pass that the ranks have no room for."""
+        if self.most_tokens is not None and tokens > self.most_tokens:
+            raise MemoryError(f"a pass of {tokens} tokens, the ranks have room for {self.most_tokens}")
+
+    def meet(self) -> None:
+        """Return when all ranks of this host have come."""
+        self._library.pds_engine_meet(self.handle)
+
+    def weight_bytes_read(self) -> dict[LinearKind, int]:
+        """Bytes of weights that all threads together read in the last pass."""
+        counted = (c_int64 * len(LinearKind))()
+        self._library.pds_engine_weight_bytes(self.handle, counted)
+        return {kind: counted[kind] for kind in LinearKind}
+
+    def set_linear(
+        self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None, expert: int = 0
+    ) -> bool:
+        """Pack a weight [N, K], whose parts lie below each other; ``bias`` is [N].
+
+        ``expert``: whose GATE_UP or DOWN it is; the shared expert's number is behind the others'. A ROUTER is one part,
+        [N, K] float32, with the gate of the shared expert as its last row. False, and nothing done, where the parts
+        can't lie side by side in panels.
+        """
+        floats = None if bias is None else bias.float().contiguous()
+        answer = self._library.pds_engine_set_linear(
+            self.handle,
+            kind,
+            layer,
+            expert,
+            len(parts),
+            (WeightPart * len(parts))(*parts),
+            None if floats is None else floats.data_ptr(),
+        )
+        if answer < 0:
+            raise MemoryError("no memory for the packed weights")
+        return bool(answer == 0)
+
+    def set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
+        """What is multiplied with, whatever a family adds to its weights added already. The final one's layer is 0."""
+        floats = weight.float().contiguous()
+        if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
+            raise MemoryError("no memory for the packed weights")
+
+    def set_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
+        """Logits of attention sinks, [H] of this rank; or what is added to scores for the choice of experts, [E]."""
+        floats = values.float().contiguous()
+        if self._library.pds_engine_set_vector(self.handle, kind, layer, floats.data_ptr()) != 0:
+            raise MemoryError("no memory for the packed weights")
+
+    def set_embedding(self, table: Tensor) -> None:
+        """[V, N] in the engine's own type; kept by reference."""
+        self._embedding = table
+        self._library.pds_engine_set_embedding(self.handle, table.data_ptr())

@@ -1,0 +1,51 @@
+"""Placement of an instance whose passes run on a GPU.
+
+Little is computed on the host: one thread launches kernels, others move pages. No thread is bound to a core, since each
+instance of the host would choose the same one, and two launching threads on one core take turns of milliseconds. The
+launching thread stays on the cores of the GPU's NUMA node and takes its memory from there. It moves to these cores when
+all is loaded and compiled, since compilers inherit the cores of the thread that starts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from ...runtime.machine.topology import Machine
+from .placement import Placement, prefer_memory_of
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 8
+"""Maximum threads of torch on the host: they load weights and compute little besides."""
+
+
+def beside_gpu(placement: Placement, *, named: bool) -> Placement:
+    """Return ``placement`` with few threads and none bound. ``named``: ``--cpus`` says on which cores they run."""
+    threads = min(placement.threads, MOST_THREADS)
+    where = "on the cores that --cpus names" if named else "bound to no core"
+    return placement._replace(
+        threads=threads,
+        cpus=None,
+        home=placement.home if named else placement.allowed,
+        node=placement.node if named else None,
+        reason=f"{threads} thread{'s' * (threads > 1)} beside the GPU, {where}",
+    )
+
+
+def prefer_node(node: int | None, machine: Machine) -> None:
+    """Take memory from ``node``, if the host has several and this process may use cores of it."""
+    if node is not None and cores_near(node, machine):
+        prefer_memory_of(node)
+
+
+def stay_near(node: int | None, machine: Machine) -> None:
+    """Keep the calling thread on the cores of ``node``, if the host has several and this process may use them."""
+    if node is not None and (cores := cores_near(node, machine)):
+        os.sched_setaffinity(0, cores)
+        log.info("kernels are launched on the cores of NUMA node %d, which is the GPU's", node)
+
+
+def cores_near(node: int, machine: Machine) -> frozenset[int]:
+    """Cores of ``node`` that this process may use; none if the host has one node."""
+    return machine.nodes.get(node, frozenset()) if len(machine.nodes) > 1 else frozenset()

@@ -1,0 +1,214 @@
+"""Where the worker's threads run: compute threads on cores that are theirs, every other thread where there is room.
+
+A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread
+that shares its core stalls all the others for a scheduler tick. So there is one for each physical core of one NUMA node
+(``runtime/machine``), and they stay away from the SMT siblings, efficiency cores and other nodes. Where there are as
+many as cores, each is bound to one: threads that float are now and then put on one core, as one of them wakes while
+another process has its core for a moment, and take turns there for a tick or more beside an idle core. Fewer float: an
+instance can't know whether it is alone, and two that both bound themselves to the first cores would stall each other.
+``--cpus`` says which cores are whose; ``pdserve up`` says it to its instances. The other threads (ZMQ's I/O thread, the
+transfer engine's) do short work that must not queue behind a compute thread: they keep all cores that the process was
+allowed when it started.
+
+Memory lies where a thread first touches it, so bound threads alone would almost do. But the transfer engine's thread
+floats, and it may be the first to touch a page of the pool; so the process also asks for its node's memory first.
+
+Threads inherit the binding and the memory policy of the thread that starts them, hence the order in ``process.py``:
+
+    channels open → ``confine`` → torch is imported → ``bind_compute_threads`` → model loads → ``floating``: engine
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from ...messages.worker import MachineUse
+from ...runtime.cpu_list import PlacementError, format_cores, parse_cpus
+from ...runtime.machine.choose_cores import ComputeCores, compute_cores, quota_note, within_quota
+from ...runtime.machine.memory import Memory
+from ...runtime.machine.topology import Machine
+
+log = logging.getLogger(__name__)
+
+PARALLEL_GRAIN = 1 << 16
+SPIN_US = 300
+"""How long a thread waits at a barrier before it sleeps. Another process takes a core for about as long: who sleeps
+meanwhile wakes up late as well."""
+CROWDED_SPIN_US = 1
+"""The same where threads outnumber cores or quota: who is waited for can't run while we spin."""
+SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+MPOL_PREFERRED = 1
+
+
+class Placement(NamedTuple):
+    """``cpus``: the core of each of the ``threads`` compute threads, None for no binding. ``allowed``: all cores.
+
+    ``home``: the cores that the compute threads stay on. ``node``: the NUMA node of all of these, None where there is
+    one node or they lie on several. ``reason``: why so, for people. ``sharers``: processes that compute on these cores
+    at once, with as many threads each.
+    """
+
+    threads: int
+    cpus: tuple[int, ...] | None
+    allowed: frozenset[int]
+    home: frozenset[int]
+    node: int | None
+    quota: float | None
+    reason: str
+    sharers: int = 1
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the compute threads can't all run at once."""
+        return self.threads * self.sharers > len(self.home) or (self.quota is not None and self.threads > self.quota)
+
+    @property
+    def spin_us(self) -> int:
+        """How long a compute thread waits at a barrier before it sleeps."""
+        return CROWDED_SPIN_US if self.is_crowded else SPIN_US
+
+
+def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> Placement:
+    """What the options mean on ``machine``; raises ``PlacementError``."""
+    if threads is not None and threads < 1:
+        raise PlacementError(f"--threads {threads}: at least one thread computes")
+    if cpus is not None:
+        return _bound(threads, cpus, machine)
+    choice = compute_cores(machine)
+    notes = list(choice.notes)
+    cores = _home(choice, threads, machine, notes)
+    count = threads or within_quota(len(cores), machine.quota)
+    # A quota smaller than the cores is what guests of a host have that don't own its cores: they float.
+    takes_all = count == len(cores) and (machine.quota is None or machine.quota >= count)
+    return _placement(count, tuple(sorted(cores)) if takes_all else None, cores, machine, notes)
+
+
+def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:
+    cores = parse_cpus(cpus)
+    if not machine.allowed.issuperset(cores):
+        raise PlacementError(f"--cpus {cpus}: this process may use only cores {sorted(machine.allowed)}")
+    count = threads or within_quota(len(cores), machine.quota)
+    if count > len(cores):
+        raise PlacementError(f"--threads {count} do not fit --cpus {cpus}: compute threads share no core")
+    return _placement(count, cores[:count], frozenset(cores[:count]), machine, ["--cpus says so"])
+
+
+def _home(choice: ComputeCores, threads: int | None, machine: Machine, notes: list[str]) -> frozenset[int]:
+    """The cores for ``threads``: of one node where they fit there, else all that are worth a thread, else all."""
+    node = choice.nodes[choice.best_node]
+    wanted = threads or 1
+    if wanted <= len(node):
+        if others := choice.total - len(node):
+            notes.append(f"{others} on other NUMA nodes")
+        return frozenset(node)
+    notes.append(f"--threads asks for {wanted}")
+    worth = frozenset().union(*choice.nodes.values())
+    return worth if wanted <= len(worth) else machine.allowed
+
+
+def _placement(
+    threads: int, cpus: tuple[int, ...] | None, home: frozenset[int], machine: Machine, notes: list[str]
+) -> Placement:
+    nodes = [node for node, cores in machine.nodes.items() if cores & home]
+    node = nodes[0] if len(nodes) == 1 < len(machine.nodes) else None
+    if machine.quota is not None:
+        notes.append(quota_note(machine.quota))
+    where = f"{'on' if cpus is None else 'bound to'} core{'s' * (len(home) > 1)} {format_cores(cpus or sorted(home))}"
+    if node is not None:
+        where += f" of NUMA node {node}"
+    reason = f"{threads} compute thread{'s' * (threads > 1)} {where}: {', '.join(notes)}"
+    return Placement(threads, cpus, machine.allowed, home, node, machine.quota, reason)
+
+
+def machine_use(placement: Placement, memory: Memory) -> MachineUse:
+    """What ``/server_info`` and the start-up line tell; ``memory``: the host's, within our control groups."""
+    gib = f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free"
+    return MachineUse(
+        threads=placement.threads,
+        cores=list(placement.cpus or sorted(placement.home)),
+        bound=placement.cpus is not None,
+        allowed=sorted(placement.allowed),
+        cpu_quota=placement.quota,
+        numa_node=placement.node,
+        spin_us=placement.spin_us,
+        memory_total=memory.total,
+        memory_free=memory.free,
+        reason=f"{placement.reason}; {gib}",
+    )
+
+
+def confine(placement: Placement) -> None:
+    """Keep the calling thread, and all that it starts from now on, on the compute cores and their memory."""
+    if placement.home != placement.allowed:
+        os.sched_setaffinity(0, placement.home)
+    if placement.is_crowded:
+        # Torch's own threads (the reference runs on them) spin between operations unless OpenMP, which knows nothing of
+        # quotas, is told before it is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if placement.node is not None:
+        prefer_memory_of(placement.node)
+
+
+def yield_cores(nice: int) -> None:
+    """Let other processes go before the calling thread, and before all that it starts from now on."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+def prefer_memory_of(node: int) -> None:
+    """Have new memory of the calling thread, and of those it starts, come from ``node`` while it has any."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = SYS_SET_MEMPOLICY.get(platform.machine())
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << node % 64
+    # The kernel reads one bit less than it is told.
+    if number is None or libc.syscall(number, MPOL_PREFERRED, mask, ctypes.c_ulong(64 * words + 1)) != 0:
+        # Containers often forbid it. The compute threads' own first touch still puts nearly everything there.
+        log.info("memory of NUMA node %d can't be asked for: %s", node, os.strerror(ctypes.get_errno()))
+
+
+def bind_compute_threads(placement: Placement) -> list[int]:
+    """Size torch's pool, start it, and bind the calling thread and each thread of the pool to its own core.
+
+    Returns the kernel's ids of the bound threads, the calling one first; [] where nothing is to be bound. Raises
+    ``PlacementError`` where the pool has not the threads that it should have.
+    """
+    # Imported here: OpenMP reads the process's cores when it is loaded, which must come after ``confine``.
+    import torch
+
+    torch.set_num_threads(placement.threads)
+    if placement.cpus is None:
+        return []
+    before = _threads()
+    torch.ones(placement.threads * PARALLEL_GRAIN).sin_()
+    pool = sorted(_threads() - before)
+    if len(pool) != placement.threads - 1:
+        raise PlacementError(f"torch started {len(pool)} threads where {placement.threads - 1} were expected")
+    bound = [threading.get_native_id(), *pool]
+    for thread, cpu in zip(bound, placement.cpus, strict=True):
+        os.sched_setaffinity(thread, {cpu})
+    return bound
+
+
+@contextmanager
+def floating(placement: Placement) -> Iterator[None]:
+    """Threads that are started inside may run on every core that the process was allowed when it started."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, placement.allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def _threads() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}

@@ -1,0 +1,80 @@
+"""Where the memory of a worker is, told once when it has started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...messages.memory import MemoryUse
+from ...messages.worker import KVLayout
+
+if TYPE_CHECKING:
+    from .model_runner import ModelRunner
+
+GIB, KIB = 2**30, 2**10
+
+
+def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
+    """Of a loaded model, whose steps have run; ``host_tier``: bytes of a second tier."""
+    memory, used = model.hardware.memory(), model.hardware.used()
+    pools = [pool.data.nbytes for pool in model.pools]
+    # What the first may grow by takes no memory before it does.
+    pools[0] -= (model.limit_tokens - model.max_total_tokens) // model.page_size * model.layout.groups[0].page_bytes
+    # A CPU's pools are only reserved yet.
+    taken = model.weight_bytes + (0 if model.device.type == "cpu" else sum(pools))
+    return MemoryUse(
+        weights=model.weight_bytes,
+        kv_pool=pools[0],
+        window_pool=sum(pools[1:]),
+        host_tier=host_tier,
+        rest=max(0, used - taken),
+        total=memory.total,
+        free=memory.free,
+        tokens=model.max_total_tokens,
+        limit_tokens=model.limit_tokens,
+        window_tokens=model.max_window_tokens,
+        full_requests=full_requests(
+            model.layout, model.context_length, model.max_total_tokens, model.max_window_tokens
+        ),
+    )
+
+
+def describe_weights(model: ModelRunner) -> str:
+    """Their type, and what packs or computes them."""
+    rounded = "" if model.quantization == "none" else f", {model.quantization}"
+    if model.quantized_activations is not None:
+        rounded += f" times {model.quantized_activations} activations"
+    return f"{str(model.dtype).removeprefix('torch.')}{rounded}, for attention backend {model.attention_backend}"
+
+
+def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tokens: int) -> float:
+    """How many requests of ``context_length`` tokens pools of so many tokens hold, whose last windows are kept alone
+    where layers have any.
+    """
+    size, group = layout.page_size, layout.window_group
+    fit = tokens / (-(-context_length // size) * size)
+    if group is None:
+        return fit
+    # A window begins anywhere in a page.
+    pages = -(-(min(group.window, context_length) - 1) // size) + 1
+    return min(fit, window_tokens / (pages * size))
+
+
+def table(use: MemoryUse, layout: KVLayout, context_length: int, weights: str) -> list[str]:
+    """Lines for a log; ``weights`` says what they are."""
+    where = f"{use.tokens} tokens of {layout.groups[0].page_bytes / layout.page_size / KIB:.4g} KiB"
+    limit = f", up to {use.limit_tokens} of them" if use.limit_tokens > use.tokens else ""
+    rows = [
+        ("weights", use.weights, weights),
+        ("KV pool", use.kv_pool, f"{where}, in pages of {layout.page_size}{limit}"),
+    ]
+    group = layout.window_group
+    if group is not None:
+        text = f"{use.window_tokens} tokens of {group.num_layers} layers that see {group.window}"
+        rows.append(("windows", use.window_pool, text))
+    if use.host_tier:
+        rows.append(("host tier", use.host_tier, "reserved, and taken as it is used"))
+    rows.append(("rest", use.rest, "libraries, activations, tables"))
+    rows.append(("free", use.free, f"of {use.total / GIB:.2f} GiB"))
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"{name:{width}}  {nbytes / GIB:7.2f} GiB  {text}" for name, nbytes, text in rows]
+    return [*lines, f"requests of the whole context ({context_length} tokens) at a time: {use.full_requests:.1f}"]

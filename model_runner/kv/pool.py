@@ -1,0 +1,279 @@
+"""The tensors behind the slots.
+
+Each group of layers (``KVGroup``) has a pool of its own, which is page-first: page ``p`` is the bytes
+``[p * page_bytes, (p + 1) * page_bytes)``. In the order "tokens" it is
+``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D head_dim), so that a slot
+``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
+rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
+``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head. Where elements are of
+one byte (``kv/quantization.py``) the pool is of bytes, and each token's head has 4 more of them: its scale.
+
+Of latent rows (kind "mla") there is one a token and layer, key and value in one: ``[P, L, page_size, D]``, or
+``[P, L, page_size * D]`` in blocks. Kind "sparse" has a file of its own, ``kv/sparse/pool.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...messages.worker import KVGroup, KVKind, KVLayout, KVOrder
+from ..ops.reference import store_kv
+from .quantization import LARGEST, SCALE_BYTES, SCALE_DTYPE, pack_heads, unpack_heads
+from .sparse.channels import LabelChannels
+from .sparse.pool import SparseTokenToKVPool
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+KEYS, VALUES = 0, 1
+
+
+class HasKV(Protocol):
+    """What keeps keys and values: a ``ModelSpec``, or a ``KVShape``."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep any."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of every layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Of keys and of values."""
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Elements of a latent row that are the value, too; None: keys and values lie apart."""
+
+    @property
+    def kv_elements(self) -> int:
+        """What every layer keeps of a token."""
+
+
+class KVShape(NamedTuple):
+    """The sizes by themselves; see ``HasKV``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    latent_dim: int | None = None
+
+    @property
+    def kv_elements(self) -> int:
+        """See ``HasKV``."""
+        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
+
+
+def make_layout(
+    spec: HasKV,
+    page_size: int,
+    dtype: torch.dtype,
+    order: KVOrder = "tokens",
+    windows: Mapping[int, int] | None = None,
+    labels: LabelChannels | None = None,
+) -> KVLayout:
+    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back.
+    ``labels``: what of each key is kept a second time.
+    """
+    windows = windows or {}
+    kind: KVKind = "mha" if spec.latent_dim is None else "mla"
+    width = spec.kv_elements * dtype.itemsize
+    if dtype in LARGEST:
+        width += spec.kv_elements // spec.head_dim * SCALE_BYTES
+    if labels is not None:
+        if kind != "mha" or dtype in LARGEST or order != "tokens" or windows:
+            raise ValueError("labels go with whole keys and values, in the order of tokens, that are kept")
+        kind = "sparse"
+        width += spec.num_kv_heads * labels.dim * dtype.itemsize
+
+    def group(layers: tuple[int, ...], window: int) -> KVGroup:
+        return KVGroup(
+            layers=layers,
+            kind=kind,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=_name(dtype),
+            page_bytes=len(layers) * page_size * width,
+            value_dim=spec.latent_dim or 0,
+            scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
+            window=window,
+            label_dim=0 if labels is None else labels.dim,
+            labels="" if labels is None else labels.digest,
+        )
+
+    kept = group(tuple(layer for layer in range(spec.num_layers) if layer not in windows), 0)
+    if not windows:
+        return KVLayout(page_size, (kept,), order)
+    return KVLayout(page_size, (kept, group(tuple(sorted(windows)), max(windows.values()))), order)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class MHATokenToKVPool:
+    """Keys and values of all slots, of one group of layers. ``dtype`` is that of their elements.
+
+    Page 0 is never handed out and stays zero: padded lanes read it. Ranks of a host may share one: each has, as
+    ``heads``, those that it reads, writes and clears.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        buffer: Buffer | None = None,
+        heads: tuple[int, int] | None = None,
+        group: int = 0,
+    ) -> None:
+        """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.
+
+        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all. ``group``: of the layout's.
+        """
+        self.layout = layout
+        self.group = kept = layout.groups[group]
+        self.dtype: torch.dtype = getattr(torch, kept.dtype)
+        self._index = {layer: i for i, layer in enumerate(kept.layers)}
+        self.is_quantized = self.dtype in LARGEST
+        stored = torch.uint8 if self.is_quantized else self.dtype
+        size, all_heads = layout.page_size, kept.kv_heads
+        self._width = dim = kept.head_dim + (SCALE_BYTES if self.is_quantized else 0)
+        of_layer = (size, all_heads, dim) if layout.order == "tokens" else (all_heads, size * dim)
+        shape = (num_pages, kept.num_layers, 2, *of_layer)
+        if buffer is None:
+            self.data = torch.zeros(shape, dtype=stored, device=device)
+        else:
+            self.data = torch.frombuffer(buffer, dtype=stored).view(shape)
+        begin, end = self.heads = heads or (0, all_heads)
+        self._own = self.data[..., begin:end, :]
+        self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
+        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, size * all_heads * dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """What a head of a token takes."""
+        return self._width * self.data.itemsize
+
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Where the first layer's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
+        size = self.layout.page_size
+        return slots // size * (self.group.num_layers * 2 * size) + slots % size
+
+    def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write ``k`` and ``v`` [T, H, D] of ``layer`` to the slots behind ``token_rows`` [T]."""
+        key_rows = token_rows + self._index[layer] * 2 * self.layout.page_size
+        if self.is_quantized:
+            k, v = pack_heads(k, self.dtype), pack_heads(v, self.dtype)
+        store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D].
+
+        Of the pool's own type, or float32 where that is quantised.
+        """
+        rows = pages * (self.group.num_layers * 2) + self._index[layer] * 2
+        shape, (begin, end) = (-1, self.group.kv_heads, self._width), self.heads
+        keys = self._page_rows.index_select(0, rows + KEYS).view(shape)[:, begin:end]
+        values = self._page_rows.index_select(0, rows + VALUES).view(shape)[:, begin:end]
+        if self.is_quantized:
+            return unpack_heads(keys, self.dtype), unpack_heads(values, self.dtype)
+        return keys, values
+
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer`` where they lie: two views [P, page_size, H, D] of a pool in the order "tokens"
+        that is not quantised.
+        """
+        if self.layout.order != "tokens" or self.is_quantized:
+            raise ValueError(f"{self.group.dtype} in the order {self.layout.order!r} is no array of elements")
+        pages = self._own[:, self._index[layer]]
+        return pages[:, KEYS], pages[:, VALUES]
+
+    def clear(self, pages: Tensor) -> None:
+        """Zero ``pages`` (int64) in all layers."""
+        self._own.index_fill_(0, pages, 0)
+
+
+class MLATokenToKVPool:
+    """Latent rows of all slots, of one group of layers (DeepSeek-V2): a row is the key, and its first ``value_dim``
+    elements are the value. Page 0 is never handed out and stays zero.
+
+    Ranks of a host may share one. They all write the same rows, and clear the same pages.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device, buffer: Buffer | None = None, group: int = 0
+    ) -> None:
+        """As of ``MHATokenToKVPool``."""
+        self.layout = layout
+        self.group = kept = layout.groups[group]
+        self.dtype: torch.dtype = getattr(torch, kept.dtype)
+        self.heads = (0, 1)
+        self._index = {layer: i for i, layer in enumerate(kept.layers)}
+        self.is_quantized = False
+        of_layer = (layout.page_size, kept.head_dim)
+        shape = (num_pages, kept.num_layers, *(of_layer if layout.order == "tokens" else (math.prod(of_layer),)))
+        if buffer is None:
+            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        else:
+            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        self._token_rows = self.data.view(-1, kept.head_dim)
+        self._page_rows = self.data.view(num_pages * kept.num_layers, -1)
+
+    @property
+    def head_bytes(self) -> int:
+        """What a row takes."""
+        return self.group.head_dim * self.data.itemsize
+
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Where the first layer's rows of ``slots`` (int64) lie; the argument of ``store``."""
+        size = self.layout.page_size
+        return slots // size * (self.group.num_layers * size) + slots % size
+
+    def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows ``k`` [T, 1, D] of ``layer`` to the slots behind ``token_rows`` [T]; ``v`` is part of them."""
+        rows = token_rows + self._index[layer] * self.layout.page_size
+        self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it."""
+        rows = pages * self.group.num_layers + self._index[layer]
+        found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
+        return found, found[..., : self.group.value_dim]
+
+    def layer_rows(self, layer: int) -> Tensor:
+        """Rows of ``layer`` where they lie: a view [P, page_size, D] of a pool in the order "tokens"."""
+        if self.layout.order != "tokens":
+            raise ValueError(f"the order {self.layout.order!r} is not by token")
+        return self.data[:, self._index[layer]]
+
+    def clear(self, pages: Tensor) -> None:
+        """Zero ``pages`` (int64) in all layers."""
+        self.data.index_fill_(0, pages, 0)
+
+
+KVPool = MHATokenToKVPool | MLATokenToKVPool | SparseTokenToKVPool
+
+
+def make_pool(
+    layout: KVLayout,
+    num_pages: int,
+    device: torch.device,
+    buffer: Buffer | None = None,
+    heads: tuple[int, int] | None = None,
+    group: int = 0,
+    labels: LabelChannels | None = None,
+) -> KVPool:
+    """The pool of one ``group`` of the layout; see the classes. ``labels``: those that the layout was made with."""
+    if labels is not None:
+        return SparseTokenToKVPool(layout, num_pages, device, labels.indices, buffer)
+    if layout.groups[group].kind == "mla":
+        return MLATokenToKVPool(layout, num_pages, device, buffer, group)
+    return MHATokenToKVPool(layout, num_pages, device, buffer, heads, group)

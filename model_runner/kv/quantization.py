@@ -1,0 +1,61 @@
+"""Keys and values of one byte an element, with a scale for each head of each token.
+
+A head's elements are divided by ``scale`` = (its largest magnitude) / (the type's largest number), and rounded to the
+nearest, ties to even: the same bytes on every device, and as ``cpu_engine/src/kv_quantization.h`` writes them. Scales are
+float32: rounded to 16 bits they would save 2 of 68 bytes (a head of 64), and 16 slots' scales fill just a cache line,
+so that the kernels' blocks stay on lines of their own. A head that is all zero, or next to it, has the scale 0. One
+with an infinity or a NaN has the scale NaN, and its elements are 0: whoever reads it gets NaN, which fails the request.
+
+Shapes: T tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""What the largest magnitude of a head becomes, by the type of the elements."""
+SCALE_DTYPE = torch.float32
+SCALE_BYTES = SCALE_DTYPE.itemsize
+_SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+
+class Quantized(NamedTuple):
+    """``elements`` [..., D] of one of the types of ``LARGEST``, and ``scales`` [...] float32."""
+
+    elements: Tensor
+    scales: Tensor
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
+    """Round the heads ``x`` [..., D] to elements of ``dtype``."""
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    # Divided by a tensor: by a number, accelerators would multiply with its inverse.
+    scales = largest / torch.full_like(largest, LARGEST[dtype])
+    scales = torch.where(scales < _SMALLEST, 0.0, scales)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    is_usable = scales > 0
+    quotients = wide / torch.where(is_usable, scales, 1.0)[..., None]
+    quotients = torch.where(is_usable[..., None], quotients, 0.0)
+    return Quantized((quotients.round() if dtype == torch.int8 else quotients).to(dtype), scales)
+
+
+def dequantize(elements: Tensor, scales: Tensor) -> Tensor:
+    """What ``quantize`` rounded, [..., D] float32."""
+    return elements.float() * scales[..., None]
+
+
+def pack_heads(x_THD: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x_THD`` as a pool in token order holds it, [T, H, D + 4] uint8: a head's elements, then its scale."""
+    elements, scales = quantize(x_THD, dtype)
+    return torch.cat((elements.view(torch.uint8), scales[..., None].view(torch.uint8)), -1)
+
+
+def unpack_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``pack_heads`` packed into ``rows`` [..., D + 4], as [..., D] float32."""
+    elements, scales = rows[..., :-SCALE_BYTES].view(dtype), rows[..., -SCALE_BYTES:].contiguous().view(SCALE_DTYPE)
+    return dequantize(elements, scales[..., 0])

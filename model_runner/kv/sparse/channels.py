@@ -1,0 +1,144 @@
+"""Which elements of a key are its label: the channels whose products with a query's say most of the score.
+
+They are found once for a model, by ``pdserve calibrate``, and lie in a JSON file: of each layer and KV head all
+channels, those that matter most first, of which a server takes as many as ``--ds-heavy-channel-num`` says. The file
+says what model it is of by its family and sizes: the channels of one serve those that were tuned from it, too, as they
+are a matter of speed and nearness, not of right and wrong.
+
+The method is that of Yang et al., "Post-Training Sparse Attention with Double Sparsity" (2024, arXiv 2408.07092).
+
+Shapes: L layers, K KV heads, D head_dim, C channels of a label.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ....model_files.errors import UnsupportedModel
+from ....model_files.spec import MLASpec, ModelSpec
+from ....runtime.options import ServerOptions
+
+Format = Literal["pdserve label channels 1"]
+FORMAT: Format = "pdserve label channels 1"
+USUAL_SHARE = 4
+"""Of a head's channels, one in so many is in its label unless the options say otherwise."""
+
+
+class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By what a file tells its own model from others."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(spec: ModelSpec) -> ModelSizes:
+        """The sizes of ``spec``; see ``refuse_unsuitable`` for those that have none of this kind."""
+        attention = spec.layers[0].attention
+        return ModelSizes(
+            family=spec.family,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+            heads=attention.heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+
+
+class ChannelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file holds. ``channels``: L lists of K lists of all D channels, those that matter most first.
+
+    ``method`` "qk": by the mean of |q k| of a channel over pairs of a query of the KV head's group and a key.
+    ``tokens``: how many were looked at.
+    """
+
+    format: Format
+    model: ModelSizes
+    method: Literal["qk"]
+    tokens: int
+    channels: list[list[list[int]]]
+
+
+class LabelChannels(NamedTuple):
+    """``indices``: [L, K, C] int64, ascending within a head. ``digest``: equal for equal ones."""
+
+    indices: Tensor
+    digest: str
+
+    @property
+    def dim(self) -> int:
+        """C."""
+        return self.indices.shape[2]
+
+    @staticmethod
+    def of(ranked: Tensor, count: int) -> LabelChannels:
+        """The first ``count`` of the channels ``ranked`` [L, K, D]."""
+        indices = ranked[..., :count].sort(-1).values
+        return LabelChannels(indices, sha256(repr(indices.tolist()).encode()).hexdigest()[:16])
+
+
+def write_channels(path: Path, spec: ModelSpec, ranked: Tensor, tokens: int) -> None:
+    """Write ``ranked`` [L, K, D] int64, the channels of ``spec`` as ``tokens`` tokens rank them. Raises ``OSError``."""
+    content = ChannelFile(FORMAT, ModelSizes.of(spec), "qk", tokens, ranked.tolist())
+    # A line for each layer: a file that people look into.
+    path.write_bytes(msgspec.json.encode(content).replace(b"]],[[", b"]],\n[[") + b"\n")
+
+
+def read_channels(path: Path, spec: ModelSpec) -> Tensor:
+    """All channels, ranked: [L, K, D] int64. Raises ``UnsupportedModel`` for a file that isn't ``spec``'s."""
+    flag = f"--ds-channel-config-path {path}"
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=ChannelFile)
+    except OSError as e:
+        raise UnsupportedModel(f"{flag}: {e.strerror}; `pdserve calibrate` writes such a file") from e
+    except msgspec.DecodeError as e:
+        raise UnsupportedModel(f"{flag} is no file of label channels ({e}); `pdserve calibrate` writes one") from e
+    ours, theirs = (msgspec.structs.asdict(sizes) for sizes in (ModelSizes.of(spec), content.model))
+    if unlike := [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if ours[name] != theirs[name]]:
+        raise UnsupportedModel(f"{flag} is of another model ({'; '.join(unlike)}): calibrate this one")
+    layers, all_channels = content.channels, list(range(spec.head_dim))
+    whole = len(layers) == spec.num_layers and all(len(heads) == spec.num_kv_heads for heads in layers)
+    if not whole or any(sorted(channels) != all_channels for heads in layers for channels in heads):
+        raise UnsupportedModel(f"{flag} does not list each channel of each KV head once: calibrate again")
+    return torch.tensor(layers, dtype=torch.int64)
+
+
+def choose_channels(options: ServerOptions, spec: ModelSpec) -> LabelChannels | None:
+    """Those that ``options`` ask for, None where they don't. Raises ``UnsupportedModel``."""
+    if not options.enable_double_sparsity:
+        return None
+    refuse_unsuitable("--enable-double-sparsity", spec)
+    count = options.ds_heavy_channel_num or max(1, spec.head_dim // USUAL_SHARE)
+    if count > spec.head_dim:
+        raise UnsupportedModel(f"--ds-heavy-channel-num {count}: a key has {spec.head_dim} channels")
+    assert options.ds_channel_config_path is not None  # option_checks.py
+    return LabelChannels.of(read_channels(Path(options.ds_channel_config_path), spec), count)
+
+
+def refuse_unsuitable(asked: str, spec: ModelSpec) -> None:
+    """Raise ``UnsupportedModel`` where ``asked`` can't be had with ``spec``'s attention."""
+    for i, layer in enumerate(spec.layers):
+        attention = layer.attention
+        if isinstance(attention, MLASpec):
+            raise UnsupportedModel(f"{asked} is not supported for latent attention (MLA); leave it out")
+        has = {
+            "a sliding window": attention.window is not None,
+            "a soft cap": attention.softcap is not None,
+            "sinks": attention.sinks,
+        }
+        if unsuitable := [name for name, is_there in has.items() if is_there]:
+            raise UnsupportedModel(
+                f"{asked} is for attention to all tokens alike, and layer {i} has {' and '.join(unsuitable)}; "
+                "leave it out"
+            )

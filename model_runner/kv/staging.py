@@ -1,0 +1,152 @@
+"""Pools as the transfer engine takes them: the host's, and those on a device, through pinned memory or by address."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...disaggregation.transfer.direct import WINDOW_BYTES, DeviceMemory, Direct
+from ...disaggregation.transfer.pages import LayerRange, PageGroup
+from ...disaggregation.transfer.region import HostMemory
+from ...disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
+from ...disaggregation.transfer.word_sum import WORD_BYTES
+from ...messages.base import I32
+from ...messages.worker import KVLayout
+from ...runtime.options import ServerOptions
+from ...runtime.transfer_backends import BACKENDS
+from ..attention.registry import triton_refusal
+from ..device.base import Device
+from .pool import KVPool
+
+if TYPE_CHECKING:
+    from ..engines.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+GB = 10**9
+DEFAULT_GB = 0.25
+
+
+class PoolPages:
+    """Bytes of a pool; see ``DevicePages``. For one thread, which need not be the one that runs steps."""
+
+    def __init__(self, pool: KVPool, device: Device) -> None:
+        self._pool = pool
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self._pool.data.nbytes
+
+    @property
+    def address(self) -> int:
+        """Of page 0, on the device."""
+        return self._pool.data.data_ptr()
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Copy bytes of the pool to the host's; waits."""
+        self._device.transfer([(host, there) for there, host in self._pairs(pieces)])
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Copy the host's to the pool; waits."""
+        self._device.transfer(self._pairs(pieces))
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether Triton's kernel runs on the pool's device."""
+        return triton_refusal(self._pool.data.device) is None
+
+    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
+        """See ``DevicePages``; waits for the sum alone."""
+        from .triton.checksum import page_checksum
+
+        with self._device.beside_steps():
+            out = torch.empty(1, dtype=torch.int64, device=self._pool.data.device)
+            page_checksum(self._pool.data, self._device.upload(pages), LayerRange(*layers), num_layers, out)
+            self._device.transfer([(self._sum, out)])
+        return int(self._sum[0]) % 2**64
+
+    @cached_property
+    def _sum(self) -> Tensor:
+        """Where a sum comes to on the host."""
+        return self._device.host_zeros((1,), torch.int64)
+
+    def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
+        flat = self._pool.data.view(-1).view(torch.uint8)
+        return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
+
+
+def page_groups(model: ModelRunner, options: ServerOptions) -> list[PageGroup | None]:
+    """What peers may read and write of a model's pools: the pages of each group of the layout, None for one without
+    bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0, or the backend knows no
+    other: then they are ``direct``.
+    """
+    size, layout = options.kv_staging_size, model.layout
+    pools = (model.pool, model.window_pool)[: len(layout.groups)]
+    stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices
+    if stays_on_devices or (size == 0 and model.device.type != "cpu"):
+        return direct_groups(layout, pools, model.hardware)
+    if model.device.type != "cpu" or size:
+        return staged_groups(layout, pools, model.hardware, size)
+    regions = (model.kv_region, model.window_region)
+    return [
+        PageGroup.of(group, region) if region is not None else None
+        for group, region in zip(layout.groups, regions, strict=False)
+    ]
+
+
+def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Device) -> list[PageGroup | None]:
+    """What peers may read and write of ``pools`` where they lie, one for each group of the layout (None where it has no
+    bytes); with one window to see them by, which is allocated here.
+    """
+    largest = max(group.page_bytes for group in layout.groups)
+    window = _host_memory(device, max(largest, WINDOW_BYTES))
+    groups: list[PageGroup | None] = []
+    for group, pool in zip(layout.groups, pools, strict=True):
+        if pool is None or not group.page_bytes:
+            groups.append(None)
+            continue
+        pages = PoolPages(pool, device)
+        if pages.has_sums and group.page_bytes % (group.num_layers * WORD_BYTES) == 0:
+            # The kernel is compiled now, and not while hand-overs wait.
+            pages.word_sum(np.zeros(1, dtype=np.int32), LayerRange(0, group.num_layers), group.num_layers)
+        direct = Direct(pages, window, device.torch.index or 0)
+        groups.append(PageGroup.of(group, DeviceMemory(pages), direct=direct))
+    return groups
+
+
+def staged_groups(
+    layout: KVLayout, pools: Sequence[KVPool | None], device: Device, gigabytes: float | None
+) -> list[PageGroup | None]:
+    """What peers may read and write of ``pools``, one for each group of the layout (None where it has no bytes),
+    through ``gigabytes`` of the host's memory, which is allocated here.
+    """
+    kept = [group for group in layout.groups if group.page_bytes]
+    sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])
+    log.info(
+        "KV goes to peers through %s pages of host memory, and comes through %d slabs of %.1f MiB",
+        " and ".join(map(str, sizes.slots)),
+        sizes.slabs,
+        sizes.slab_bytes / 2**20,
+    )
+    slabs = Slabs(_host_memory(device, sizes.slabs * sizes.slab_bytes + SCRATCH_BYTES), sizes.slab_bytes)
+    slots = dict(zip(kept, sizes.slots, strict=True))
+    groups: list[PageGroup | None] = []
+    for group, pool in zip(layout.groups, pools, strict=True):
+        if pool is None or not group.page_bytes:
+            groups.append(None)
+            continue
+        region = HostMemory(_host_memory(device, (slots[group] + 1) * group.page_bytes))
+        groups.append(PageGroup.of(group, region, Staging(PoolPages(pool, device), slabs)))
+    return groups
+
+
+def _host_memory(device: Device, nbytes: int) -> memoryview:
+    return memoryview(device.host_zeros((nbytes,), torch.uint8).numpy().data)

@@ -1,0 +1,141 @@
+"""A model of transformers that computes passes of this server: its attention reads and writes the paged KV pool.
+
+A pass's tokens go in as one sequence, with the position of each in its request. All that a model does with a token,
+but for attention, must depend on that token and its position alone; ``self_check.py`` sees whether it does.
+
+Shapes: T tokens, H query heads, K KV heads, D head_dim, V vocabulary, L wanted rows of logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....model_files.spec import AttentionSpec
+from ...attention.base import AttentionBackend
+from ...batch.forward_batch import ForwardBatch
+from .interface import PAGED, set_attention
+from .trial import AttentionLayer
+
+WANTED = "logits_to_keep"
+"""The argument of transformers' models that names the rows of logits that are wanted."""
+
+
+class PagedPass:
+    """The pass that is being computed: its batch, and the attention backend that has planned it."""
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._attention: AttentionBackend | None = None
+        self._layers = 0
+
+    def begin(self, batch: ForwardBatch, attention: AttentionBackend) -> None:
+        """``attention`` has planned ``batch``."""
+        self._batch, self._attention, self._layers = batch, attention, 0
+
+    def end(self, layers: int) -> None:
+        """Raises ``RuntimeError`` unless all ``layers`` have attended: the pool would lack the others' KV."""
+        if self._layers != layers:
+            raise RuntimeError(f"{self._layers} layers attended in a pass, of {layers}")
+        self._batch = self._attention = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """[T, H * D] of ``q`` [T, H, D], ``k`` and ``v`` [T, K, D]; raises ``RuntimeError`` out of turn."""
+        if self._batch is None or self._attention is None or layer != self._layers:
+            raise RuntimeError(f"layer {layer} attended out of its turn")
+        out = self._attention.forward(layer, q, k, v, spec)
+        self._layers += 1
+        if self._batch.done is not None:
+            self._batch.done.launched(self._layers)
+        return out
+
+
+class LayerAttention:
+    """Attention of layer ``layer``, by ``paged``."""
+
+    def __init__(self, layer: int, spec: AttentionSpec, paged: PagedPass) -> None:
+        self._layer = layer
+        self._spec = spec
+        self._paged = paged
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+    ) -> Tensor:
+        """See ``Attend``; mask and arguments are what the trial pass has seen."""
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = self._paged.attend(self._layer, q_THD.to(v.dtype), k_TKD, v_TKD, self._spec)
+        return out.view(1, *q_THD.shape).to(q.dtype)
+
+
+class Bare(NamedTuple):
+    """A pass without attention. ``logits``: [T, V] float32. ``attended``: each layer's queries, keys and values."""
+
+    logits: Tensor
+    attended: list[Tensor]
+
+
+class NoAttention:
+    """Gives zeros, and keeps what it was given; see ``Bare``."""
+
+    def __init__(self) -> None:
+        self.attended: list[Tensor] = []
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+    ) -> Tensor:
+        """See ``Attend``."""
+        self.attended.append(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 1).float())
+        return torch.zeros_like(q).transpose(1, 2)
+
+
+class TransformersModel:
+    """Computes passes by ``model``, a causal LM of transformers, whose attention layers are ``layers``."""
+
+    def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
+        self._model = model
+        self.modules = [layer.module for layer in layers]
+        self._paged = PagedPass()
+        self._keeps_rows = WANTED in inspect.signature(model.forward).parameters
+        self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+        return self.forward_at(batch.positions, batch, attention)
+
+    def forward_at(self, positions: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """``forward``, with other ``positions`` [T] for all but attention."""
+        self._paged.begin(batch, attention)
+        wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
+        out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
+        self._paged.end(len(self.modules))
+        logits: Tensor = out.logits[0]
+        if not self._keeps_rows:
+            logits = logits.index_select(0, batch.logit_indices)
+        return logits.float()
+
+    def use_pool(self) -> None:
+        """From here on attention is that of the KV pool."""
+        for module, attention in zip(self.modules, self._attentions, strict=True):
+            set_attention([module], attention)
+        self._model.set_attn_implementation(PAGED)
+
+    def eager(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits of ``tokens`` [T] as transformers computes them by itself, [T, V] float32; ends ``use_pool``."""
+        self._model.set_attn_implementation("eager")
+        return self._logits(tokens, positions)
+
+    def without_attention(self, tokens: Tensor, positions: Tensor) -> Bare:
+        """What ``tokens`` [T] at ``positions`` [T] compute where all attention gives zeros; ends ``use_pool``."""
+        none = NoAttention()
+        set_attention(self.modules, none)
+        self._model.set_attn_implementation(PAGED)
+        return Bare(self._logits(tokens, positions), none.attended)
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        more = {} if positions is None else {"position_ids": positions[None]}
+        logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **more).logits
+        return logits[0].float()

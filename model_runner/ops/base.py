@@ -1,0 +1,64 @@
+"""What of a pass a device does better in one kernel than torch does in several: one interface, chosen once a model.
+
+Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size, R rows and C columns of the request table;
+where there are experts, C chosen ones of each token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ...model_files.spec import Activation
+from ..batch.step_arrays import DeviceArrays
+from .layers.expert_networks import ExpertNetworks
+from .layers.rms_norm import RMSNorm
+from .layers.rotary import RotaryEmbedding, Rotation
+
+PassRotation = Rotation | Tensor
+"""What a pass's tokens turn by, for the ops that made it."""
+
+
+class DeviceOps(ABC):
+    """The reference is ``torch_ops.py``; others differ from it by rounding."""
+
+    @abstractmethod
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """``x`` [T, N], or [T, H, D] each head by itself, normalised; a new tensor."""
+
+    @abstractmethod
+    def add_and_norm(
+        self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
+    ) -> Tensor:
+        """Add ``scale`` times ``y`` (normalised by ``after``) to the residual ``x``, in place; what of it goes on: the
+        sum normalised by ``following``, or ``x`` itself.
+        """
+
+    @abstractmethod
+    def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
+        """Of a pass's ``positions`` [T]: for ``rotate``."""
+
+    @abstractmethod
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
+        """Both, each token turned by its position: new tensors, or the same ones overwritten."""
+
+    @abstractmethod
+    def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be overwritten."""
+
+    @abstractmethod
+    def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """``x`` through each token's chosen ``experts`` (int64, distinct), each times its weight (float32), added up in
+        the order of their numbers: [T, N] float32, a new tensor.
+        """
+
+    @abstractmethod
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        """Why ``run_experts`` has the host wait for the choice, None where nothing does; once weights are loaded."""
+
+    @abstractmethod
+    def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
+        """Before the pass: the slots of its tokens go into ``req_to_token`` ([R, C] int32), and of rows whose token
+        only the device knows the last one (of ``last_tokens``: [R] int64) into the step's ``input_ids``.
+        """

@@ -1,0 +1,69 @@
+"""Linear layers, single and fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..packed.weights import PackedWeight
+from ..reference import linear
+
+Product = Callable[[Tensor, PackedWeight, Tensor | None], Tensor]
+"""Of ``x`` [T, in], whose elements lie side by side, with a packed weight and a bias: [T, out]."""
+
+
+class Linear:
+    """``x`` [T, in] → [T, sum(outs)]: several projections of one input, fused into one weight.
+
+    The weight is of floats, or ``packed``: then ``keep_packed`` comes before anyone asks for ``weight``, and
+    ``use_packed`` before ``forward``.
+    """
+
+    packed: PackedWeight | None = None
+
+    def __init__(
+        self, in_features: int, outs: Sequence[int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.in_features = in_features
+        self.outs = list(outs)
+        self._dtype, self._device = dtype, device
+        self._product: Product | None = None
+        self.bias = torch.empty(sum(outs), dtype=dtype, device=device) if bias else None
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[sum(outs), in]; takes its memory as it is asked for first. Of a packed one, a shape and a type alone."""
+        return torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device=self._device)
+
+    def keep_packed(self) -> None:
+        """The weight will not be one of floats, which takes no memory then."""
+        self.weight = torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device="meta")
+
+    def use_packed(self, weight: PackedWeight, product: Product) -> None:
+        """Compute by this."""
+        self.packed, self._product = weight, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all projections; their outputs lie side by side."""
+        if self.packed is None or self._product is None:
+            return linear(x, self.weight, self.bias)
+        return self._product(x, self.packed, self.bias)
+
+    def weights(self, *names: str) -> dict[str, Tensor]:
+        """The views that take the checkpoint's separate projections, in order, by name."""
+        views = {f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, self.outs), strict=True)}
+        if self.bias is not None:
+            views |= {f"{name}.bias": part for name, part in zip(names, torch.split(self.bias, self.outs), strict=True)}
+        return views
+
+
+Linears = Mapping[tuple[str, ...], Linear]
+"""Layers by the names of what each projects to."""
+
+
+def weights_of(linears: Linears) -> dict[str, Tensor]:
+    """The views that take the tensors of all of them, by name."""
+    return {name: view for names, linear in linears.items() for name, view in linear.weights(*names).items()}

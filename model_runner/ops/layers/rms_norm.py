@@ -1,0 +1,29 @@
+"""RMSNorm (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....model_files.spec import NormSpec
+from ..reference import rms_norm
+
+
+class RMSNorm:
+    """Normalises the last dimension, of size ``size``; weights and arithmetic are float32, whatever goes in."""
+
+    def __init__(self, size: int, spec: NormSpec, *, device: torch.device) -> None:
+        self.spec = spec
+        self.eps = spec.eps
+        self._offset = spec.offset
+        self.weight = torch.empty(size, dtype=torch.float32, device=device)
+        """As the checkpoint has it."""
+
+    @property
+    def scale(self) -> Tensor:
+        """What is multiplied with: the weight and the family's offset."""
+        return self.weight + self._offset if self._offset else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised ``x``, of the same shape and type."""
+        return rms_norm(x.float(), self.scale, self.eps).to(x.dtype)

@@ -1,0 +1,56 @@
+"""Plain torch, on every device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...model_files.spec import Activation
+from ..batch.step_arrays import DeviceArrays
+from .base import DeviceOps, PassRotation
+from .expert_loop import loop_over_experts
+from .layers.expert_networks import ExpertNetworks
+from .layers.rms_norm import RMSNorm
+from .layers.rotary import RotaryEmbedding, Rotation
+from .reference import gate_and_mul, rope
+
+
+class TorchOps(DeviceOps):
+    """The reference."""
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """See the base class."""
+        return norm.forward(x)
+
+    def add_and_norm(
+        self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
+    ) -> Tensor:
+        """See the base class."""
+        x_TN.add_(y_TN if after is None else after.forward(y_TN), alpha=scale)
+        return x_TN if following is None else following.forward(x_TN)
+
+    def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
+        """See the base class."""
+        return rotary.forward(positions)
+
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        assert isinstance(rotation, Rotation)
+        return rope(q_THD, *rotation), rope(k_TKD, *rotation)
+
+    def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """See the base class."""
+        return gate_and_mul(x, activation)
+
+    def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """See the base class."""
+        return loop_over_experts(x_TN, networks, experts_TC, weights_TC)
+
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        """See the base class."""
+        return "without Triton's kernels, experts are looked through on the host"
+
+    def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
+        """See the base class."""
+        step.input_ids.index_copy_(0, step.last_at, last_tokens.index_select(0, step.last_rows))
+        req_to_token[step.token_rows, step.positions] = step.out_cache_loc.to(torch.int32)

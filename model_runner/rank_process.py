@@ -1,0 +1,79 @@
+"""The process of a tensor-parallel rank that is not the first: computes its part of every step, and answers nobody.
+
+The lead of another host than the first gets steps from rank 0, and passes them on; any other rank gets them from the
+lead of its host. Rank 0 (``model_runner/process.py``) alone knows the scheduler.
+"""
+
+from __future__ import annotations
+
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
+import sys
+from typing import NoReturn
+
+import msgspec
+
+from ..disaggregation.errors import TransferError
+from ..messages.memory import TrimPool
+from ..messages.profiling import StartProfile, StopProfile
+from ..messages.worker import CaptureGraphs, ForwardStep
+from ..model_files.errors import ModelError
+from ..runtime.child import ChildContext, start_child
+from ..runtime.cpu_list import PlacementError
+from .kv.prefault import PoolPrefault, highest_slot
+from .start_model import Started, freeze, open_channels, own_place, start_model
+
+
+def main() -> NoReturn:
+    """Entry point of the process."""
+    ctx = start_child(sys.argv)
+    channels = open_channels(ctx)
+    try:
+        started = start_model(ctx, channels)
+    except (ModelError, PlacementError, TransferError) as e:
+        sys.exit(f"rank {own_place(ctx).rank}: {e}")
+    freeze()
+    ctx.report_ready(started.seconds)
+    _serve(ctx, started)
+
+
+def _serve(ctx: ChildContext, started: Started) -> NoReturn:
+    from .memory_saver import MemorySaver
+    from .profiler import RankProfiler, profile_folder
+    from .ranks.host_ranks import Follower, Lead
+    from .ranks.leading_steps import FollowingSteps
+
+    ranks, steps, model = started.ranks, started.steps, started.model
+    if isinstance(ranks, Follower):
+        assert isinstance(steps, FollowingSteps)
+        # Of memory that the lead has committed, this process still lacks the page tables.
+        prefault = PoolPrefault.of(model.kv_region, model.layout)
+        occupation = MemorySaver(model, steps, prefault)
+        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device, steps)
+        while True:
+            step = ranks.next_step(prefault.wait_ms)
+            if step is None:
+                prefault.advance()
+                continue
+            if isinstance(step, ForwardStep):
+                profiler.steps.follow(step)
+                prefault.used(highest_slot(step))
+                continue
+            steps.settle()
+            if isinstance(step, CaptureGraphs):
+                steps.capture_with_lead()
+            elif isinstance(step, TrimPool):
+                ranks.answer(model.weight_bytes, occupation.trim(step).error)
+            elif isinstance(step, StartProfile | StopProfile):
+                ranks.answer(model.weight_bytes, profiler.obey(step))
+            else:
+                ranks.answer(model.weight_bytes, occupation.obey(step).error)
+    assert isinstance(ranks, Lead)
+    decode = msgspec.msgpack.Decoder(list[ForwardStep]).decode
+    while True:
+        for step in decode(ranks.next_frame()):
+            steps.follow(step)
+
+
+if __name__ == "__main__":
+    main()

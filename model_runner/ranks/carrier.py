@@ -1,0 +1,68 @@
+"""What the lead of a host does for the exchanges of its ranks with those of other hosts."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from ...model_files.errors import UnsupportedModel
+from ..cpu_engine.ranks import Exchange, NativeRanks
+from .watch import end_after_watch
+from .world import World
+
+
+class Carrier:
+    """Brings parts of sums, and columns of logits, from host to host: ``agree`` once, then ``carry`` within passes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.exchange: NativeRanks | None = None
+        """Set before the first pass."""
+
+    def agree(self, pages: int, identity: str) -> int:
+        """The fewest pages that any host has room for. Raises ``UnsupportedModel`` where they serve different things.
+
+        ``identity``: the same on all that serve the same.
+        """
+        own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
+        told = [answer.tolist() for answer in self._world.gather(own)]
+        for node, (_, theirs) in enumerate(told):
+            if theirs != told[0][1]:
+                raise UnsupportedModel(
+                    f"--node-rank {node} serves something else than --node-rank 0: start all hosts with the same model "
+                    "and the same options; a processor that lacks what the CPU kernels need is a difference, too"
+                )
+        return int(min(answer[0] for answer in told))
+
+    def carry(self, what: Exchange, exchange: int, count: int) -> None:
+        """See ``cpu_engine/ranks.py``; called by the engine in mid-pass."""
+        try:
+            if what is Exchange.PARTS:
+                self._carry_parts(exchange, count)
+            else:
+                self._carry_logits(count)
+        except BaseException as e:  # noqa: BLE001
+            # An exception would be lost in the engine, and every rank would wait for ever.
+            end_after_watch("what was to be summed up over all hosts did not come", e)
+
+    def _carry_parts(self, exchange: int, count: int) -> None:
+        place, parts = self._world.place, self._exchange.parts(exchange, count)
+        own = parts[place.first : place.first + place.local_size].contiguous()
+        for node, theirs in enumerate(self._world.gather(own)):
+            if node != place.node:
+                parts[node * place.local_size : (node + 1) * place.local_size] = theirs
+
+    def _carry_logits(self, rows: int) -> None:
+        place, logits = self._world.place, self._exchange.logits(rows)
+        ends = [logits.shape[1] * node * place.local_size // place.size for node in range(place.nodes + 1)]
+        for node in range(place.nodes):
+            columns = logits[:, ends[node] : ends[node + 1]]
+            given = columns.contiguous()
+            self._world.broadcast(given, node)
+            if node != place.node:
+                columns.copy_(given)
+
+    @property
+    def _exchange(self) -> NativeRanks:
+        assert self.exchange is not None
+        return self.exchange

@@ -1,0 +1,224 @@
+"""A rank among those of its host: the memory that they share, and who is told what is to be computed.
+
+On a CPU the ranks of a host have one KV pool, each with its own heads of every page. So whatever moves pages sees whole
+ones, and instances of unlike sizes exchange them as any two do. The lead makes the memory; the others map it.
+
+On GPUs each rank has a device, and on it a pool of its own, of its own heads alone: all they share is how many pages
+there are (``agree``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
+from ...messages.channel import Receiver, Sender
+from ...messages.memory import MemoryCommand, TrimPool
+from ...messages.profiling import ProfileCommand
+from ...messages.worker import CaptureGraphs, FollowerCommand, ForwardStep, RankLoaded, RankSetup
+from ...model_files.sharding import Shard, shard
+from ...model_files.spec import ModelSpec
+from ...runtime.ranks import RankPlace
+from ..cpu_engine.ranks import ExchangeRoom, NativeRanks
+from ..kv.pool import KVShape
+from .carrier import Carrier
+from .watch import end_process, gone, start_watch
+from .world import World
+
+SPARE_SECONDS = 5.0
+
+
+class Shared(NamedTuple):
+    """``num_pages``: of the pool, with page 0. ``exchange``: None for a torch model, which exchanges otherwise."""
+
+    num_pages: int
+    region: KVRegion
+    exchange: NativeRanks | None
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of several hosts, or of a torch model, find each other.
+
+    ``deadline``: by ``time.monotonic()``. ``outside``: what threads that don't compute are started in.
+    """
+
+    address: str | None
+    run_dir: Path
+    deadline: float
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Own(NamedTuple):
+    """What a rank knows before it shares memory.
+
+    ``choose_pages``: how many there may be here, with page 0, beside so many bytes of weights. ``room``: None for a
+    torch model. ``identity``: what all ranks must agree on.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    choose_pages: Callable[[int], int]
+    room: ExchangeRoom | None
+    identity: str
+
+
+class HostRanks(ABC):
+    """One rank. Made → ``share`` (or ``agree``) once, when its part of the model is loaded → steps."""
+
+    def __init__(self, place: RankPlace, meeting: Meeting) -> None:
+        self.place = place
+        self._meeting = meeting
+        self._world: World | None = None
+
+    def join(self) -> World:
+        """Meet the others, the first time; all ranks do, or none. Raises ``UnsupportedModel``."""
+        if self._world is None:
+            address, run_dir, deadline, outside = self._meeting
+            # Before the supervisor, which knows less of the reason, gives up.
+            seconds = max(deadline - time.monotonic() - SPARE_SECONDS, SPARE_SECONDS)
+            with outside():
+                self._world = World(self.place, address, run_dir, seconds)
+        return self._world
+
+    def shard(self, spec: ModelSpec) -> Shard:
+        """This rank's part of a model; raises ``UnsupportedModel`` where it can't be divided."""
+        return shard(spec, self.place.rank, self.place.size)
+
+    def pool_heads(self, spec: ModelSpec) -> tuple[int, int]:
+        """``[begin, end)`` of the model's KV heads that the host's pool has."""
+        first = shard(spec, self.place.first, self.place.size).kv_heads()
+        last = shard(spec, self.place.first + self.place.local_size - 1, self.place.size).kv_heads()
+        return first[0], last[1]
+
+    def kept(self, spec: ModelSpec) -> KVShape:
+        """What of a model the host's pool keeps."""
+        begin, end = self.pool_heads(spec)
+        return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
+
+    def kept_apart(self, spec: ModelSpec) -> KVShape:
+        """What of a model this rank keeps where it has a device of its own."""
+        begin, end = self.shard(spec).kv_heads()
+        return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
+
+    def agree(self, pages: int, identity: str) -> int:
+        """How many pages each rank's own pool has, as this one has room for ``pages``. Raises ``UnsupportedModel``."""
+        return self.join().agree(pages, identity)
+
+    def own_heads(self, spec: ModelSpec) -> tuple[int, int]:
+        """``[begin, end)`` of the pool's heads that are this rank's."""
+        (begin, end), first = self.shard(spec).kv_heads(), self.pool_heads(spec)[0]
+        return begin - first, end - first
+
+    @abstractmethod
+    def share(self, own: Own) -> Shared:
+        """The memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
+
+
+class Lead(HostRanks):
+    """The first rank of a host, which tells ``followers``, the others there."""
+
+    def __init__(
+        self, place: RankPlace, meeting: Meeting, followers: Sequence[Sender], loaded: Receiver[RankLoaded] | None
+    ) -> None:
+        super().__init__(place, meeting)
+        self.followers = followers
+        self._loaded = loaded
+
+    def share(self, own: Own) -> Shared:
+        """See the base class."""
+        pages, carrier = own.choose_pages(self._host_bytes(own.weight_bytes)), None
+        if self.place.nodes > 1:
+            carrier = Carrier(self.join())
+            pages = carrier.agree(pages, own.identity)
+            with self._meeting.outside():
+                start_watch(self.join())
+        region = allocate_region(pages * own.page_bytes, shared=True)
+        exchange = None
+        if own.room is not None:
+            exchange = NativeRanks(self.place, own.room, carry=None if carrier is None else carrier.carry)
+            if carrier is not None:
+                carrier.exchange = exchange
+        assert region.fd is not None
+        setup = RankSetup(os.getpid(), region.fd, pages, None if exchange is None else exchange.fd)
+        for follower in self.followers:
+            follower.send(setup)
+        return Shared(pages, region, exchange)
+
+    def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
+        """Have the other ranks of this host do it, behind the steps that they were told; ``answers`` waits for them."""
+        for follower in self.followers:
+            follower.send(command)
+
+    def answers(self) -> list[str]:
+        """Why ranks could not do what they were told; none: all have done it."""
+        loaded: list[RankLoaded] = []
+        while self._loaded is not None and len(loaded) < len(self.followers):
+            loaded += self._loaded.recv(-1)
+        return [f"rank {rank.rank}: {rank.error}" for rank in loaded if rank.error]
+
+    def next_frame(self) -> bytes:
+        """The step that rank 0, on another host, computes now; waits for it. Ends the process where that is gone."""
+        try:
+            return self.join().recv_frame()
+        except RuntimeError as e:
+            end_process(gone(0, 0), e)
+
+    def _host_bytes(self, weight_bytes: int) -> int:
+        """What the weights of all ranks on this host take; waits until they are loaded."""
+        told = [weight_bytes]
+        while self._loaded is not None and len(told) < self.place.local_size:
+            told += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
+        return sum(told)
+
+
+class Follower(HostRanks):
+    """Another rank of a host, which its lead tells by ``commands``."""
+
+    def __init__(self, place: RankPlace, meeting: Meeting, commands: Receiver[FollowerCommand], lead: Sender) -> None:
+        super().__init__(place, meeting)
+        self._commands = commands
+        self._lead = lead
+
+    def share(self, own: Own) -> Shared:
+        """See the base class."""
+        self._lead.send(RankLoaded(self.place.rank, own.weight_bytes))
+        if self.place.nodes > 1:
+            self.join()
+        [setup] = self._commands.recv(-1)
+        if not isinstance(setup, RankSetup):
+            raise RuntimeError(f"rank {self.place.rank} was sent {type(setup).__name__} before its setup")
+        region = map_region(_opened(setup.pid, setup.pool), setup.num_pages * own.page_bytes)
+        exchange = None
+        if own.room is not None and setup.exchange is not None:
+            exchange = NativeRanks(self.place, own.room, _opened(setup.pid, setup.exchange))
+        return Shared(setup.num_pages, region, exchange)
+
+    def answer(self, weight_bytes: int, error: str) -> None:
+        """Tell the lead that its command is done, or why it is not (``error``)."""
+        self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
+
+    def next_step(
+        self, timeout_ms: int
+    ) -> ForwardStep | MemoryCommand | TrimPool | ProfileCommand | CaptureGraphs | None:
+        """What the lead computes now, or has done; None where nothing comes for so long (-1: waits for ever).
+
+        Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
+        """
+        commands = self._commands.recv(timeout_ms)
+        if not commands:
+            return None
+        [step] = commands
+        if isinstance(step, RankSetup):
+            raise RuntimeError(f"rank {self.place.rank} was set up twice")
+        return step
+
+
+def _opened(pid: int, fd: int) -> int:
+    # Memory without a name: the lead's own descriptor is the way to it, for processes of the same user.
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

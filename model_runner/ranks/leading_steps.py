@@ -1,0 +1,62 @@
+"""Runs steps on this rank, and has the ranks that it leads run them; or runs them as its lead says."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...messages.channel import encode
+from ...messages.worker import CaptureGraphs, ForwardStep
+from ...runtime.layers_done import LayersDone
+from ..steps.step_runner import Launched, Model, StepRunner
+from .host_ranks import Lead
+from .watch import end_after_watch
+from .world import World
+
+
+class LeadingSteps(StepRunner):
+    """A ``StepRunner`` that tells every step first: the other ranks compute it at the same time, and as they choose the
+    same tokens they need no answer.
+
+    Rank 0 tells its host and the leads of the others, and those their hosts. Also the steps of the start-up, which goes
+    by the clock of rank 0.
+    """
+
+    def __init__(self, model: Model, max_reqs: int, lead: Lead) -> None:
+        super().__init__(model, max_reqs)
+        self._lead = lead
+        place = lead.place
+        self._world = lead.join() if place.rank == 0 and place.nodes > 1 else None
+
+    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+        """See the base class."""
+        # Pages are pushed by rank 0, which sees every rank's heads.
+        told = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
+        for follower in self._lead.followers:
+            follower.send(told)
+        if self._world is not None:
+            self._send(self._world, told)
+        return super().launch(step, done)
+
+    def capture_graphs(self) -> None:
+        """See the base class; the other ranks do it, too, as each pass that is captured has sums of all."""
+        if self._model.graph_sizes:
+            for follower in self._lead.followers:
+                follower.send(CaptureGraphs())
+        super().capture_graphs()
+
+    def _send(self, world: World, step: ForwardStep) -> None:
+        try:
+            world.send_frame(encode([step]))
+        except RuntimeError as e:
+            end_after_watch("a step could not be sent to the other hosts", e)
+
+
+class FollowingSteps(StepRunner):
+    """Of another rank: graphs are captured when its lead says so, and at no other time."""
+
+    def capture_graphs(self) -> None:
+        """Not by itself: see the class."""
+
+    def capture_with_lead(self) -> None:
+        """Now, as all other ranks do."""
+        super().capture_graphs()

@@ -1,0 +1,60 @@
+"""Chooses tokens by ``sampling/rules.py``'s rules on a device that computes beside the host, and never waits: a row's way
+follows from its parameters alone, which the host knows, and never from its logits. The next token of a row is penalised
+before the host knows the one before, so what penalties count lies on the device, too.
+
+Life of a row: ``start`` at its ``RowInit``, behind ``RowStates.start``; then ``sample`` for each of its tokens.
+
+Shapes: S sampled rows, N scored positions, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ....messages.worker import RowInit
+from ..logprobs import Scored
+from ..row_params import I64, RowParams
+from ..rules import Sampled
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step that sample, each once."""
+
+    rows: I64
+    """[S], of the request table."""
+    positions: I64
+    """[S]: of the tokens to be chosen."""
+    params: RowParams
+    """[S]"""
+    rows_there: Tensor
+    """``rows`` on the device."""
+    positions_there: Tensor
+    """``positions`` on the device."""
+
+
+class DeviceSampler(ABC):
+    """``torch_sampler.py`` and ``triton_sampler.py``; both choose the same tokens but where rounding decides.
+
+    ``reads_halves``: whether logits may be bfloat16 or float16, too.
+    """
+
+    reads_halves: ClassVar[bool] = False
+
+    @abstractmethod
+    def start(self, inits: Sequence[RowInit]) -> None:
+        """New requests have taken their rows."""
+
+    @abstractmethod
+    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
+        """Choose each row's token, which becomes its last one (``RowStates.last_tokens``) and is counted for penalties.
+
+        ``logits_SV``: left as they are. A row that is not ``finite`` gets a token that means nothing.
+        """
+
+    @abstractmethod
+    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+        """As ``logprobs.score``."""

@@ -1,0 +1,33 @@
+"""Which sampler a device gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+
+from ...device.base import Device
+from ..rows import RowStates
+from .base import DeviceSampler
+from .torch_sampler import TorchSampler
+
+log = logging.getLogger(__name__)
+
+
+def choose_sampler(device: Device, states: RowStates, logits_dtype: torch.dtype) -> DeviceSampler | None:
+    """Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
+    vocabulary, else torch's; None on the host itself, where a sampler may look before it goes on.
+    """
+    if not device.beside:
+        return None
+    if device.torch.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return TorchSampler(device, states)
+    # Imported here: Triton is no dependency.
+    from ..triton.draw_math import MAX_VOCAB
+    from .triton_sampler import TritonSampler
+
+    if states.vocab_size > MAX_VOCAB:
+        log.warning("Triton's sampler takes %d tokens at most: operations of torch choose here", MAX_VOCAB)
+        return TorchSampler(device, states)
+    return TritonSampler(device, states, logits_dtype)

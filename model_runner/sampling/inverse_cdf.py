@@ -1,0 +1,57 @@
+"""Random choice of a token: one uniform number for each (seed, position), and the inverse of a cumulative distribution.
+
+Shapes: N rows, M weights a row (the vocabulary, or candidates in vocabulary order), G blocks of ``BLOCK`` weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...runtime.splitmix import GOLDEN, mix
+
+BLOCK = 256
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1), of 53 random bits, for each (seed, position); the same for the same pair, for ever.
+
+    The seed is mixed once so that neighbouring seeds start far apart; the position is the counter. There is no state: a
+    request that is retracted, moved or replayed draws the same numbers again.
+    """
+    counters = mix(seeds + GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    return (mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def pick_few(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
+    """[N] int64: the first index whose cumulative weight exceeds ``u`` × total. For small M; weights are float32, >= 0.
+
+    Sums are float64: float32 running sums over a vocabulary are off by up to 1e-3, more than the rarest tokens weigh.
+    A row of zeros or NaN gives 0.
+    """
+    cumulative_NM = weights_NM.cumsum(1, dtype=torch.float64)
+    return _first_above(cumulative_NM, uniforms_N.unsqueeze(1) * cumulative_NM[:, -1:])
+
+
+def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
+    """As ``pick_few`` for a whole vocabulary: finds the block, then the weight in it, so few sums are cumulated."""
+    size = weights_NM.shape[1]
+    if size % BLOCK:
+        weights_NM = pad(weights_NM, (0, BLOCK - size % BLOCK))
+    blocks_NGb = weights_NM.view(len(weights_NM), -1, BLOCK)
+    cumulative_NG = blocks_NGb.sum(2).cumsum(1, dtype=torch.float64)
+    target_N1 = uniforms_N.unsqueeze(1) * cumulative_NG[:, -1:]
+    block_N1 = _first_above(cumulative_NG, target_N1).unsqueeze(1)
+    before_N1 = torch.where(block_N1 > 0, cumulative_NG.gather(1, (block_N1 - 1).clamp(min=0)), 0.0)
+    inside_Nb = blocks_NGb.gather(1, block_N1.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
+    offset_N = _first_above(inside_Nb.cumsum(1, dtype=torch.float64), target_N1 - before_N1)
+    return block_N1.squeeze(1) * BLOCK + offset_N
+
+
+def _first_above(cumulative_NM: Tensor, target_N1: Tensor) -> Tensor:
+    """The first index above the target; the last one of positive weight where rounding left no sum above it."""
+    index_N = (cumulative_NM <= target_N1).sum(1)
+    return torch.minimum(index_N, (cumulative_NM < cumulative_NM[:, -1:]).sum(1))

@@ -1,0 +1,76 @@
+"""State of each row of the request table between steps: sampling parameters, history, last token.
+
+A row's state starts with its ``RowInit``, which discards everything of the previous request. It changes with every
+token that is sampled for the row. It is never read again once the scheduler stops naming the row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...messages.sampling import COLUMNS
+from ...messages.worker import RowInit
+from .logit_edits.base import LogitEdit, RowsEdit, find_edits
+from .logit_edits.bias import Bias
+from .logit_edits.early_stop import EarlyStop
+from .logit_edits.penalties import Penalties, TokenHistory
+from .row_params import I64, NO_LOGPROBS, PARAM_NAMES, ROW_PARAMS, RowParams
+
+# Below this, dividing by the temperature would magnify rounding errors of the logits. Such a row is greedy, as with 0.
+GREEDY_TEMPERATURE = 1e-5
+_FOR_EVER = 2**31
+
+
+class RowStates:
+    """State of all ``max_reqs`` rows. ``last_tokens`` ([R] int64) lives on the device, the rest on the host.
+
+    ``table`` is the parameters of all rows, [R]; like ``last_tokens`` it never moves.
+    """
+
+    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.table: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
+        self.bias = Bias(max_reqs, vocab_size)
+        self.penalties = Penalties(max_reqs)
+        self.early_stop = EarlyStop(max_reqs, vocab_size)
+        self.logit_edits: tuple[LogitEdit, ...] = (self.bias, self.penalties, self.early_stop)
+        """Edits in the order in which they change logits."""
+        self._is_edited = np.zeros(max_reqs, dtype=np.bool_)
+        self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
+
+    def start(self, init: RowInit) -> None:
+        """Start a new request in the row."""
+        row, sampling = init.row, init.sampling
+        started = [(edit, edit.start(init)) for edit in self.logit_edits]
+        self._is_edited[row] = any(changes for _, changes in started)
+        values = {name: getattr(sampling, name) for name in COLUMNS} | {
+            "seed": sampling.seed & 0xFFFFFFFFFFFFFFFF,
+            "min_new_tokens": min(sampling.min_new_tokens, _FOR_EVER),
+            "top_p": sampling.top_p if sampling.top_p < 1.0 else np.inf,
+            "top_k": max(sampling.top_k, 0) if sampling.top_k < self.vocab_size else 0,
+            "prompt_len": init.prompt_len,
+            "logprobs": NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self.vocab_size),
+            "greedy": sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1,
+            "penalised": any(changes and edit.every_token for edit, changes in started),
+        }
+        self.table[row] = tuple(values[name] for name in PARAM_NAMES)
+        # Until something is sampled there is no last token; the embedding refuses -1 loudly.
+        self.last_tokens[row] = -1
+
+    def params(self, rows: I64) -> RowParams:
+        """Return a copy of the parameters of the rows, [N]."""
+        return self.table[rows]
+
+    def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[RowsEdit, ...]:
+        """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
+        return find_edits(self.logit_edits, rows, params, positions)
+
+    def is_edited(self, row: int) -> bool:
+        """Return whether something changes the logits of the request in the row, now or later."""
+        return bool(self._is_edited[row])
+
+    def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
+        """See ``Penalties``."""
+        return self.penalties.histories(rows, params)

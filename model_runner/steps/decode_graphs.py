@@ -1,0 +1,137 @@
+"""Graphs of decode steps: a pass of one token of each of S requests, captured once and replayed.
+
+A pass of a small batch is hundreds of kernels of a few microseconds each, more than a host can launch in that time; a
+graph launches them all at once. It does the same to the same addresses each time. So a step of B tokens takes the
+smallest graph with S >= B; its other tokens are padding (token 0 at position 0, written to slot 0, which is nobody's),
+and what changes from step to step lies in arrays that stay: the step's (``step_arrays.py``), and what the attention
+backend's ``plan`` leaves in its own.
+
+Life: ``capture`` once, behind the warm-up, largest first: what a smaller one needs in between fits into the memory of
+the larger. Then ``run`` for each decode step that ``size_for`` knows a size for; any other step is computed without.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...runtime.options import ServerOptions
+from ..batch.forward_batch import ForwardBatch
+from ..device.base import Device, Graph
+from ..models.decoder import Decoder
+from ..models.group import alone
+
+log = logging.getLogger(__name__)
+
+FIRST_SIZES = (1, 2, 4)
+DEFAULT_MOST = 256
+"""Entries of the largest graph where the options don't say: beyond, the launches are hidden by the work."""
+
+
+class GraphModel(Protocol):
+    """What is captured: ``compute`` alone. ``prepare`` goes before each replay."""
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Everything that depends on more than what lies in the batch's tensors."""
+        ...
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V], always of one type."""
+        ...
+
+
+def graph_sizes(most_running: int, given: Iterable[int] = (), most: int | None = None) -> tuple[int, ...]:
+    """Sizes to capture, ascending, none above ``most_running`` requests: those ``given``; or up to ``most`` (default
+    ``DEFAULT_MOST``) the powers of two to 4, the multiples of 8 to 128 and of 16 beyond, and the largest itself.
+    """
+    if sizes := set(given):
+        return tuple(sorted(size for size in sizes if size <= most_running))
+    largest = min(most_running, most or DEFAULT_MOST)
+    sizes = {*FIRST_SIZES, *range(8, 129, 8), *range(144, largest + 1, 16), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def size_for(sizes: tuple[int, ...], count: int) -> int | None:
+    """The smallest of the ascending ``sizes`` that holds ``count`` entries."""
+    at = bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None
+
+
+def why_no_graphs(options: ServerOptions, device: Device, model: object, is_safe: bool) -> str | None:
+    """Why decode steps of ``model`` run without, None where they can be captured; ``is_safe``: its attention can be."""
+    if options.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if not device.can_capture:
+        return f"{device.torch.type} has none"
+    if not is_safe:
+        return "the attention backend can't be captured"
+    if not isinstance(model, Decoder):
+        return "a model by transformers' own class may wait for the device"
+    if model.ranks is not alone and options.cuda_graph_bs is None and options.cuda_graph_max_bs is None:
+        return (
+            "with --tp-size they hold NCCL's exchanges, which has not been tried on GPUs yet: --cuda-graph-max-bs or "
+            "--cuda-graph-bs asks for them"
+        )
+    return model.why_no_graphs
+
+
+class _Captured(NamedTuple):
+    """A graph, and the batch whose tensors it reads: a graph knows addresses and keeps nothing of what it reads."""
+
+    graph: Graph[Tensor]
+    batch: ForwardBatch
+
+
+class DecodeGraphs:
+    """Graphs of ``sizes``; none before ``capture``."""
+
+    def __init__(self, device: Device, model: GraphModel, sizes: tuple[int, ...]) -> None:
+        self._device = device
+        self._model = model
+        self._sizes = sizes
+        self._graphs: dict[int, _Captured] = {}
+        self._logits: Tensor | None = None
+        """[S, V] of the largest size: where every graph leaves its logits. Each with logits of its own would keep a
+        gigabyte, as a graph's output is no memory that others may use in between.
+        """
+
+    def capture(self, batch_of: Callable[[int], ForwardBatch]) -> None:
+        """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay."""
+        begin = time.monotonic()
+        for size in reversed(self._sizes):
+            batch = batch_of(size)
+            self._model.prepare(batch)
+            # Whatever is compiled, tuned or allocated at first use must be so before.
+            logits_SV = self._model.compute(batch)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits_SV)
+            graph = self._device.capture(partial(self._compute, batch, self._logits[: len(logits_SV)]))
+            self._graphs[size] = _Captured(graph, batch)
+        log.info("captured %d graphs of decode steps in %.1f s", len(self._graphs), time.monotonic() - begin)
+
+    def _compute(self, batch: ForwardBatch, out_SV: Tensor) -> Tensor:
+        return out_SV.copy_(self._model.compute(batch))
+
+    def size_for(self, count: int) -> int | None:
+        """The size that a step of ``count`` entries is padded to; None where it is computed without a graph."""
+        return size_for(self._sizes, count) if self._graphs else None
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Logits of all entries, [S, V], where the graph left them: valid until a graph runs again."""
+        self._model.prepare(batch)
+        graph = self._graphs[len(batch.q_lens)].graph
+        graph.replay()
+        return graph.output
+
+    def drop(self) -> None:
+        """Forget the graphs, whose memory goes back."""
+        self._graphs.clear()
+        self._logits = None
+        self._device.forget_graphs()

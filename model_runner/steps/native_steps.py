@@ -1,0 +1,102 @@
+"""The common step in one call of the CPU kernels; see ``step.h`` for why."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..cpu_engine.library import check_size, load_library
+from ..cpu_engine.structs import StepTables
+
+if TYPE_CHECKING:
+    from ...messages.worker import ForwardStep
+    from ...runtime.layers_done import LayersDone
+    from ..cpu_engine.native_model import CpuEngine
+    from ..sampling.row_params import RowParams
+
+_LEFT, _NO_MEMORY = -1, -2
+
+
+class Chosen(NamedTuple):
+    """``tokens``: int32 bytes, one for each entry that samples. ``finite``: [S], whether its logits were."""
+
+    tokens: bytes
+    finite: npt.NDArray[np.bool_]
+
+
+class NativeSteps:
+    """Runs steps on ``engine`` over the tables of a ``StepRunner``: [R, C] int32, [R] int64 and [R]; all kept alive."""
+
+    def __init__(
+        self,
+        engine: CpuEngine,
+        req_to_token: Tensor,
+        last_tokens: Tensor,
+        params: RowParams,
+        *,
+        clear_begun: bool,
+        window_pages: Tensor | None = None,
+    ) -> None:
+        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole).
+
+        ``window_pages``: [P] int32, see ``ForwardBatch``; kept alive.
+        """
+        library = load_library()
+        check_size(library, "RowParams", params.itemsize)
+        self._engine, self._kept = engine, (req_to_token, last_tokens, params, window_pages)
+        rows, columns = req_to_token.shape
+        tables = StepTables(
+            req_to_token.data_ptr(),
+            rows,
+            columns,
+            last_tokens.data_ptr(),
+            params.ctypes.data,
+            engine.pool.data.shape[0] * engine.pool.layout.page_size,
+            None if window_pages is None else window_pages.data_ptr(),
+            clear_begun,
+            engine.shares_heads,
+        )
+        self._handle = library.pds_stepper_new(engine.handle, engine.team.handle, tables)
+        if self._handle is None:
+            raise MemoryError
+        self.close = weakref.finalize(self, library.pds_stepper_free, self._handle)
+        self._run = library.pds_stepper_run
+        self._tokens = np.empty(rows, dtype=np.int32)
+        self._finite = np.empty(rows, dtype=np.bool_)
+        self._results = (self._tokens.ctypes.data, self._finite.ctypes.data)
+
+    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+        """Compute ``step``, whose ``new_rows`` and ``slot_deltas`` are applied already, counting layers ``done``.
+
+        None, with nothing changed, for a step that asks for more than tokens or contradicts itself or the tables.
+        """
+        entries, tokens = len(step.rows) // 4, len(step.input_ids) // 4
+        per_entry = (step.rows, step.starts, step.q_lens, step.use_last, step.sample)
+        per_token = (step.input_ids, step.out_cache_loc)
+        if step.input_logprobs or not 0 < entries <= len(self._tokens):
+            return None
+        if any(len(a) != 4 * entries for a in per_entry) or any(len(a) != 4 * tokens for a in per_token):
+            return None
+        self._engine.check_size(tokens)
+        ropes = self._engine.ropes
+        counter = None if done is None else done.address
+        count = self._run(
+            self._handle,
+            entries,
+            tokens,
+            *per_entry,
+            *per_token,
+            ropes.tables,
+            ropes.positions,
+            *self._results,
+            counter,
+        )
+        if count == _LEFT:
+            return None
+        if count == _NO_MEMORY:
+            raise MemoryError(f"no memory for a pass of {tokens} tokens")
+        return Chosen(self._tokens[:count].tobytes(), self._finite[:count])

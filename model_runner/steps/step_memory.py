@@ -1,0 +1,156 @@
+"""How much of a device's memory everything takes that is allocated after the KV pool: attention's arrays, the request
+table, the sampler's, activations, logits, graphs.
+
+Nothing of it is added up by formulas, which a new buffer would not be part of. The largest steps that a server can be
+asked for run once before the pool is sized, over pools that hold page 0 alone, and the device says how much they took
+(vLLM's profile run). What was made for it is dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...messages.base import pack_i32
+from ...messages.requests import MAX_TOP_LOGPROBS
+from ...messages.sampling import SamplingParams
+from ...messages.worker import ForwardStep, InputLogprobSpec, RowInit
+from ...runtime.options import ServerOptions
+from ..device.base import Device
+from ..errors import NotEnoughMemory
+from ..kv.size import piece_of
+from .step_queue import StepQueue
+from .step_runner import StepRunner
+
+GRAPH_BYTES = 2 << 20
+"""Driver memory for one captured graph. An estimate: hundreds of kernels with a few KiB each."""
+
+
+class StepSizes(NamedTuple):
+    """Sizes of the largest steps.
+
+    ``rows``: requests. ``prompt_tokens``: tokens of prompts in one step. ``scored``: those of them whose
+    log-probabilities are asked for. ``context_length``: tokens of a request.
+    """
+
+    rows: int
+    prompt_tokens: int
+    scored: int
+    context_length: int
+
+    @classmethod
+    def of(cls, options: ServerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
+        """Sizes for these options. ``gathers``: attention copies whole contexts, which are kept short here."""
+        rows, tokens = options.max_running_requests, piece_of(options, device_type)
+        each = options.max_logprobs_per_request
+        scored = min(tokens, rows * each)
+        if options.chunked_prefill_size == -1:
+            # Either many prompts, or one that is longer than all of them may be.
+            tokens = max(options.max_prefill_tokens, context_length)
+            scored = max(min(options.max_prefill_tokens, rows * each), min(context_length, each))
+        tokens = min(tokens, rows * (context_length - 2))
+        scored = min(scored, tokens)
+        return cls(rows, tokens, scored, min(context_length, tokens + 2) if gathers else context_length)
+
+
+class _Entry(NamedTuple):
+    """``q_len`` tokens of ``row``, from position ``start`` on. ``scored``: log-probabilities of so many."""
+
+    row: int
+    start: int
+    q_len: int
+    scored: int = 0
+
+
+def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSizes]]) -> int:
+    """Run the largest steps of what ``make`` makes; return how many bytes of ``device`` all of it took at most.
+
+    Raises ``NotEnoughMemory``.
+    """
+
+    def run() -> None:
+        steps, sizes = make()
+        run_largest(steps, sizes)
+        steps.drop_graphs()
+
+    try:
+        return device.peak(run)
+    except torch.OutOfMemoryError as e:
+        raise NotEnoughMemory(
+            "the largest steps do not fit beside the weights: lower --chunked-prefill-size (or leave it out, if it is "
+            f"-1), --max-running-requests, --max-logprobs-per-request or --context-length ({e})"
+        ) from None
+
+
+def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
+    """Run the steps that take most: prompts beside decodes, ends of every request's prompt, decodes of all.
+
+    KV goes to page 0. Every row is drawn, penalised and lists alternatives. Only the ends of prompts have long
+    contexts, as more of them would take seconds: what a decode needs for its context is there from the start.
+    """
+    queue = StepQueue(steps, None, ahead=1)
+    rows, end = range(sizes.rows), sizes.context_length - 1
+    prompts = _pieces(sizes)
+    short = [_Entry(row, 0, 1) for row in rows[len(prompts) :]]
+    each = max(2, min(sizes.prompt_tokens // sizes.rows, end - 1))
+    ends = [_Entry(row, end - 1 - each, each) for row in rows[: max(1, sizes.prompt_tokens // each)]]
+    decodes = [_Entry(row, 1, 1) for row in rows]
+    whole = prompts + short
+    _run(queue, whole, ends, decodes)
+    steps.capture_graphs()
+    # Again beside graphs and all that has grown by now, with a step of its kind open.
+    _run(queue, decodes, decodes, ends, whole, whole)
+
+
+def _pieces(sizes: StepSizes) -> list[_Entry]:
+    """Whole prompts of ``prompt_tokens`` together."""
+    entries: list[_Entry] = []
+    tokens, scored = sizes.prompt_tokens, sizes.scored
+    while tokens:
+        q_len = min(tokens, sizes.context_length - 2)
+        entries.append(_Entry(len(entries), 0, q_len, min(q_len, scored)))
+        tokens, scored = tokens - q_len, scored - min(q_len, scored)
+    return entries
+
+
+def _run(queue: StepQueue, *steps: list[_Entry]) -> None:
+    """Launch the steps, each while the one before is open, and wait for all."""
+    for entries in steps:
+        queue.launch(_step(entries))
+        if queue.is_full:
+            queue.collect()
+    while len(queue):
+        queue.collect()
+
+
+def _step(entries: list[_Entry]) -> ForwardStep:
+    tokens = sum(entry.q_len for entry in entries)
+    return ForwardStep(
+        step_id=0,
+        rows=pack_i32([entry.row for entry in entries]),
+        starts=pack_i32([entry.start for entry in entries]),
+        q_lens=pack_i32([entry.q_len for entry in entries]),
+        use_last=pack_i32([entry.start > 0 and entry.q_len == 1 for entry in entries]),
+        sample=pack_i32(np.ones(len(entries), dtype=np.int64)),
+        input_ids=pack_i32(np.zeros(tokens, dtype=np.int64)),
+        out_cache_loc=pack_i32(np.zeros(tokens, dtype=np.int64)),
+        new_rows=[_row(entry.row) for entry in entries if entry.start == 0],
+        input_logprobs=[
+            InputLogprobSpec(i, 0, pack_i32(np.zeros(entry.scored, dtype=np.int64)), MAX_TOP_LOGPROBS)
+            for i, entry in enumerate(entries)
+            if entry.scored
+        ],
+    )
+
+
+def _row(row: int) -> RowInit:
+    return RowInit(
+        row=row,
+        prompt_len=1,
+        sampling=SamplingParams(seed=0, temperature=1.0, top_p=0.9, frequency_penalty=0.5, logit_bias={0: 1.0}),
+        logprobs=MAX_TOP_LOGPROBS,
+        history=pack_i32([0]),
+    )

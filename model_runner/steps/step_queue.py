@@ -1,0 +1,114 @@
+"""Steps between their launch and their result.
+
+On a processor that computes steps itself, a step has ended when its launch returns, and its result is sent at once. A
+device that computes beside the worker gets one more step before the worker waits for it. So it never runs out of work
+while the host packs a result or plans.
+
+The worker waits for the next step or the end of the oldest one, whichever is first (``has_result``). The reason: the
+scheduler sends a step only after it has received a result. A worker that waited only for an end would read the next
+step's message when the device has nothing left to do.
+
+Pages that a step pushes to a peer may go layer by layer while the step is computed (``runtime/layers_done.py``). All
+layers are computed when the step's result is available.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ...messages.worker import ForwardStep, SendPages, StepResult
+from ...runtime.layers_done import LayersDone
+
+if TYPE_CHECKING:
+    from ...disaggregation.transfer.engine import TransferEngine
+    from .step_runner import Launched
+
+
+class Steps(Protocol):
+    """The part of ``StepRunner`` that the queue calls."""
+
+    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+        """See ``StepRunner``."""
+        ...
+
+    def is_done(self, launched: Launched) -> bool:
+        """See ``StepRunner``."""
+        ...
+
+    def collect(self, launched: Launched) -> StepResult:
+        """See ``StepRunner``."""
+        ...
+
+
+class _Open(NamedTuple):
+    """A launched step with a result that has not been collected."""
+
+    launched: Launched
+    ends: list[LayersDone]
+    """The counter of the step's own layers, if it pushes pages, and counters that are only told of the step's end."""
+
+
+class StepQueue:
+    """Launched steps in order, oldest first.
+
+    ``ahead``: number of steps that may be open while another is launched. ``engine``: pushes pages; None without
+    hand-overs.
+    """
+
+    def __init__(self, steps: Steps, engine: TransferEngine | None, ahead: int) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._ahead = ahead
+        self._open: deque[_Open] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def use(self, steps: Steps) -> None:
+        """Replace the runner: ``steps`` computes later launches and collects the steps that are open."""
+        self._steps = steps
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the oldest result should be waited for before anything else is launched."""
+        return len(self._open) > self._ahead
+
+    @property
+    def has_result(self) -> bool:
+        """Return whether the oldest step has ended, so that ``collect`` does not wait. A step must be open."""
+        return self._steps.is_done(self._open[0].launched)
+
+    def launch(self, step: ForwardStep) -> None:
+        """Launch the step, and start pushing its pages if it has any to push."""
+        done = self._push(step) if step.pushes else None
+        self._open.append(_Open(self._steps.launch(step, done), [] if done is None else [done]))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step and return its result. At least one step must be open."""
+        launched, ends = self._open.popleft()
+        result = self._steps.collect(launched)
+        for done in ends:
+            done.finish()
+        if ends and self._engine is not None:
+            self._engine.wake()
+        return result
+
+    def send(self, pages: SendPages) -> None:
+        """Push pages that steps launched so far compute, once the last of them has ended: the device may lag."""
+        if self._engine is None:
+            raise RuntimeError("an instance without hand-overs was asked to push pages")
+        if not self._open:
+            self._engine.submit(pages)
+            return
+        done = LayersDone()
+        self._open[-1].ends.append(done)
+        self._engine.push(pages, done)
+
+    def _push(self, step: ForwardStep) -> LayersDone:
+        if self._engine is None:
+            raise RuntimeError("an instance without hand-overs was asked to push pages")
+        done = LayersDone()
+        for push in step.pushes:
+            self._engine.push(push, done)
+        return done
