@@ -20,7 +20,7 @@ TESTS := $(wildcard tests/unit tests/e2e)
 QUIETLY := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 # What .venv was made from. While none of it has changed, setup has nothing to do and needs no network.
-KEY := $(shell { cat pyproject.toml setup.py constraints.txt $$(find model_runner/kernels/cpu -type f | sort); echo $(PACKAGES); } | sha256sum | cut -c -16)
+KEY := $(shell { cat pyproject.toml setup.py constraints.txt $$(find model_runner/cpu_engine/src -type f | sort); echo $(PACKAGES); } | sha256sum | cut -c -16)
 STAMP := .venv/.setup-$(KEY)
 
 CLIENTS_STAMP := .venv-clients/.installed

@@ -22,7 +22,7 @@ MAX_STOP_CHARS = 1024
 
 
 class Column(NamedTuple):
-    """Column of the model worker's row table (``model_runner/sampling/row_params.py``) that holds a sampling parameter."""
+    """Column of the row table (``model_runner/sampling/row_params.py``) that holds a sampling parameter."""
 
     dtype: str
     """NumPy type in the table."""

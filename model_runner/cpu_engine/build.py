@@ -35,7 +35,7 @@ from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "cpu"
+SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 ARCHITECTURE = "x86_64"
 MODULE = "pdserve.model_runner.cpu_engine.build"

@@ -1,10 +1,11 @@
 """Keys and values of one byte an element, with a scale for each head of each token.
 
 A head's elements are divided by ``scale`` = (its largest magnitude) / (the type's largest number), and rounded to the
-nearest, ties to even: the same bytes on every device, and as ``cpu_engine/src/kv_quantization.h`` writes them. Scales are
-float32: rounded to 16 bits they would save 2 of 68 bytes (a head of 64), and 16 slots' scales fill just a cache line,
-so that the kernels' blocks stay on lines of their own. A head that is all zero, or next to it, has the scale 0. One
-with an infinity or a NaN has the scale NaN, and its elements are 0: whoever reads it gets NaN, which fails the request.
+nearest, ties to even: the same bytes on every device, and as ``cpu_engine/src/kv_quantization.h`` writes them. Scales
+are float32: rounded to 16 bits they would save 2 of 68 bytes (a head of 64), and 16 slots' scales fill just a cache
+line, so that the kernels' blocks stay on lines of their own. A head that is all zero, or next to it, has the scale 0.
+One with an infinity or a NaN has the scale NaN, and its elements are 0: whoever reads it gets NaN, which fails the
+request.
 
 Shapes: T tokens, H heads, D head_dim.
 """

@@ -1,4 +1,4 @@
-"""Kernels of ``model_runner/triton_kernels``: on a GPU where there is one, else in Triton's interpreter.
+"""Triton's kernels (``model_runner/*/triton/``): on a GPU where there is one, else in Triton's interpreter.
 
 A process has that for all kernels or for none (``TRITON_INTERPRET=1`` from its start).
 ``tests/unit/model_runner/test_triton_ops.py`` starts one that has.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NOT_PRODUCT = {"tests", "docs", "docker", "tools"}
-NOT_RUN_BY_PYTHON = {"model_runner/triton_kernels"}
+NOT_RUN_BY_PYTHON = {f"model_runner/{concept}/triton" for concept in ("attention", "kv", "ops", "sampling")}
 """Triton compiles the text of these functions, where a switch can't be."""
 SWITCH = '__import__("mutant_switch").is_on({})'
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pdserve.model_runner.attention.triton.tiles import MOST_SPLITS, KVShape, decode_tiles, prefill_tiles
 from pdserve.model_runner.device.triton_compiler import CompileRequest
 
-PACKAGE = "pdserve.model_runner.triton_kernels."
+PACKAGE = "pdserve.model_runner.attention.triton."
 LAYERS, PAGE_SIZE, ENTRIES = 32, 16, 256
 PAGES_OF_ROWS = ("kv_lens", "kv_indptr", "kv_indices")
 BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4}

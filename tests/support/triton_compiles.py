@@ -1,4 +1,4 @@
-"""Launches of ``model_runner/triton_kernels``, as they compile for models of real sizes."""
+"""Launches of Triton's kernels (``model_runner/*/triton/``), as they compile for models of real sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.model_runner.device.triton_compiler import CompileRequest
 
 Constant = int | float | str | bool | None
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-PACKAGE = "pdserve.model_runner.triton_kernels."
+PACKAGE = "pdserve.model_runner."
 
 # What parameters are, by name; what is not listed is an int32.
 POINTERS = {
@@ -35,7 +35,7 @@ NUMBERS = {**dict.fromkeys(("eps", "offset", "after_eps", "after_offset", "limit
 def launch(
     name: str, constants: dict[str, Constant], types: dict[str, str] | None = None, *, warps: int = 4, **options: Any
 ) -> CompileRequest:
-    """``name``: "file:kernel". ``types``: of the parameters that have others here."""
+    """``name``: "module:kernel". ``types``: of the parameters that have others here."""
     import importlib
 
     file, _, kernel = name.partition(":")
@@ -69,43 +69,45 @@ def all_launches() -> Iterator[CompileRequest]:
 
 def _sampling() -> Iterator[CompileRequest]:
     sizes: dict[str, Constant] = {"CHUNK": 2048, "CHUNKS": 128}  # a vocabulary of 262,144
-    yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": True}, warps=16)
-    yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": False})
-    yield launch("draw_choice:search", {**sizes, "LIST": 4096}, warps=8)
-    yield launch("draw_levels:measure", sizes, warps=8)
-    yield launch("draw_levels:collect", {**sizes, "LIST": 4096}, warps=8)
+    yield launch("sampling.triton.draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": True}, warps=16)
+    yield launch("sampling.triton.draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": False})
+    yield launch("sampling.triton.draw_choice:search", {**sizes, "LIST": 4096}, warps=8)
+    yield launch("sampling.triton.draw_levels:measure", sizes, warps=8)
+    yield launch("sampling.triton.draw_levels:collect", {**sizes, "LIST": 4096}, warps=8)
     for dtype in ("*fp32", "*bf16"):
-        yield launch("draw_levels:find_best", {"CHUNK": 2048}, {"logits_ptr": dtype}, warps=8)
-    yield launch("row_table:_start_rows", {"WORDS": 12, "BLOCK": 16}, warps=1)
-    yield launch("row_table:_clear_edits", {"BLOCK": 1024})
-    yield launch("row_table:_write_edits", {"BLOCK": 1024}, {"tokens_ptr": "*i64"})
-    yield launch("token_logprobs:_chunk_best", {"CHUNK": 4096}, warps=8)
+        yield launch("sampling.triton.draw_levels:find_best", {"CHUNK": 2048}, {"logits_ptr": dtype}, warps=8)
+    yield launch("sampling.triton.row_table:_start_rows", {"WORDS": 12, "BLOCK": 16}, warps=1)
+    yield launch("sampling.triton.row_table:_clear_edits", {"BLOCK": 1024})
+    yield launch("sampling.triton.row_table:_write_edits", {"BLOCK": 1024}, {"tokens_ptr": "*i64"})
+    yield launch("sampling.triton.token_logprobs:_chunk_best", {"CHUNK": 4096}, warps=8)
     yield launch(
-        "token_logprobs:_join_chunks", {"CHUNKS": 64, "BEST": 4096}, {"targets_ptr": "*i64", "chosen_ptr": "*fp32"}
+        "sampling.triton.token_logprobs:_join_chunks",
+        {"CHUNKS": 64, "BEST": 4096},
+        {"targets_ptr": "*i64", "chosen_ptr": "*fp32"},
     )
 
 
 def _layers() -> Iterator[CompileRequest]:
     for block, warps in ((4096, 8), (16384, 32)):
         norms: dict[str, Constant] = {"NORM": True, "AFTER": block <= 8192, "BLOCK": block}
-        yield launch("norms:_add_and_norm", norms, {"scale": "fp32"}, warps=warps)
-        yield launch("norms:_norm_rows", {"BLOCK": block}, warps=warps)
+        yield launch("ops.triton.norms:_add_and_norm", norms, {"scale": "fp32"}, warps=warps)
+        yield launch("ops.triton.norms:_norm_rows", {"BLOCK": block}, warps=warps)
     both: dict[str, Constant] = {"NORM": True, "AFTER": True}
-    yield launch("norms:_add_and_norm", {**both, "BLOCK": 8192}, {"scale": "fp32"}, warps=16)
-    yield launch("norms:_norm_rows", {"BLOCK": 128}, warps=1)
+    yield launch("ops.triton.norms:_add_and_norm", {**both, "BLOCK": 8192}, {"scale": "fp32"}, warps=16)
+    yield launch("ops.triton.norms:_norm_rows", {"BLOCK": 128}, warps=1)
     head: dict[str, Constant] = {"DIM": 128, "ROTATED": 128, "BLOCK": 128}
     floats = {"table_ptr": "*fp32"}
-    yield launch("rope:_rotate", {**head, "NEIGHBOURS": False, "NORM": True}, floats, warps=1)
+    yield launch("ops.triton.rope:_rotate", {**head, "NEIGHBOURS": False, "NORM": True}, floats, warps=1)
     plain: dict[str, Constant] = dict.fromkeys(("positions_ptr", "q_weight_ptr", "k_weight_ptr"))
-    yield launch("rope:_rotate", {**head, **plain, "NEIGHBOURS": True, "NORM": False}, floats, warps=1)
+    yield launch("ops.triton.rope:_rotate", {**head, **plain, "NEIGHBOURS": True, "NORM": False}, floats, warps=1)
     for kind in range(4):
-        yield launch("activations:_gate_and_mul", {"KIND": kind, "BLOCK": 1024})
+        yield launch("ops.triton.activations:_gate_and_mul", {"KIND": kind, "BLOCK": 1024})
     bits = {"out_ptr": "*u8"}
-    yield launch("quantise:_by_blocks", {"BLOCK": 128}, bits, warps=1)
-    yield launch("quantise:_by_token", {"BLOCK": 4096}, bits, warps=8)
-    yield launch("quantise:_by_one_scale", {"BLOCK": 4096}, {**bits, "size": "i64"}, warps=8)
-    yield launch("quantise:_find_largest", {"BLOCK": 4096}, {"size": "i64"}, warps=8)
-    yield launch("quantise:_finish_scale", {}, warps=1)
+    yield launch("ops.triton.quantise:_by_blocks", {"BLOCK": 128}, bits, warps=1)
+    yield launch("ops.triton.quantise:_by_token", {"BLOCK": 4096}, bits, warps=8)
+    yield launch("ops.triton.quantise:_by_one_scale", {"BLOCK": 4096}, {**bits, "size": "i64"}, warps=8)
+    yield launch("ops.triton.quantise:_find_largest", {"BLOCK": 4096}, {"size": "i64"}, warps=8)
+    yield launch("ops.triton.quantise:_finish_scale", {}, warps=1)
 
 
 def _experts() -> Iterator[CompileRequest]:
@@ -128,16 +130,16 @@ def _experts() -> Iterator[CompileRequest]:
                 types["out_ptr"] = "*fp32"
             divisible = ("inner", "hidden")
             yield launch(
-                f"grouped_gemm:{kernel}",
+                f"ops.triton.grouped_gemm:{kernel}",
                 constants,
                 {**types, "chosen": "i32"},
                 warps=warps,
                 num_stages=stages,
                 divisible=divisible,
             )
-    yield launch("grouped_gemm:_count_pairs", {"SCAN": 1024})
-    yield launch("grouped_gemm:_place_pairs", {"M": BLOCK_M, "EXPERTS": 256, "SCAN": 1024})
-    yield launch("grouped_gemm:_combine", {"COUNT": 8, "CHOSEN": 8, "BLOCK": 1024}, {"pairs_ptr": "*fp32"})
+    yield launch("ops.triton.grouped_gemm:_count_pairs", {"SCAN": 1024})
+    yield launch("ops.triton.grouped_gemm:_place_pairs", {"M": BLOCK_M, "EXPERTS": 256, "SCAN": 1024})
+    yield launch("ops.triton.grouped_gemm:_combine", {"COUNT": 8, "CHOSEN": 8, "BLOCK": 1024}, {"pairs_ptr": "*fp32"})
 
 
 def _packed() -> Iterator[CompileRequest]:
@@ -155,30 +157,39 @@ def _packed() -> Iterator[CompileRequest]:
                 x = {"x_ptr": "*u8"} if eight else {}
                 left_out: dict[str, Constant] = {} if eight else {"x_scales_ptr": None}
                 constants = {**tile, **flags, **left_out}
-                yield launch("fp8_gemm:_fp8_product", constants, {**floats, **x, "weight_ptr": "*u8"}, **launched)
+                yield launch(
+                    "ops.triton.fp8_gemm:_fp8_product", constants, {**floats, **x, "weight_ptr": "*u8"}, **launched
+                )
         if (name, tokens) == ("bf16", 16):
             # What loaded weights come to beside those: a scale for all rows, blocks whose borders rows don't keep.
             for is_blocked in (True, False):
                 tile = fp8_tile(tokens)
                 launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
                 flags = {"ROWS": 1 if is_blocked else 128, "BLOCKED": is_blocked, "EIGHT": False, "x_scales_ptr": None}
-                yield launch("fp8_gemm:_fp8_product", {**tile, **flags}, {**floats, "weight_ptr": "*u8"}, **launched)
+                yield launch(
+                    "ops.triton.fp8_gemm:_fp8_product", {**tile, **flags}, {**floats, "weight_ptr": "*u8"}, **launched
+                )
             tile = int4_tile(tokens, 128)
             launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
             symmetric: dict[str, Constant] = {**tile, "GROUP": 128, "zeros_ptr": None}
-            yield launch("int4_gemm:_int4_product", symmetric, {**floats, "scales_ptr": "*fp16"}, **launched)
+            yield launch("ops.triton.int4_gemm:_int4_product", symmetric, {**floats, "scales_ptr": "*fp16"}, **launched)
         for group in (128, 64, 32):
             tile = int4_tile(tokens, group, is_wide=name == "fp32")
             launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
             types = {**floats, "scales_ptr": "*fp16"}
-            yield launch("int4_gemm:_int4_product", {**tile, "GROUP": group}, types, **launched)
+            yield launch("ops.triton.int4_gemm:_int4_product", {**tile, "GROUP": group}, types, **launched)
 
 
 def _pages() -> Iterator[CompileRequest]:
-    yield launch("checksum:_page_checksum", {"BLOCK": 4096}, {"out_ptr": "*i64"}, warps=8)
+    yield launch("kv.triton.checksum:_page_checksum", {"BLOCK": 4096}, {"out_ptr": "*i64"}, warps=8)
     copied = ("page_words", "first", "piece")
-    yield launch("pages:_move_pages", {"units_ptr": None, "GATHER": True, "BLOCK": 2048}, warps=8, divisible=copied)
     yield launch(
-        "pages:_move_pages", {"GATHER": False, "BLOCK": 2048}, {"pool_ptr": "*i16", "staging_ptr": "*i16"}, warps=8
+        "kv.triton.pages:_move_pages", {"units_ptr": None, "GATHER": True, "BLOCK": 2048}, warps=8, divisible=copied
     )
-    yield launch("table:_apply_step", {"WINDOWS": True, "BLOCK": 256})
+    yield launch(
+        "kv.triton.pages:_move_pages",
+        {"GATHER": False, "BLOCK": 2048},
+        {"pool_ptr": "*i16", "staging_ptr": "*i16"},
+        warps=8,
+    )
+    yield launch("ops.triton.table:_apply_step", {"WINDOWS": True, "BLOCK": 256})

@@ -1,4 +1,4 @@
-"""Chooses tokens by ``sampling/rules.py``'s rules on a device that computes beside the host, and never waits: a row's way
+"""Chooses tokens by the rules of ``rules.py`` on a device that computes beside the host, and never waits: a row's way
 follows from its parameters alone, which the host knows, and never from its logits. The next token of a row is penalised
 before the host knows the one before, so what penalties count lies on the device, too.
 

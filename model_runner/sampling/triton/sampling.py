@@ -1,4 +1,4 @@
-"""Chooses the next token of each row by the rules of ``sampling/rules.py``, on the device: nothing waits, nothing is sorted.
+"""Chooses the next token of each row by the rules of ``rules.py``, on the device: nothing waits, nothing is sorted.
 
 A row is divided into chunks of the vocabulary, of a size that depends on nothing. Programs work on a chunk of a row
 each, and meet between launches only:

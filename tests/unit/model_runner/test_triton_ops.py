@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.interpreter import interpret
-from support.triton_compiles import all_launches, most_stack
+from support.triton_compiles import PACKAGE, all_launches, most_stack
 
 from pdserve.model_runner.device.triton_compiler import SHARED_BYTES, CompileRequest, compile_kernels
 
@@ -17,10 +17,12 @@ from pdserve.model_runner.device.triton_compiler import SHARED_BYTES, CompileReq
 DEVICE_TESTS = sorted(
     path for path in (Path(__file__).parents[2] / "device").glob("test_*.py") if "attention" not in path.name
 )
-KERNELS = Path(__file__).parents[3] / "model_runner" / "triton_kernels"
+ROOM = Path(__file__).parents[3] / "model_runner"
+OPS = ("activations", "fp8_gemm", "grouped_gemm", "int4_gemm", "norms", "quantise", "rope", "table")
 FILES = (
-    *("activations", "checksum", "draw_choice", "draw_levels", "fp8_gemm", "grouped_gemm", "int4_gemm", "norms"),
-    *("pages", "quantise", "rope", "row_table", "table", "token_logprobs"),
+    *(f"kv/triton/{name}" for name in ("checksum", "pages")),
+    *(f"ops/triton/{name}" for name in OPS),
+    *(f"sampling/triton/{name}" for name in ("draw_choice", "draw_levels", "row_table", "token_logprobs")),
 )
 
 
@@ -54,7 +56,7 @@ def for_capability(requests: list[CompileRequest], capability: int) -> list[Comp
 def test_a_sample_compiles_without_spills() -> None:
     """One of each file, for one of the two."""
     first = {request.kernel.split(":")[0]: request for request in reversed(list(all_launches()))}
-    assert {name.rpartition(".")[2] for name in first} == set(FILES)
+    assert {name.removeprefix(PACKAGE).replace(".", "/") for name in first} == set(FILES)
     sample = list(first.values())
     check_resources([*for_capability(sample[::2], 80), *for_capability(sample[1::2], 90)])
 
@@ -114,9 +116,9 @@ def test_no_kernel_is_compiled_anew_for_a_step_of_one_token_or_of_sixteen() -> N
 
 
 def test_every_kernel_that_is_launched_is_in_the_list() -> None:
-    listed = {request.kernel.rpartition(".")[2] for request in all_launches()}
-    texts = {file: (KERNELS / f"{file}.py").read_text() for file in FILES}
-    launches = "".join(texts.values()) + (KERNELS / "sampling.py").read_text()
+    listed = {request.kernel.removeprefix(PACKAGE).replace(".", "/") for request in all_launches()}
+    texts = {file: (ROOM / f"{file}.py").read_text() for file in FILES}
+    launches = "".join(texts.values()) + (ROOM / "sampling/triton/sampling.py").read_text()
     kernels = {
         f"{file}:{kernel}"
         for file, text in texts.items()
