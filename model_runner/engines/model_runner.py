@@ -32,7 +32,7 @@ from ...model_files.spec_reader import read_spec
 from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
 from ..attention.base import AttentionBackend, attention_limits
-from ..attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
+from ..attention.registry import BackendNeeds, make_attention_backend
 from ..batch.forward_batch import ForwardBatch
 from ..batch.step_plan import begun_tokens
 from ..device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
@@ -52,6 +52,7 @@ from ..ops.choose import choose_ops
 from ..steps.decode_graphs import graph_sizes, why_no_graphs
 from ..steps.step_memory import GRAPH_BYTES, StepSizes, bytes_of_steps
 from ..steps.step_runner import StepRunner
+from .attention_choice import choose_attention_backend
 
 if TYPE_CHECKING:
     from ..cpu_engine.native_model import CpuEngine

@@ -20,8 +20,8 @@ from ...messages.base import I32
 from ...messages.worker import KVLayout
 from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
-from ..attention.registry import triton_refusal
 from ..device.base import Device
+from ..device.triton_support import triton_refusal
 from .pool import KVPool
 
 if TYPE_CHECKING:

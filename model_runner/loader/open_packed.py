@@ -13,7 +13,7 @@ from ...model_files.packing import PackingKind
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ...runtime.options import ServerOptions
-from ..attention.registry import triton_refusal
+from ..device.triton_support import triton_refusal
 from ..models.decoder import Decoder
 from .packed_layers import PackedLayers
 from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .kv_elements import load_scales, widen
+from ...kv.triton.elements import load_scales
+from ...ops.triton.widen import widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

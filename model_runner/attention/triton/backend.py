@@ -250,16 +250,6 @@ class TritonAttention(AttentionBackend):
         return RowArrays.make(capacity, pages, self._windows_there, bool(self._windowed))
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why the kernels can't run on ``device`` in this process, or None."""
-    is_interpreted = bool(triton.knobs.runtime.interpret)
-    if device.type == "cpu" and not is_interpreted:
-        return "Triton's kernels need an NVIDIA GPU, or TRITON_INTERPRET=1 to be interpreted on a CPU, for tests"
-    if device.type not in ("cpu", "cuda"):
-        return f"Triton's kernels do not run on {device.type}"
-    return None
-
-
 def _device_of(device: torch.device) -> tuple[int, int]:
     """Capability (times ten), and how many multiprocessors."""
     if device.type != "cuda":

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...kv.pool import KEYS, VALUES, KVPool
 from ...kv.quantization import SCALE_BYTES, SCALE_DTYPE
-from .kv_elements import KINDS
+from ...kv.triton.elements import KINDS
 
 
 @dataclass(frozen=True)
 class LayerViews:
-    """One layer of a pool. ``kind``: see ``kv_elements.py``. ``head_dim``: elements of a row, scale excluded.
+    """One layer of a pool. ``kind``: see ``kv/triton/elements.py``. ``head_dim``: elements of a row, scale excluded.
 
     ``value_dim``: of those, the elements of a value. The tensors are views: those of keys and values are what kernels
     take as pointers, and so are scales, the same bytes as float32. What there is not is the keys' once more.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_elements import quantize_rows
+from ...kv.triton.elements import quantize_rows
 from .pool_views import LayerViews
 
 

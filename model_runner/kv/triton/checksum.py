@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....disaggregation.transfer.pages import LayerRange
 from ....disaggregation.transfer.word_sum import WORD_BYTES
-from ...sampling.triton.draw_math import GOLDEN, mix
+from ...ops.triton.splitmix import GOLDEN, mix
 
 _BLOCK = 4096
 

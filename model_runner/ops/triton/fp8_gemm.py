@@ -21,14 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention.triton.kv_elements import widen
 from ..packed.weights import COLUMNS, FP8Weight
 from .quantise import quantise_blocks, quantise_tokens
+from .widen import HALF_OF_E4M3, widen
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _COLUMNS = tl.constexpr(COLUMNS)
-_HALF_OF_E4M3 = tl.constexpr(256.0)
-"""What ``widen`` leaves to the scale."""
 
 
 def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None) -> Tensor:
@@ -134,7 +132,7 @@ def _fp8_product(
         if EIGHT:
             if _INTERPRETED:
                 x, weight = widen(x, "fp8_e4m3", tl.float32), widen(bits, "fp8_e4m3", tl.float32)
-                part = tl.dot(x, weight, input_precision="ieee") * (_HALF_OF_E4M3 * _HALF_OF_E4M3)
+                part = tl.dot(x, weight, input_precision="ieee") * (HALF_OF_E4M3 * HALF_OF_E4M3)
             else:
                 part = tl.dot(x.to(tl.float8e4nv, bitcast=True), bits.to(tl.float8e4nv, bitcast=True))
             if BLOCKED:
@@ -142,7 +140,7 @@ def _fp8_product(
                 part *= x_scale[:, None] * scale[None, :]
             total += part
         else:
-            wide = widen(bits, "fp8_e4m3", tl.float32) * (scale * _HALF_OF_E4M3)[None, :]
+            wide = widen(bits, "fp8_e4m3", tl.float32) * (scale * HALF_OF_E4M3)[None, :]
             weight = rounded(wide, x_ptr.dtype.element_ty)
             total = tl.dot(x.to(weight.dtype), weight, total, input_precision="ieee")
     if EIGHT and not BLOCKED:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....messages.base import unpack_i32
 from ....messages.worker import SlotDelta
-from ...sampling.row_params import I64
+from ...batch.step_plan import I64
 
 _BLOCK = 256
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...ops.triton.splitmix import GOLDEN, mix
+
 ONE = tl.constexpr(1 << 43)
 """The mass of the best token."""
 ID_BITS = tl.constexpr(20)
@@ -25,17 +27,6 @@ MAX_VOCAB = 1 << 19
 _MINUS_INFINITY_KEY = tl.constexpr(0x007FFFFF)
 _INFINITY_KEY = tl.constexpr(0xFF800000)
 _NAN_KEY = tl.constexpr(0xFFFFFFFF)
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_2 = tl.constexpr(0x94D049BB133111EB)
-
-
-@triton.jit
-def mix(bits: tl.tensor) -> tl.tensor:
-    """splitmix64's mixer (``runtime/splitmix.py``) of uint64."""
-    bits = (bits ^ (bits >> 30)) * _MIX_1
-    bits = (bits ^ (bits >> 27)) * _MIX_2
-    return bits ^ (bits >> 31)
 
 
 @triton.jit

@@ -18,8 +18,9 @@ from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
 from pdserve.model_runner.attention.flashinfer import support as flashinfer_support
 from pdserve.model_runner.attention.layer_kinds import layer_kinds
-from pdserve.model_runner.attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
+from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines.attention_choice import choose_attention_backend
 from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
 from pdserve.model_runner.steps.step_runner import StepRunner
 from tests.unit.model_runner.test_attention_backends import PAGES, make_batch

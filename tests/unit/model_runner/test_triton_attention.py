@@ -13,7 +13,6 @@ from support.interpreter import interpret
 from support.triton_compiles import most_stack
 
 from pdserve.model_files.errors import UnsupportedModel
-from pdserve.model_runner.attention.registry import choose_attention_backend
 from pdserve.model_runner.attention.triton.tiles import (
     MOST_SPLITS,
     KVShape,
@@ -31,6 +30,7 @@ from pdserve.model_runner.device.triton_compiler import (
     CompileRequest,
     compile_kernels,
 )
+from pdserve.model_runner.engines.attention_choice import choose_attention_backend
 
 DEVICE_TESTS = sorted((Path(__file__).parents[2] / "device").glob("test_device_attention*.py"))
 CPU = torch.device("cpu")
@@ -140,7 +140,6 @@ def test_a_cpu_has_triton_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatc
     spec = None
     with pytest.raises(UnsupportedModel, match=r"--attention-backend triton: .* or TRITON_INTERPRET=1"):
         choose_attention_backend("triton", spec, CPU, torch.float32, torch.float32)
-    monkeypatch.delitem(sys.modules, "pdserve.model_runner.attention.triton.backend")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UnsupportedModel, match=r"not installed here; pip install 'pdserve\[triton\]'"):
         choose_attention_backend("triton", spec, CPU, torch.float32, torch.float32)

@@ -1,9 +1,8 @@
 """How kernels read and write the elements of a KV pool; the bytes are those of ``kv/quantization.py``.
 
-Kinds: "" (floats, as they are), "int8", "fp8_e4m3" and "fp8_e5m2", whose heads end in a float32 scale. The bytes of
-floats of 8 bits are taken apart and put together with integers, so that any GPU can have them: only those from
-capability 8.9 on convert them by themselves. Elements become the queries' type, which holds each of them exactly, and
-the scales are applied where a product with them is cheapest.
+Kinds: "" (floats, as they are), "int8", "fp8_e4m3" and "fp8_e5m2", whose heads end in a float32 scale. ``widen``
+(``ops/triton/widen.py``) turns elements into the queries' type, which holds each of them exactly. The scales are
+applied where a product with them is cheapest.
 """
 
 from __future__ import annotations
@@ -12,28 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ...ops.triton.widen import HALF_OF_E4M3
+
 KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 """By the type of a quantised pool's elements."""
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
-_HALF_OF_E4M3 = tl.constexpr(256.0)
-"""What an e4m3's bits as those of a float16 must be multiplied with: its exponents begin 8 lower."""
 _ROUNDS_INTEGERS = tl.constexpr(12582912.0)
 """1.5 * 2**23: added to a float32, it leaves the nearest integer in the low bits, ties to even."""
-
-
-@triton.jit
-def widen(x: tl.tensor, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Elements as they lie in the pool, as ``dtype``; what they are to be multiplied with, ``load_scales`` gives."""
-    if KIND == "fp8_e4m3":
-        bits = x.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
-    if KIND == "fp8_e5m2":
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
-    if KIND == "int8":
-        # By way of float32, as compiled, because the interpreter has no way from integers to bfloat16.
-        return x.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -45,7 +30,7 @@ def load_scales(
     With the factor that ``widen`` leaves to the scale.
     """
     found = tl.load(scales + ((offsets + HEAD_DIM) >> 2), mask=mask, other=0.0)
-    return found * _HALF_OF_E4M3 if KIND == "fp8_e4m3" else found
+    return found * HALF_OF_E4M3 if KIND == "fp8_e4m3" else found
 
 
 @triton.jit
