@@ -150,7 +150,7 @@ def _allocate_shared(nbytes: int) -> KVRegion:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         buffer = mmap.mmap(fd, nbytes)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return KVRegion(buffer, nbytes, fd)
@@ -159,9 +159,10 @@ def _allocate_shared(nbytes: int) -> KVRegion:
 def map_region(fd: int, nbytes: int) -> KVRegion:
     """Map a shared region that another process of this host reserved. Raises ``RegionError``.
 
-    The returned region owns ``fd``.
+    The returned region owns ``fd``, which is closed if it can't be mapped.
     """
     try:
         return KVRegion(mmap.mmap(fd, nbytes), nbytes, fd)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, OverflowError) as e:
+        os.close(fd)
         raise RegionError(f"the KV pool of {nbytes / 2**30:.2f} GiB can't be mapped: {e}") from e

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdserve.disaggregation.errors import RegionError
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.disaggregation.transfer.region import allocate_region, map_region
 from pdserve.runtime.machine.memory import host_memory
 
 NBYTES = 3 * mmap.PAGESIZE
@@ -74,3 +74,15 @@ def test_impossible_sizes_say_what_to_do():
         allocate_region(0, shared=False)
     with pytest.raises(RegionError, match="--max-total-tokens"):
         allocate_region(1 << 60, shared=True)
+
+
+@pytest.mark.parametrize("nbytes", [2 * NBYTES, -1, 1 << 70])
+def test_the_descriptor_of_a_pool_that_can_not_be_mapped_is_closed(nbytes):
+    region = allocate_region(NBYTES, shared=True)
+    assert region.fd is not None
+    fd = os.dup(region.fd)
+    with pytest.raises(RegionError, match="can't be mapped"):
+        map_region(fd, nbytes)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    region.close()
