@@ -133,7 +133,8 @@ def _from_hub(name: str, revision: str | None, patterns: Sequence[str], download
         )
     except LocalEntryNotFoundError as e:
         if not download:
-            raise NotDownloaded(f"{name!r} is neither a local path nor in the hub's cache") from e
+            what = repr(name) if revision is None else f"revision {revision!r} of {name!r}"
+            raise NotDownloaded(f"{what} is neither a local path nor in the hub's cache") from e
         raise _unreachable(name, e) from e
     except (HfHubHTTPError, HFValidationError) as e:
         raise ModelNotFound(f"{name!r} is no local path, and the hub does not give it: {_first_line(e)}") from e

@@ -44,10 +44,13 @@ ADVICE = {
 }
 
 
-def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
-    """Examine the model that ``path`` names. ``has_kernels`` says whether a GGUF's blocks can be served as they are."""
+def look_at_model(path: str, has_kernels: bool, revision: str | None = None) -> Iterator[Finding]:
+    """Examine the model that ``path`` and ``revision`` name.
+
+    ``has_kernels`` says whether a GGUF's blocks can be served as they are.
+    """
     try:
-        source = resolve_model(path, download=False)
+        source = resolve_model(path, revision=revision, download=False)
         is_native = choose_model_impl("auto", source) is ModelImpl.NATIVE
         model = read_spec(source) if is_native else read_foreign(source)
         tensors = tensor_sizes(source)

@@ -25,6 +25,8 @@ class CheckOptions:
     model_path
         Model to look at as well: can it be served, and does it fit? A path or name as in pdserve server. Nothing is
         downloaded.
+    revision
+        Commit, tag or branch of a hub model, as in pdserve server.
     url
         Server or router to look at as well: is it there, healthy, and in touch with its peers?
     api_key_file
@@ -36,6 +38,7 @@ class CheckOptions:
     """
 
     model_path: str | None = None
+    revision: str | None = None
     url: str | None = None
     api_key_file: Path | None = None
     ports: list[int] = field(default_factory=list)
@@ -43,6 +46,8 @@ class CheckOptions:
 
     def check(self) -> None:
         """Raise ``CheckOptionsError`` when these options can't work."""
+        if self.revision is not None and self.model_path is None:
+            raise CheckOptionsError("--revision is of a hub model: name it with --model-path")
         if self.url is not None:
             try:
                 check_server_url(self.url)

@@ -67,7 +67,8 @@ def choose_probes(options: CheckOptions) -> Iterator[Probe]:
     yield Probe("ports", partial(look_at_ports, options.ports_to_check))
     yield Probe("backends", look_at_backends)
     if options.model_path is not None:
-        yield Probe("model", partial(look_at_model, options.model_path, can_use_kernels()), MODEL_SECONDS)
+        look = partial(look_at_model, options.model_path, can_use_kernels(), options.revision)
+        yield Probe("model", look, MODEL_SECONDS)
     if options.url is not None:
         url, api_key = check_server_url(options.url), read_api_key(options.api_key_file)
         yield Probe("server", partial(look_at_server, url, api_key), SERVER_SECONDS)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 from support.families import make_reference
 
@@ -21,6 +23,8 @@ from pdserve.model_runner.kv.pool import make_layout
 from pdserve.runtime.machine.memory import Memory
 from pdserve.terminal.check.finding import Finding, Level
 from pdserve.terminal.check.model import fit, look_at_model, page_bytes, weight_bytes
+from pdserve.terminal.check.options import CheckOptions, CheckOptionsError
+from pdserve.terminal.check.run import choose_probes
 
 GIB = 2**30
 
@@ -94,6 +98,26 @@ def test_a_model_that_is_not_here_is_not_fetched(monkeypatch: pytest.MonkeyPatch
     assert finding.level is Level.WARNING
     assert "downloads it at its first start" in finding.advice
     assert only(look_at_model("/no/such/folder", True)).level is Level.PROBLEM
+
+
+def test_the_revision_of_a_hub_model_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    snapshots = {"main": make_model(tmp_path / "main"), "v2": make_model(tmp_path / "v2", model_type="stablelm")}
+
+    def snapshot(name: str, *, revision: str | None, **others: object) -> str:
+        if (revision or "main") not in snapshots:
+            raise LocalEntryNotFoundError("no such revision")
+        return str(snapshots[revision or "main"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    for revision, found in ((None, "main"), ("main", "main"), ("v2", "v2")):
+        options = CheckOptions(model_path="some-org/some-model", revision=revision)
+        [probe] = [probe for probe in choose_probes(options) if probe.topic == "model"]
+        assert next(iter(probe.look())).text.startswith(f"{snapshots[found]}: ")
+    missing = only(look_at_model("some-org/some-model", True, "v3"))
+    assert missing.level is Level.WARNING
+    assert "revision 'v3' of 'some-org/some-model'" in missing.text
+    with pytest.raises(CheckOptionsError, match="--model-path"):
+        CheckOptions(revision="v2").check()
 
 
 def test_the_pool_is_counted_as_the_worker_counts_it(tmp_path: Path) -> None:
