@@ -13,6 +13,7 @@ as two.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
 
@@ -53,3 +54,20 @@ def leave_signals_to_parent() -> None:
     """Ignore what the parent acts on for this process; ``STOP`` is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *STRAY):
         signal.signal(number, signal.SIG_IGN)
+
+
+def exit_on_signals() -> None:
+    """Exit by ``SystemExit`` on SIGTERM and SIGHUP, so that ``finally`` blocks end the processes of this one.
+
+    For programs that start others in sessions of their own, where no signal to this program's group reaches them. What
+    is ignored stays ignored, and so do all signals after the first.
+    """
+    handled = unignored((signal.SIGTERM, signal.SIGHUP))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in handled:
+        signal.signal(number, leave)

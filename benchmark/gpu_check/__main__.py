@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...runtime.python import python_command
+from ...runtime.signals import exit_on_signals
 from .install import describe, install, is_there, needed
 from .page import render
 from .record import PARTS, PartRecord, close_group, read_record, write_record
@@ -37,6 +38,7 @@ NO_GPU = 2
 
 def main() -> int:
     """Return the number of parts in which something was found amiss or left out."""
+    exit_on_signals()
     options = arguments()
     results = options.cache / ("dry-run" if options.dry_run else "results")
     results.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from ...runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
+from ...runtime.signals import exit_on_signals
 from ..errors import PlotsUnavailable
 from ..plots import require_matplotlib
 from .compare import Comparison
@@ -36,6 +37,7 @@ app = App(
 @app.default
 def peers(*, options: Annotated[PeerOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Install, run and write the page, or only what --steps names."""
+    exit_on_signals()
     try:
         options.check()
     except ValueError as e:

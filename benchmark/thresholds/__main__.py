@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from ...runtime.signals import exit_on_signals
 from ..command import exit_code, wide_console
 from .options import ThresholdOptions
 from .run import Outcome, measure_thresholds
@@ -65,6 +66,7 @@ def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
 @app.default
 def main(*, options: Annotated[ThresholdOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure, and print tables."""
+    exit_on_signals()
     console, notes = wide_console(), Console(stderr=True)
 
     def measure() -> bool:

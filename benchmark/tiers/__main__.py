@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from ...runtime.signals import exit_on_signals
 from ..command import exit_code, wide_console
 from .agents import AgentResult, measure_agents
 from .options import TierBenchOptions
@@ -76,6 +77,7 @@ def show_pair(rows: list[PairRow], console: Console) -> None:
 @app.default
 def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure, and print tables."""
+    exit_on_signals()
     console = wide_console()
 
     def measure() -> None:

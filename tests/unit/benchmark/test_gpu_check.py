@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -139,6 +142,37 @@ def test_a_group_that_dies_or_hangs_leaves_the_others_alone(tmp_path: Path, monk
     hangs = [sys.executable, "-c", "import signal; signal.pause()"]
     assert "time was over" in driver._run_group(hangs, 0.5, dict(os.environ))
     assert driver._run_group(hangs, -1.0, dict(os.environ)) == "no time was left"
+
+
+GROUP = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(child.pid, flush=True)
+child.wait()
+"""
+DRIVER = """
+import sys
+from pdserve.benchmark.gpu_check import __main__ as driver
+driver.PARTS = {"kernels": ("hangs",)}
+group = sys.argv.pop(1)
+driver.python_command = lambda *words: [sys.executable, "-c", group]
+driver._install = driver._tokenizer = lambda options: None
+driver.main()
+"""
+
+
+def test_the_group_that_runs_ends_with_the_driver(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, GROUP, "--cache", str(tmp_path), "--page", str(tmp_path / "page.md")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "== kernels\n"
+        grandchild = os.pidfd_open(int(process.stdout.readline()))
+        process.terminate()
+        status = process.wait(machine.limit(30))
+    has_ended = bool(select.select([grandchild], [], [], machine.limit(10))[0])
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(grandchild, signal.SIGKILL)
+    os.close(grandchild)
+    assert (status, has_ended) == (128 + signal.SIGTERM, True)
 
 
 def test_parts_have_the_groups_that_the_driver_starts() -> None:
