@@ -82,10 +82,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
+def _frozen() -> Generator[None]:
     """The same for what the files before this one have imported."""
     gc.collect()
     gc.freeze()
+    yield
+    assert gc.isenabled(), "a test of this file has left the garbage collector off"
 
 
 def pytest_unconfigure() -> None:

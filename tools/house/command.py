@@ -6,7 +6,6 @@ The definitions stand at the top of ``arrows.py``, ``classes.py`` and ``guards.p
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", choices=sorted(FIGURES), metavar="FIGURE", help="print the places of one figure")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="the repository")
     options = parser.parse_args(arguments)
-    gc.disable()  # A syntax tree is many objects and no garbage.
     house = measure(options.root)
     if options.json:
         print(json.dumps(house._asdict(), indent=1))

@@ -7,7 +7,6 @@ have none, except for one word for people in 1,000 words.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections import Counter
 from pathlib import Path
 
@@ -32,7 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--figures", action="store_true", help="print the counts of each top-level folder")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="the repository")
     options = parser.parse_args(arguments)
-    gc.disable()  # A syntax tree is many objects and no garbage: a fifth of the time.
     reports = read_repository(options.root)
     if options.figures:
         print(_figures(reports))
