@@ -11,7 +11,8 @@ A process that is killed leaves at most one unfinished file. The next one remove
 flushed to the disk: the checksum finds files that a loss of power has damaged.
 
 A file's name says how its page is framed. Instances with and without a key for sealed pages may share a folder. Neither
-reads, counts or removes files of the other kind.
+reads files of the other kind. Both count and evict them: the limit is the folder's, and pages from before a key was set
+would otherwise stay for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from ...runtime.trusted_path import distrust, make_private_folder
 from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
-from .frame import BadFrame, Framing
+from .frame import SUFFIXES, BadFrame, Framing
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TOUCH_SECONDS = 60.0
@@ -252,7 +253,7 @@ class FileStore(PageStore):
                     state = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                if entry.name.endswith(self.framing.suffix):
+                if entry.name.endswith(SUFFIXES):
                     yield _Found(state.st_mtime, state.st_size, entry.path)
 
     def _remove_abandoned(self) -> None:

@@ -16,6 +16,10 @@ MAGIC = b"pdKV"
 VERSION = 1
 _HEADER = struct.Struct("<4sHxx16sQQ")
 HEADER_BYTES = _HEADER.size
+PLAIN_SUFFIX = ".page"
+SEALED_SUFFIX = ".sealed"
+SUFFIXES = (PLAIN_SUFFIX, SEALED_SUFFIX)
+"""Ends of the names of all files with pages, whatever their framing."""
 
 
 class BadFrame(ValueError):
@@ -64,7 +68,7 @@ class Checksummed(Framing):
 
     version = VERSION
     header_bytes = HEADER_BYTES
-    suffix = ".page"
+    suffix = PLAIN_SUFFIX
 
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
         return header(page_hash, page)

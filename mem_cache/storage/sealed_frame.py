@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ...runtime.cluster_secret import KeyRing
-from .frame import MAGIC, BadFrame, Framing
+from .frame import MAGIC, SEALED_SUFFIX, BadFrame, Framing
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
@@ -30,7 +30,7 @@ class Sealed(Framing):
 
     version = 2
     header_bytes = _HEADER.size
-    suffix = ".sealed"
+    suffix = SEALED_SUFFIX
 
     def __init__(self, ring: KeyRing) -> None:
         self._keys = ring.keys("stored pages")

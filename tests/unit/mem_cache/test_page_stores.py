@@ -192,17 +192,23 @@ def test_stores_with_and_without_a_key_leave_each_others_pages_alone(sealed):
     assert (plain.exists([page_hash(1)]), fetch(with_key, 1, 2)) == (0, pages(1, 2))
 
 
-def test_a_limit_is_of_the_pages_with_or_without_a_key_and_drops_no_others(tmp_path):
-    with_key = make_store("file", str(tmp_path), PAGE, 1 << 30, 5.0, KeyRing([OURS]))
-    keep(with_key, *range(5))
-    plain = make_store("file", str(tmp_path), PAGE, 3 * FILE_BYTES, 5.0)
-    assert plain.usage().pages == 0
-    for i in range(20):
-        keep(plain, i)
-    assert plain.usage().evicted_pages > 0
-    assert plain.usage().nbytes <= 6 * FILE_BYTES
-    assert fetch(with_key, *range(5)) == pages(*range(5))
-    for store in (plain, with_key):
+@pytest.mark.parametrize("rings", [(None, KeyRing([OURS])), (KeyRing([OURS]), None)], ids=["a key was set", "dropped"])
+def test_pages_of_the_other_kind_count_and_go_when_they_are_the_longest_unused(tmp_path, rings):
+    then, now = (make_store("file", str(tmp_path), PAGE, 20 * FILE_BYTES, 5.0, ring) for ring in rings)
+    keep(then, *range(12))
+    for i in range(11):
+        path = _file(tmp_path, i, then.framing.suffix)
+        os.utime(path, (time.time() - 1000 - i,) * 2)
+    now.close()
+    now = make_store("file", str(tmp_path), PAGE, 20 * FILE_BYTES, 5.0, rings[1])
+    assert now.usage().pages == 12
+    keep(now, *range(100, 112))
+    assert now.usage().evicted_pages > 0
+    assert sum(f.stat().st_size for f in tmp_path.glob("*/*")) == now.usage().nbytes <= 20 * FILE_BYTES
+    assert fetch(now, *range(100, 112)) == pages(*range(100, 112))
+    assert fetch(then, 11) == pages(11), "it was used last"
+    assert fetch(then, 10) == [], "it was the longest unused"
+    for store in (then, now):
         store.close()
 
 
