@@ -10,10 +10,6 @@ class TransferError(Exception):
     """Whether the same operation can succeed later without any change."""
 
 
-class RegionError(TransferError):
-    """The KV pool's memory can't be reserved or is not fit for the transfer backend."""
-
-
 class UnknownBackend(TransferError):
     """No transfer backend has this name."""
 

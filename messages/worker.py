@@ -243,7 +243,7 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     page, it covers the group's layers from ``begin`` up to ``end``.
 
     ``algorithm``: xxh3_64, or, from device to device, the sum of words that each computes where the pages lie
-    (``disaggregation/transfer/word_sum.py``).
+    (``mem_cache/kv_pages/word_sum.py``).
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]

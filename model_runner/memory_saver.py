@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..disaggregation.errors import TransferError
+from ..mem_cache.kv_pages.region import RegionError
 from ..messages.memory import (
     ALL_TAGS,
     MemoryChanged,
@@ -93,7 +93,7 @@ class MemorySaver:
         try:
             for tag in tags:
                 self._release(tag)
-        except TransferError as e:
+        except RegionError as e:
             return str(e)
         return errors[0] if errors else ""
 
@@ -128,7 +128,7 @@ class MemorySaver:
             if (region := model.window_region) is not None:
                 self._window_bytes = min(command.first_window * groups[1].page_bytes, region.nbytes)
                 region.give_back(self._window_bytes)
-        except TransferError as e:
+        except RegionError as e:
             error = str(e)
             log.warning("%s", error)
         return PoolTrimmed(max(0, used - model.hardware.used()), error)
@@ -165,7 +165,7 @@ class MemorySaver:
                 self._released.discard(tag)
             if not self._released and self._lead is None:
                 self._steps.capture_graphs()
-        except (ModelError, TransferError, OSError, MemoryError, torch.OutOfMemoryError) as e:
+        except (ModelError, RegionError, OSError, MemoryError, torch.OutOfMemoryError) as e:
             # All or nothing: half of it would be held for nobody.
             for tag in taken:
                 self._release(tag)

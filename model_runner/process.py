@@ -16,25 +16,23 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 
 import logging
 import sys
-import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from ..disaggregation.errors import TransferError
+from ..mem_cache.kv_pages.region import RegionError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.kv_debug import HashPages
 from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.profiling import StartProfile, StopProfile
-from ..messages.routes import ToTransfer, ToWorker
+from ..messages.routes import ToWorker
 from ..messages.tiers import TierCommand
 from ..messages.worker import (
     ForwardStep,
     MachineUse,
     MeasuredStep,
-    ReceiveCommand,
     SendPages,
     StepResult,
-    TransferEvent,
     WorkerCommand,
     WorkerReady,
 )
@@ -44,10 +42,10 @@ from ..runtime.cpu_list import PlacementError
 from .device.compile_watch import CompileWatch
 from .device.placement import Placement, floating
 from .kv.prefault import PoolPrefault, highest_slot
+from .page_mover import NoPageMover, PageMover
 from .start_model import RankChannels, freeze, open_channels, start_model
 
 if TYPE_CHECKING:
-    from ..disaggregation.transfer.engine import TransferEngine
     from .engines.model_runner import ModelRunner
     from .kv.pool_hasher import PoolHasher
     from .memory_saver import MemorySaver
@@ -65,13 +63,13 @@ for longer than a decode step takes.
 
 
 class Worker(NamedTuple):
-    """A loaded worker; ``engine`` None on an instance that hands nothing over, ``tiers`` where the pool is alone,
-    ``hasher`` without ``--kv-debug``.
+    """A loaded worker; ``tiers`` None where the pool is alone, ``hasher``
+    without ``--kv-debug``.
     """
 
     model: ModelRunner
     steps: StepQueue
-    engine: TransferEngine | None
+    mover: PageMover
     tiers: WorkerTiers | None
     hasher: PoolHasher | None
     prefault: PoolPrefault
@@ -86,15 +84,19 @@ class Worker(NamedTuple):
 
 
 def main() -> NoReturn:
-    """Run the worker process."""
-    ctx = start_child(sys.argv)
+    """Run the worker process of an instance that takes no part in hand-overs."""
+    run(start_child(sys.argv), lambda model: NoPageMover())
+
+
+def run(ctx: ChildContext, start_mover: Callable[[ModelRunner], PageMover]) -> NoReturn:
+    """Run the worker process. ``start_mover`` starts what moves its pages to and from other instances."""
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
     channels = open_channels(ctx)
     try:
-        worker = load(ctx, channels)
-    except (ModelError, PlacementError, TransferError) as e:
+        worker = load(ctx, channels, start_mover)
+    except (ModelError, PlacementError, RegionError) as e:
         sys.exit(f"model worker: {e}")
     worker.compiles.begin(str(worker.model.device.type))
     events.send(_ready_message(worker))
@@ -103,8 +105,8 @@ def main() -> NoReturn:
         serve_frame(receiver, events, worker)
 
 
-def load(ctx: ChildContext, channels: RankChannels) -> Worker:
-    """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``TransferError``.
+def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[ModelRunner], PageMover]) -> Worker:
+    """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``RegionError``.
 
     ``channels``: to the other tensor-parallel ranks.
     """
@@ -120,7 +122,8 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     from .steps.warm_up import warm_up
 
     model, steps = started.model, started.steps
-    engine = _start_engine(ctx, model, started.placement)
+    with floating(started.placement):
+        mover = start_mover(model)
     tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
     is_beside = model.hardware.beside
@@ -136,7 +139,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     )
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
-    queue = StepQueue(steps, engine, ahead=1 if is_beside else 0)
+    queue = StepQueue(steps, mover, ahead=1 if is_beside else 0)
     use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
     for line in table(use, model.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
@@ -144,7 +147,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     occupation = MemorySaver(model, steps, prefault, lead)
     rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device, steps)
     return Worker(
-        *(model, queue, engine, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
+        *(model, queue, mover, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
         profiler=Profiler(rank, queue, lead),
     )
@@ -186,10 +189,8 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             events.send(worker.profiler.obey(command))
         elif isinstance(command, SendPages):
             steps.send(command)
-        elif worker.engine is not None:
-            worker.engine.submit(command)
         else:
-            raise RuntimeError(f"an instance without hand-overs was sent {type(command).__name__}")
+            worker.mover.submit(command)
 
 
 def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[WorkerCommand]:
@@ -203,60 +204,12 @@ def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[Wo
     return commands
 
 
-def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:
-    """Hand commands that must not wait for a step to ``engine``, for ever."""
-    from ..disaggregation.transfer.engine import end_process
-
-    try:
-        receiver: Receiver[ReceiveCommand] = Receiver(ctx.zmq_ctx, ctx.address("transfer"), ToTransfer)
-        while True:
-            try:
-                commands = receiver.recv(-1)
-            except UndeclaredMessage as e:
-                log.error("%s", e)
-                continue
-            for command in commands:
-                engine.submit(command)
-    except BaseException as e:  # noqa: BLE001
-        # Whatever it is, this thread is over; a worker that obeys no grant must not look healthy.
-        end_process(e)
-
-
 def _result(worker: Worker) -> StepResult:
     result = worker.steps.collect()
     result.compiled_kernels = worker.compiles.take()
     if result.bad_entries:
         log.error("step %d: entries %s gave logits that are not finite", result.step_id, result.bad_entries)
     return result
-
-
-def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -> TransferEngine | None:
-    options = ctx.options
-    if not options.hands_over:
-        return None
-    backend = options.disaggregation_transfer_backend
-    from ..disaggregation.transfer.engine import TransferEngine
-    from .kv.staging import page_groups
-
-    # Made here, used by the engine's thread alone.
-    sender = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
-
-    def emit(event: TransferEvent) -> None:
-        sender.send(event)
-
-    with floating(placement):
-        engine = TransferEngine(
-            backend,
-            page_groups(model, options),
-            ctx.epoch,
-            options.host,
-            emit,
-            layout=model.layout,
-            port=options.disaggregation_data_port,
-            advertise_host=options.advertise_host,
-        ).start()
-        threading.Thread(target=_obey_transfer, args=(ctx, engine), name="transfer-commands", daemon=True).start()
-    return engine
 
 
 def _start_tiers(ctx: ChildContext, model: ModelRunner, placement: Placement) -> WorkerTiers | None:
@@ -283,7 +236,7 @@ def _ready_message(worker: Worker) -> WorkerReady:
         device=str(model.device),
         attention_backend=model.attention_backend,
         weights_dtype=str(model.dtype).removeprefix("torch."),
-        backend_metadata=b"" if worker.engine is None else worker.engine.metadata,
+        backend_metadata=worker.mover.metadata,
         load_seconds=worker.load_seconds,
         measured=worker.measured,
         step_weight_bytes=model.step_weight_bytes,

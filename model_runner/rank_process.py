@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ..disaggregation.errors import TransferError
+from ..mem_cache.kv_pages.region import RegionError
 from ..messages.memory import TrimPool
 from ..messages.profiling import StartProfile, StopProfile
 from ..messages.worker import CaptureGraphs, ForwardStep
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     channels = open_channels(ctx)
     try:
         started = start_model(ctx, channels)
-    except (ModelError, PlacementError, TransferError) as e:
+    except (ModelError, PlacementError, RegionError) as e:
         sys.exit(f"rank {own_place(ctx).rank}: {e}")
     freeze()
     ctx.report_ready(started.seconds)

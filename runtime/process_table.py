@@ -11,10 +11,8 @@ from .ranks import WORKER, places
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
     """Return the module of each process of an instance, by the process's name, in the order of their start."""
-    workers = {
-        name: "pdserve.model_runner.process" if name == WORKER else "pdserve.model_runner.rank_process"
-        for name in places(options)
-    }
+    lead = "pdserve.disaggregation.transfer.process" if options.hands_over else "pdserve.model_runner.process"
+    workers = {name: lead if name == WORKER else "pdserve.model_runner.rank_process" for name in places(options)}
     if options.node_rank:
         # The first host has everything that requests go through.
         return workers

@@ -12,6 +12,7 @@ import torch
 from ...messages.base import pack_i32, unpack_i32
 from ...messages.worker import ForwardStep, SlotDelta
 from ...model_runner.engines.model_runner import ModelRunner
+from ...model_runner.page_mover import NoPageMover
 from ...model_runner.steps.measure_steps import greedy_row
 from ...model_runner.steps.step_queue import StepQueue
 from ...model_runner.steps.step_runner import StepRunner
@@ -104,7 +105,7 @@ class BenchSteps:
         return float(np.median(times)) * 1e3
 
     def _queue(self) -> StepQueue:
-        return StepQueue(self._steps, None, ahead=1 if self.model.hardware.beside else 0)
+        return StepQueue(self._steps, NoPageMover(), ahead=1 if self.model.hardware.beside else 0)
 
     def _busy(self, batch: int, count: int) -> float:
         """Return the seconds that the GPU works for this many steps, queued behind a long wait, so without gaps.

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...disaggregation.errors import LinkLost
 from ...disaggregation.transfer.backends.cuda_driver import load_driver
 from ...disaggregation.transfer.backends.ipc_driver import DeviceCopy, IpcDriver
-from ...disaggregation.transfer.region import allocate_region
+from ...mem_cache.kv_pages.region import allocate_region
 from ...runtime.python import python_command
 from .part import Part
 from .record import Check, Finding

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...disaggregation.transfer.pages import LayerRange
-from ...disaggregation.transfer.region import HostMemory
-from ...disaggregation.transfer.staging import Piece
+from ...mem_cache.kv_pages.page_group import LayerRange
+from ...mem_cache.kv_pages.region import HostMemory
+from ...mem_cache.kv_pages.staging import Piece
 from ...model_files.spec import Activation, ExpertsSpec, NormSpec, RopeSpec
 from ...model_runner.device.choice import open_device
 from ...model_runner.kv.pool import KVShape, make_layout, make_pool
@@ -141,7 +141,7 @@ def check_pages(part: Part) -> Finding:
 
 def check_checksum(part: Part) -> Finding:
     """The device's against the host's, and whether it tells a bit that changed."""
-    from ...disaggregation.transfer.word_sum import host_checksum
+    from ...mem_cache.kv_pages.word_sum import host_checksum
     from ...model_runner.kv.triton.checksum import page_checksum
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...disaggregation.transfer.pages import neighbour_spans
+from ...mem_cache.kv_pages.page_group import neighbour_spans
 from ...messages.base import I32
 from .options import Contiguity, TransferBenchOptions
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from ...disaggregation.errors import BackendUnavailable
-from ...disaggregation.transfer.region import KVRegion
+from ...mem_cache.kv_pages.region import KVRegion
 from ...messages.base import unpack_i32
 from ...runtime.child import die_with_parent
 from .messages import (

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ...disaggregation.transfer.backends.base import TransferBackend
 from ...disaggregation.transfer.backends.load import make_backend
 from ...disaggregation.transfer.engine import TransferEngine
-from ...disaggregation.transfer.pages import PageGroup
-from ...disaggregation.transfer.region import KVRegion
+from ...mem_cache.kv_pages.page_group import PageGroup
+from ...mem_cache.kv_pages.region import KVRegion
 from ...messages.base import I32, HandoverId, pack_i32
 from ...messages.worker import (
     AdmitPeer,

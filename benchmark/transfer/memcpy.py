@@ -10,7 +10,7 @@ import numpy as np
 from ...disaggregation.transfer.engine import CHECK_BYTES
 from ...disaggregation.transfer.page_check import Landed, PageCheck
 from ...disaggregation.transfer.page_pool import PagePool
-from ...disaggregation.transfer.pages import PageGroup, neighbour_spans
+from ...mem_cache.kv_pages.page_group import PageGroup, neighbour_spans
 from ...messages.base import I32
 from ...messages.worker import SliceChecksum
 from .engine_sides import HANDOVER

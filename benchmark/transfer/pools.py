@@ -6,7 +6,7 @@ from types import TracebackType
 
 import numpy as np
 
-from ...disaggregation.transfer.region import allocate_region
+from ...mem_cache.kv_pages.region import allocate_region
 from .cases import SEED, PageLists
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ...disaggregation.transfer.backends.load import find_backend
-from ...disaggregation.transfer.pages import neighbour_spans
-from ...disaggregation.transfer.region import KVRegion
+from ...mem_cache.kv_pages.page_group import neighbour_spans
+from ...mem_cache.kv_pages.region import KVRegion
 from ...messages.base import I32
 from .sides import HOST, LIMIT_SECONDS, Moving, Owner, Pools, SideFailed, Writer
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...disaggregation.transfer.backends.leased_backend import POLL_SECONDS
 from ...disaggregation.transfer.backends.load import find_backend
-from ...disaggregation.transfer.region import KVRegion
+from ...mem_cache.kv_pages.region import KVRegion
 from ...messages.base import I32
 from .sides import HOST, LIMIT_SECONDS, Moving, Owner, Pools, SideFailed, Writer
 

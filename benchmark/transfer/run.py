@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from ...disaggregation.errors import RegionError
+from ...mem_cache.kv_pages.region import RegionError
 from ...runtime.exit_codes import EXIT_FAILED
 from ..command import wide_console
 from .messages import How

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...disaggregation.transfer.region import KVRegion
+from ...mem_cache.kv_pages.region import KVRegion
 from ...messages.base import I32
 from ...messages.worker import SliceChecksum
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import NamedTuple
 
+from ...mem_cache.kv_pages.page_order import can_exchange
 from ...messages.handover import PROTOCOL_VERSION, Hello
 from ...messages.worker import KVGroup, KVLayout, WorkerReady
-from ..transfer.page_order import can_exchange
 
 
 def digest(metadata: bytes) -> str:

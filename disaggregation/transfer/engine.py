@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...mem_cache.kv_pages.page_group import PageGroup
+from ...mem_cache.kv_pages.page_order import PageConverter
 from ...messages.base import I32, HandoverId
 from ...messages.worker import (
     AdmitPeer,
@@ -55,9 +57,8 @@ from .backends.load import make_backend
 from .outgoing_pages import PROGRESS_SECONDS, OutgoingPages
 from .page_check import Landed, PageCheck, make_check
 from .page_checksums import PageChecksums
-from .page_order import PageConverter
 from .page_pool import pool_of
-from .pages import PageGroup, unpack_pages
+from .page_write import unpack_pages
 
 log = logging.getLogger(__name__)
 

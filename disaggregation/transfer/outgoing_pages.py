@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup
 from ...messages.base import I32, HandoverId
 from ...messages.handover import MAX_SLICES
 from ...messages.worker import SendEnded, SliceChecksum
@@ -14,7 +15,7 @@ from ...runtime.layers_done import LayersDone
 from ..errors import TransferError
 from .backends.base import TransferBackend, WriteHandle, WriteState
 from .page_pool import PagePool
-from .pages import LayerRange, PageGroup, PageWrite
+from .page_write import PageWrite
 
 MAX_SLICE_PAGES = 1024
 """Maximum number of pages in a slice."""

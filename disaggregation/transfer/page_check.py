@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...mem_cache.kv_pages.page_group import LayerRange
+from ...mem_cache.kv_pages.page_order import PageConverter
 from ...messages.base import I32, HandoverId
 from ...messages.worker import SliceChecksum, VerifyPages
 from .page_checksums import PageChecksums
-from .page_order import PageConverter
 from .page_pool import PagePool, new_hasher
-from .pages import LayerRange
 
 BATCH_BYTES = 1 << 20
 """Hashed at a time: a peer may say that all it has sent was one slice."""

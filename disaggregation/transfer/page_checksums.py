@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup
+from ...mem_cache.kv_pages.page_order import PageConverter
 from ...messages.base import I32
 from ...messages.handover import MAX_SLICES
 from ...messages.worker import KVLayout, KVOrder
 from ..errors import LinkLost
-from .page_order import PageConverter
-from .pages import LayerRange, PageGroup
 
 _Key = tuple[int, int, int, bytes]
 

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup, Spans
+from ...mem_cache.kv_pages.word_sum import WORD_BYTES, WordSum
 from ...messages.base import I32
-from .pages import LayerRange, PageGroup, Spans
 from .send_slots import SendSlots
-from .word_sum import WORD_BYTES, WordSum
 
 
 class PagePool(NamedTuple):

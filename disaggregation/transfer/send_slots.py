@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup, neighbour_spans
+from ...mem_cache.kv_pages.staging import DevicePages, Piece
 from ...messages.base import I32
-from .pages import LayerRange, PageGroup, neighbour_spans
-from .staging import DevicePages, Piece
 
 
 class SendSlots:

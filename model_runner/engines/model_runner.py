@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...disaggregation.transfer.region import KVRegion, allocate_region
+from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...messages.worker import KVOrder
 from ...model_files.context_length import choose_context_length, with_context, without_idle_windows
 from ...model_files.errors import InvalidWeights, UnsupportedModel

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...disaggregation.transfer.page_order import PageConverter
+from ...mem_cache.kv_pages.page_order import PageConverter
 from ...messages.base import unpack_i32
 from ...messages.kv_debug import HASH_BYTES
 from ...messages.worker import KVLayout

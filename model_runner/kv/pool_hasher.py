@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...disaggregation.transfer.staging import Piece
+from ...mem_cache.kv_pages.staging import Piece
 from ...messages.kv_debug import HashPages, PagesHashed
 from ..engines.model_runner import ModelRunner
 from .page_hasher import Bytes, PageHasher

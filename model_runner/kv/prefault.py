@@ -20,7 +20,7 @@ from ...messages.base import unpack_i32
 from ...runtime.machine.memory import Memory, host_memory
 
 if TYPE_CHECKING:
-    from ...disaggregation.transfer.region import KVRegion
+    from ...mem_cache.kv_pages.region import KVRegion
     from ...messages.worker import ForwardStep, KVLayout
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...disaggregation.transfer.direct import WINDOW_BYTES, DeviceMemory, Direct
-from ...disaggregation.transfer.pages import LayerRange, PageGroup
-from ...disaggregation.transfer.region import HostMemory
-from ...disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
-from ...disaggregation.transfer.word_sum import WORD_BYTES
+from ...mem_cache.kv_pages.direct import WINDOW_BYTES, DeviceMemory, Direct
+from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup
+from ...mem_cache.kv_pages.region import HostMemory
+from ...mem_cache.kv_pages.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
+from ...mem_cache.kv_pages.word_sum import WORD_BYTES
 from ...messages.base import I32
 from ...messages.worker import KVLayout
 from ...runtime.options import ServerOptions

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
+from ...mem_cache.kv_pages.region import KVRegion, allocate_region, map_region
 from ...messages.channel import Receiver, Sender
 from ...messages.memory import MemoryCommand, TrimPool
 from ...messages.profiling import ProfileCommand

@@ -22,6 +22,7 @@ from ...runtime.options import ServerOptions
 from ..device.base import Device
 from ..errors import NotEnoughMemory
 from ..kv.size import piece_of
+from ..page_mover import NoPageMover
 from .step_queue import StepQueue
 from .step_runner import StepRunner
 
@@ -91,7 +92,7 @@ def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
     KV goes to page 0. Every row is drawn, penalised and lists alternatives. Only the ends of prompts have long
     contexts, as more of them would take seconds: what a decode needs for its context is there from the start.
     """
-    queue = StepQueue(steps, None, ahead=1)
+    queue = StepQueue(steps, NoPageMover(), ahead=1)
     rows, end = range(sizes.rows), sizes.context_length - 1
     prompts = _pieces(sizes)
     short = [_Entry(row, 0, 1) for row in rows[len(prompts) :]]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...messages.worker import ForwardStep, SendPages, StepResult
 from ...runtime.layers_done import LayersDone
+from ..page_mover import PageMover
 
 if TYPE_CHECKING:
-    from ...disaggregation.transfer.engine import TransferEngine
     from .step_runner import Launched
 
 
@@ -52,13 +52,12 @@ class _Open(NamedTuple):
 class StepQueue:
     """Launched steps in order, oldest first.
 
-    ``ahead``: number of steps that may be open while another is launched. ``engine``: pushes pages; None without
-    hand-overs.
+    ``ahead``: number of steps that may be open while another is launched. ``mover``: pushes pages.
     """
 
-    def __init__(self, steps: Steps, engine: TransferEngine | None, ahead: int) -> None:
+    def __init__(self, steps: Steps, mover: PageMover, ahead: int) -> None:
         self._steps = steps
-        self._engine = engine
+        self._mover = mover
         self._ahead = ahead
         self._open: deque[_Open] = deque()
 
@@ -90,25 +89,21 @@ class StepQueue:
         result = self._steps.collect(launched)
         for done in ends:
             done.finish()
-        if ends and self._engine is not None:
-            self._engine.wake()
+        if ends:
+            self._mover.wake()
         return result
 
     def send(self, pages: SendPages) -> None:
         """Push pages that steps launched so far compute, once the last of them has ended: the device may lag."""
-        if self._engine is None:
-            raise RuntimeError("an instance without hand-overs was asked to push pages")
         if not self._open:
-            self._engine.submit(pages)
+            self._mover.submit(pages)
             return
         done = LayersDone()
         self._open[-1].ends.append(done)
-        self._engine.push(pages, done)
+        self._mover.push(pages, done)
 
     def _push(self, step: ForwardStep) -> LayersDone:
-        if self._engine is None:
-            raise RuntimeError("an instance without hand-overs was asked to push pages")
         done = LayersDone()
         for push in step.pushes:
-            self._engine.push(push, done)
+            self._mover.push(push, done)
         return done

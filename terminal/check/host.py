@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...disaggregation.errors import RegionError
-from ...disaggregation.transfer.region import allocate_region
+from ...mem_cache.kv_pages.region import RegionError, allocate_region
 from ...model_runner.device.placement import plan_placement
 from ...runtime.machine.control_groups import SystemTree, cpu_quota
 from ...runtime.machine.memory import host_memory

@@ -17,6 +17,7 @@ from support.triton_device import DEVICE, INTERPRETED
 from pdserve.messages.base import pack_i32
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.sampling.device import triton_sampler
 from pdserve.model_runner.sampling.device.base import SampledRows
 from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
@@ -123,7 +124,7 @@ def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path
     monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
     steps = StepRunner(recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
     steps.capture_graphs()
-    queue, expected = StepQueue(steps, None, ahead=1), []
+    queue, expected = StepQueue(steps, NoPageMover(), ahead=1), []
     for step in islice(random_steps(seed), 30 if seed else 8):
         queue.launch(step)
         expected.append(plain.run(step))

@@ -16,8 +16,8 @@ from support.recording_device import RecordingDevice
 from support.triton_device import DEVICE, INTERPRETED
 
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import LayerRange
-from pdserve.disaggregation.transfer.word_sum import host_checksum
+from pdserve.mem_cache.kv_pages.page_group import LayerRange
+from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, PeerAdmitted, PeerConnected, SendPages, VerifyPages
 from pdserve.model_runner.device.base import Device

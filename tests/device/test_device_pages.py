@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.triton_device import DEVICE, there
 
-from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.pages import LayerRange
-from pdserve.disaggregation.transfer.word_sum import host_checksum
+from pdserve.mem_cache.kv_pages.page_group import LayerRange
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import SlotDelta
 from pdserve.model_runner.batch.step_arrays import DeviceArrays

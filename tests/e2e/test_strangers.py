@@ -25,8 +25,8 @@ from support.strangers import Stranger, Target, find_target
 
 from pdserve.disaggregation.handover.unclaimed_rooms import PEER_ROOMS
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import HandoverId, Message
 from pdserve.messages.channel import Codec, encode
 from pdserve.messages.handover import (

@@ -6,7 +6,7 @@ import ctypes
 
 from pdserve.disaggregation.errors import LinkLost
 from pdserve.disaggregation.transfer.backends.leased_backend import Endpoint, Initiator, LeasedBackend
-from pdserve.disaggregation.transfer.pages import paired_spans
+from pdserve.disaggregation.transfer.page_write import paired_spans
 
 
 class CopyDoor(Endpoint):

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.disaggregation.errors import LinkLost, RegionError
+from pdserve.disaggregation.errors import LinkLost
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy, Export
+from pdserve.mem_cache.kv_pages.region import RegionError
 
 BACKENDS = "pdserve.disaggregation.transfer.backends"
 HANDLE = struct.Struct("<IIQQ")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdserve.disaggregation.transfer.pages import LayerRange, PageWrite
+from pdserve.disaggregation.transfer.page_write import PageWrite
+from pdserve.mem_cache.kv_pages.page_group import LayerRange
 from pdserve.messages.base import HandoverId
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 FLOORS = (
     *("messages", "runtime", "model_files"),
-    *("mem_cache", "scheduler", "disaggregation", "model_runner", "detokenizer", "router", "benchmark", "terminal"),
+    *("mem_cache", "scheduler", "model_runner", "disaggregation", "detokenizer", "router", "benchmark", "terminal"),
     *("server", "tools"),
 )
 """Folders from the ground up. ``server`` holds the command line, which starts all others; the product imports no tools.

@@ -7,7 +7,7 @@ import os
 import msgspec
 import torch
 
-from pdserve.disaggregation.transfer.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
 from pdserve.model_runner.kv.pool import KVPool, KVShape, MHATokenToKVPool, make_layout, make_pool
 from pdserve.model_runner.kv.quantization import pack_heads

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
+from pdserve.mem_cache.kv_pages.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.engines.model_runner import ModelRunner

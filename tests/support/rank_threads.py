@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from pdserve.disaggregation.transfer.region import allocate_region, map_region
+from pdserve.mem_cache.kv_pages.region import allocate_region, map_region
 from pdserve.model_runner.cpu_engine.ranks import NativeRanks
 from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Own, Shared

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdserve.messages.worker import ForwardStep, StepResult
 from pdserve.model_runner.device.compile_watch import CompileWatch
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.process import serve_frame
 from pdserve.model_runner.steps.step_queue import StepQueue
 from tests.unit.model_runner.test_step_runner import make_step
@@ -49,7 +50,7 @@ class SimulatedWorker:
         self.starts: list[float] = []
         self.told: list[int] = []
         prefault = SimpleNamespace(wait_ms=-1, used=lambda slot: None)
-        steps = StepQueue(self, None, ahead=1)
+        steps = StepQueue(self, NoPageMover(), ahead=1)
         self._worker = SimpleNamespace(steps=steps, prefault=prefault, compiles=CompileWatch())
 
     def idle_share(self, steps: int = 500) -> float:

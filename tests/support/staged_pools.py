@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdserve.disaggregation.transfer.direct import DeviceMemory, Direct
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import HostMemory, KVRegion
-from pdserve.disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging
-from pdserve.disaggregation.transfer.word_sum import host_checksum
+from pdserve.mem_cache.kv_pages.direct import DeviceMemory, Direct
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import HostMemory, KVRegion
+from pdserve.mem_cache.kv_pages.staging import SCRATCH_BYTES, Piece, Slabs, Staging
+from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import I32
 from pdserve.messages.worker import KVGroup
 from support.machine import limit

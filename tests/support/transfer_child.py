@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import KVRegion, allocate_region
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import KVRegion, allocate_region
 from pdserve.messages.channel import encode
 from pdserve.messages.worker import TransferCommand, TransferEvent
 from support.machine import limit

@@ -25,10 +25,11 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from ....mem_cache.kv_pages.page_group import PageGroup
+from ....mem_cache.kv_pages.region import RegionError
 from ....messages.base import I32, HandoverId
-from ...errors import RegionError
 from ..page_checksums import PageChecksums
-from ..pages import PageGroup, PageWrite
+from ..page_write import PageWrite
 
 
 class WriteState(Enum):

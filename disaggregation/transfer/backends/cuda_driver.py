@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from ...errors import LinkLost, RegionError
+from ....mem_cache.kv_pages.region import RegionError
+from ...errors import LinkLost
 from .ipc_driver import DeviceCopy, Export, IpcDriver
 
 LIBRARY = "libcuda.so.1"

@@ -23,9 +23,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ....mem_cache.kv_pages.page_group import PageGroup
+from ....mem_cache.kv_pages.region import RegionError
 from ....messages.base import I32, HandoverId
-from ...errors import LinkLost, PeerUnreachable, RegionError
-from ..pages import PageGroup, PageWrite
+from ...errors import LinkLost, PeerUnreachable
+from ..page_write import PageWrite
 from . import unix_address
 from .base import Capabilities, LinkEvent, WriteHandle
 from .cuda_driver import load_driver

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from ....mem_cache.kv_pages.page_group import PageGroup
 from ...errors import BadPages, NotConnected
-from ..pages import PageGroup, PageWrite
+from ..page_write import PageWrite
 from .base import (
     Admitted,
     Capabilities,

@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ....mem_cache.kv_pages.page_group import PageGroup
 from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost
 from ...wire.stream import Stream
-from ..pages import PageGroup, PageWrite, paired_spans
+from ..page_write import PageWrite, paired_spans
 from .base import WriteHandle
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
 from .ipc_driver import DeviceCopy, Export, IpcDriver

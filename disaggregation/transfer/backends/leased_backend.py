@@ -27,14 +27,16 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ....mem_cache.kv_pages.page_group import PageGroup, Spans
+from ....mem_cache.kv_pages.region import RegionError
+from ....mem_cache.kv_pages.staging import Slabs
 from ....messages.base import I32, HandoverId
 from ....messages.decode import UndeclaredMessage, decode
-from ...errors import LinkLost, RegionError
+from ...errors import LinkLost
 from ...wire import tcp_socket
 from ...wire.stream import Stream, expect_end
 from ..page_checksums import PageChecksums
-from ..pages import PageGroup, PageWrite, Spans
-from ..staging import Slabs
+from ..page_write import PageWrite
 from . import tcp_address
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .grants import Writer

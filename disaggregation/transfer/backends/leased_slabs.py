@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ....mem_cache.kv_pages.page_group import PageGroup, Spans
+from ....mem_cache.kv_pages.staging import Slabs
 from ...errors import LinkLost
-from ..pages import PageGroup, Spans
-from ..staging import Slabs
 from .link import Link
 from .receive_buffers import Batch, ReceiveBuffers, StagedWrite
 from .write_requests import Kind, WriteRequest, WriteRequestReader, WriteRequestWriter

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from enum import Enum
 
 from ...wire.stream import Stream
-from ..pages import PageWrite
+from ..page_write import PageWrite
 from .base import WriteHandle
 from .handshake import Offer
 

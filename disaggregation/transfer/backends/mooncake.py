@@ -25,8 +25,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from ...errors import LinkLost, RegionError
-from ..pages import PageGroup, PageWrite, Spans, paired_spans
+from ....mem_cache.kv_pages.page_group import PageGroup, Spans
+from ....mem_cache.kv_pages.region import RegionError
+from ...errors import LinkLost
+from ..page_write import PageWrite, paired_spans
 from .handshake import Offer
 from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory
 

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....mem_cache.kv_pages.page_group import PageGroup, Spans
 from ...errors import LinkLost
-from ..pages import PageGroup, PageWrite, Spans
+from ..page_write import PageWrite
 from .base import Capabilities, Completion
 from .handshake import Offer
 from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from ....mem_cache.kv_pages.page_group import LayerRange, PageGroup
 from ....messages.base import I32, HandoverId
 from ...errors import BadPages, LinkLost
 from ...wire.stream import Stream
 from ..page_checksums import PageChecksums
-from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
+from ..page_write import PageWrite, check_pages, paired_spans
 from .base import WriteHandle, WriteState
 from .grants import Writer
 from .handshake import Offer

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....mem_cache.kv_pages.page_group import LayerRange, PageGroup
+from ....mem_cache.kv_pages.staging import Piece
 from ....messages.base import I32, HandoverId
 from ..page_checksums import PageChecksums
-from ..pages import LayerRange, PageGroup
-from ..staging import Piece
 from .grants import Grants, Writer
 
 if TYPE_CHECKING:

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import LinkLost, RegionError
+from ....mem_cache.kv_pages.page_group import PageGroup
+from ....mem_cache.kv_pages.region import RegionError
+from ...errors import LinkLost
 from ...wire.stream import Stream, expect_end
-from ..pages import PageGroup, PageWrite, paired_spans
+from ..page_write import PageWrite, paired_spans
 from . import unix_address
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .handshake import Offer

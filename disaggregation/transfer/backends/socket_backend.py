@@ -21,11 +21,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ....mem_cache.kv_pages.page_group import PageGroup
+from ....mem_cache.kv_pages.region import RegionError
 from ....runtime.refusal_log import RefusalLog
-from ...errors import BadMetadata, BadPages, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
+from ...errors import BadMetadata, BadPages, LinkLost, NotConnected, PeerUnreachable, TransferError
 from ...wire.listener import Listener
 from ...wire.reactor import Reactor
-from ..pages import PageGroup, PageWrite, check_pages
+from ..page_write import PageWrite, check_pages
 from . import handshake
 from .base import (
     Admitted,

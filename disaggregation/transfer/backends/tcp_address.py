@@ -6,8 +6,9 @@ import ipaddress
 import socket
 from collections.abc import Callable
 
+from ....mem_cache.kv_pages.region import RegionError
 from ....runtime.web.ports import is_loopback
-from ...errors import BadMetadata, RegionError
+from ...errors import BadMetadata
 from ...wire import tcp_socket
 from ...wire.listener import BACKLOG
 from .handshake import Offer

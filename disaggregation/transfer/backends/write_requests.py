@@ -19,8 +19,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from ....mem_cache.kv_pages.page_group import LayerRange, PageGroup
 from ...errors import BadPages, LinkLost
-from ..pages import LayerRange, PageGroup, PageWrite, check_pages
+from ..page_write import PageWrite, check_pages
 from .base import WriteHandle, WriteState
 from .grants import Writer
 from .link import Link

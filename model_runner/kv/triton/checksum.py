@@ -1,4 +1,4 @@
-"""The checksum of ``disaggregation/transfer/word_sum.py``, of pages that lie on a device.
+"""The checksum of ``mem_cache/kv_pages/word_sum.py``, of pages that lie on a device.
 
 Shapes: N pages, all of their layers or some.
 """
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....disaggregation.transfer.pages import LayerRange
-from ....disaggregation.transfer.word_sum import WORD_BYTES
+from ....mem_cache.kv_pages.page_group import LayerRange
+from ....mem_cache.kv_pages.word_sum import WORD_BYTES
 from ...ops.triton.splitmix import GOLDEN, mix
 
 _BLOCK = 4096

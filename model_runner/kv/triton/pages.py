@@ -3,7 +3,7 @@
 Pages of a request lie anywhere in the pool; what crosses the bus is one run of them, all of their layers or some: one
 launch each way. Nothing in a page is looked at, so any kind of pool will do.
 
-Orders: pages that go to an engine that keeps another order (``disaggregation/transfer/page_order.py``) are permuted on
+Orders: pages that go to an engine that keeps another order (``mem_cache/kv_pages/page_order.py``) are permuted on
 the way. Which unit comes where is the same in each layer of a page, and is found by asking ``PageConverter`` itself.
 
 Shapes: N pages, L layers of a page, U units of a layer.
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....disaggregation.transfer.page_order import PageConverter
-from ....disaggregation.transfer.pages import LayerRange
+from ....mem_cache.kv_pages.page_group import LayerRange
+from ....mem_cache.kv_pages.page_order import PageConverter
 from ....messages.worker import KVLayout, KVOrder
 
 _BLOCK = 2048

@@ -18,7 +18,7 @@ from pdserve.disaggregation.errors import NotRegistered, RegistrationConflict
 from pdserve.disaggregation.handover.kv_manager import KVManager
 from pdserve.disaggregation.transfer import engine as engine_module
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.kv_debug import HashPages, PagesHashed

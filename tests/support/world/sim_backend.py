@@ -29,7 +29,8 @@ from pdserve.disaggregation.transfer.backends.base import (
     WriteHandle,
     WriteState,
 )
-from pdserve.disaggregation.transfer.pages import PageGroup, PageWrite
+from pdserve.disaggregation.transfer.page_write import PageWrite
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
 from pdserve.messages.base import I32, HandoverId
 from support.world.world import World
 

@@ -19,7 +19,7 @@ from pdserve.benchmark.transfer.options import TransferBenchOptions
 from pdserve.benchmark.transfer.pools import SharedPools
 from pdserve.benchmark.transfer.process import SideError, SideProcess
 from pdserve.benchmark.transfer.results import CaseResult, Round
-from pdserve.disaggregation.transfer.pages import neighbour_spans
+from pdserve.mem_cache.kv_pages.page_group import neighbour_spans
 from pdserve.server.cli import app
 
 PAGE = 4096

@@ -23,14 +23,14 @@ from support.processes import freeze, wait_until
 from support.staged_pools import direct_group, slabs_of, staged_group
 from support.transfer_child import Child
 
-from pdserve.disaggregation.errors import BackendUnavailable, LinkLost, RegionError
+from pdserve.disaggregation.errors import BackendUnavailable, LinkLost
 from pdserve.disaggregation.transfer.backends.cuda_driver import CudaDriver, load_driver
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy
 from pdserve.disaggregation.transfer.backends.load import find_backend, make_backend
 from pdserve.disaggregation.transfer.backends.write_requests import WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.region import RegionError, allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

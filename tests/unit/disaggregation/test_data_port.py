@@ -26,9 +26,9 @@ from pdserve.disaggregation.transfer.backends.page_stream import ANSWER, BATCH
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.socket_backend import MAX_STRANGERS
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import allocate_region
 
 PAGE, PAGES = 4096, 8
 LIMIT = limit(10.0)

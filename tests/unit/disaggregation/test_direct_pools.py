@@ -18,14 +18,13 @@ from support.processes import wait_until
 from support.recording_device import RecordingDevice
 from support.staged_pools import direct_group, held, slabs_of, staged_group
 
-from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer import outgoing_pages
 from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
-from pdserve.disaggregation.transfer.word_sum import host_checksum
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.region import RegionError, allocate_region
+from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

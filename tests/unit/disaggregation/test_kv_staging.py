@@ -21,10 +21,10 @@ from pdserve.disaggregation.transfer import outgoing_pages
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.page_stream import BATCH
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
-from pdserve.disaggregation.transfer.staging import Piece, divide
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.region import allocate_region
+from pdserve.mem_cache.kv_pages.staging import Piece, divide
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

@@ -11,8 +11,8 @@ from support.handovers import named
 from support.machine import limit
 
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

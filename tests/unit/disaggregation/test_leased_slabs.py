@@ -14,11 +14,11 @@ from support.machine import limit
 from support.processes import wait_until
 from support.staged_pools import held, slabs_of, staged_group
 
-from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.leased_backend import CONTACT_BYTES
 from pdserve.disaggregation.transfer.backends.write_requests import MAX_WISHES, NOTE, WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.mem_cache.kv_pages.region import RegionError
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

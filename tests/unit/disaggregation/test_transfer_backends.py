@@ -15,7 +15,7 @@ from support.handovers import named, write_of
 from support.machine import limit
 from support.staged_pools import pool_group
 
-from pdserve.disaggregation.errors import BadPages, NotConnected, RegionError, UnknownBackend
+from pdserve.disaggregation.errors import BadPages, NotConnected, UnknownBackend
 from pdserve.disaggregation.transfer.backends import tcp
 from pdserve.disaggregation.transfer.backends.base import (
     Admitted,
@@ -32,8 +32,8 @@ from pdserve.disaggregation.transfer.backends.receive_buffers import MAX_PAGES
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.tcp_address import reachable_address
 from pdserve.disaggregation.transfer.backends.unix_address import host_id
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.region import RegionError, allocate_region
 
 PAGE = 4096
 PAGES = 8

@@ -19,7 +19,7 @@ from support.staged_pools import pool_group
 from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,
@@ -41,7 +41,7 @@ MAPPED = ["shm", "cuda_ipc"]
 
 CHILD = """
 import queue, sys
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, GrantPages, PeerConnected, SendPages

@@ -31,9 +31,9 @@ from pdserve.disaggregation.transfer.backends.base import (
 from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_check import covers
-from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.page_group import PageGroup
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

@@ -15,8 +15,8 @@ from support.staged_pools import pool_group
 
 from pdserve.disaggregation.transfer import outgoing_pages
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

@@ -15,7 +15,7 @@ from support.staged_pools import held, pool_group, slabs_of, staged_group
 
 from pdserve.disaggregation.transfer import engine
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,

@@ -19,6 +19,7 @@ from pdserve.model_runner.engines import model_runner
 from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.ops.torch_ops import TorchOps
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.decode_graphs import DecodeGraphs, graph_sizes, size_for
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
@@ -118,7 +119,7 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
     )
     steps.capture_graphs()
     assert [line for line in device.log if "capture" in line] == ["capture 0", "capture 1"]
-    queue, expected, sizes = StepQueue(steps, None, ahead=1), [], []
+    queue, expected, sizes = StepQueue(steps, NoPageMover(), ahead=1), [], []
     for step in random_steps(seed):
         before = len(device.log)
         queue.launch(step)

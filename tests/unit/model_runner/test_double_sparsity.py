@@ -11,7 +11,7 @@ import torch
 from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, Rows, close, draw, draw_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve.disaggregation.transfer.page_order import can_exchange
+from pdserve.mem_cache.kv_pages.page_order import can_exchange
 from pdserve.messages.worker import KVLayout
 from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.base import AttentionBackend

@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 
-from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.model_runner.kv.prefault import IDLE_MS, LOOK_BYTES, RESERVE_SHARE, SLICE_BYTES, PoolPrefault
 from pdserve.runtime.machine.memory import Memory
 

@@ -35,6 +35,7 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
 from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
@@ -203,7 +204,7 @@ class Worker:
         )
         model = ModelRunner(self.options)
         self.folder = folder / "profiles"
-        self.queue = StepQueue(steps := StepRunner(model, 2), None, 0)
+        self.queue = StepQueue(steps := StepRunner(model, 2), NoPageMover(), 0)
         self.rank = RankProfiler(self.folder, 0, model.device, steps)
         self.profiler = Profiler(self.rank, self.queue, None)
 

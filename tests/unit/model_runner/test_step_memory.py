@@ -23,6 +23,7 @@ from pdserve.messages.requests import MAX_TOP_LOGPROBS
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
 from pdserve.model_runner.engines import model_runner
 from pdserve.model_runner.errors import NotEnoughMemory
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
 from pdserve.model_runner.steps.step_queue import StepQueue
@@ -83,7 +84,7 @@ class Instance:
 
     def serve(self) -> None:
         """Run steps of all kinds, then the largest that there can be, one of them ahead."""
-        queue = StepQueue(self.steps, None, ahead=1)
+        queue = StepQueue(self.steps, NoPageMover(), ahead=1)
         for step in [*random_steps(self.model.vocab_size), *largest_steps(self.model.context_length)]:
             queue.launch(step)
             while queue.is_full:

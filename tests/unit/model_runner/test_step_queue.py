@@ -6,6 +6,7 @@ import pytest
 from support.handovers import named
 
 from pdserve.messages.worker import SendPages, StepResult
+from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.step_queue import StepQueue
 from tests.unit.model_runner.test_step_runner import make_step
 
@@ -49,7 +50,7 @@ def step(number: int, **extra):
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_so_many_are_open_and_they_end_in_order(ahead: int) -> None:
     steps = Steps()
-    queue = StepQueue(steps, None, ahead)
+    queue = StepQueue(steps, NoPageMover(), ahead)
     ended = []
     for number in range(8):
         queue.launch(step(number))
@@ -78,7 +79,7 @@ def test_what_is_pushed_is_all_there_with_the_result() -> None:
 
 def test_who_hands_nothing_over_pushes_nothing() -> None:
     with pytest.raises(RuntimeError, match="without hand-overs"):
-        StepQueue(Steps(), None, ahead=0).launch(step(0, pushes=["pages"]))
+        StepQueue(Steps(), NoPageMover(), ahead=0).launch(step(0, pushes=["pages"]))
 
 
 def test_pages_of_steps_that_the_device_may_not_have_computed_wait_for_these() -> None:

@@ -15,8 +15,8 @@ from support.sim import SimInstance, SimWindow, make_generate, make_options, ref
 from support.sim_pair import SimPair, SimSide, assert_all_returned, run_until_idle
 from support.sim_tiers import TieredSim
 
-from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.mem_cache.base_prefix_cache import KVHold
+from pdserve.mem_cache.kv_pages.page_order import PageConverter
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.tree_node import make_root

@@ -21,8 +21,9 @@ import msgspec._core
 import pytest
 from support.machine import limit
 
-from pdserve.disaggregation.errors import BackendUnavailable, RegionError
+from pdserve.disaggregation.errors import BackendUnavailable
 from pdserve.disaggregation.transfer.backends.load import find_backend
+from pdserve.mem_cache.kv_pages.region import RegionError
 from pdserve.model_runner.cpu_engine import build
 from pdserve.model_runner.cpu_engine.failed_build import FailedBuild
 from pdserve.runtime.machine.control_groups import SystemTree

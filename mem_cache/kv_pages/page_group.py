@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.base import I32, HandoverId, unpack_i32
+from ...messages.base import I32
 from ...messages.worker import KVGroup
-from ..errors import BadPages
 from .direct import Direct
 from .region import Region
 from .staging import Staging
@@ -80,42 +79,6 @@ class PageGroup:
             return neighbour_spans(pages, pages, self.page_bytes)[0]
         starts = pages.astype(np.int64) * self.page_bytes + self.page_bytes // self.num_layers * layers.begin
         return np.stack((starts, np.full(len(pages), self.piece_bytes(layers))), axis=1)
-
-
-class PageWrite(NamedTuple):
-    """A write of ``layers`` of our pages ``src`` to pages ``dst`` of the peer that ``handover.epoch`` names.
-
-    With staging, ``src`` are slots. ``number`` counts the writes of a hand-over.
-    """
-
-    handover: HandoverId
-    number: int
-    src: I32
-    dst: I32
-    layers: LayerRange
-    group: int = 0
-
-
-def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
-    """Decode page numbers. Raises ``BadPages`` for a page that no request can hold."""
-    if len(packed) % 4:
-        raise BadPages(f"the {what} pages are not int32")
-    pages = unpack_i32(packed)
-    check_pages(pages, num_pages, what)
-    return pages
-
-
-def check_pages(pages: I32, num_pages: int, what: str) -> None:
-    """Raise ``BadPages`` if a page is page 0 or outside of the ``num_pages`` pages."""
-    if len(pages) and (int(pages.min()) < 1 or int(pages.max()) >= num_pages):
-        raise BadPages(f"a {what} page lies outside of 1 … {num_pages - 1}")
-
-
-def paired_spans(write: PageWrite, group: PageGroup) -> tuple[Spans, Spans]:
-    """Return the spans of ``write`` here and at a peer with pages like ours. Paired spans have equal lengths."""
-    if write.layers == group.whole():
-        return neighbour_spans(write.src, write.dst, group.page_bytes)
-    return group.spans(write.src, write.layers), group.spans(write.dst, write.layers)
 
 
 def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:

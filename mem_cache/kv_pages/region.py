@@ -14,11 +14,13 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import RegionError
-
 _MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000
 """linux/mman.h; Python's ``mmap`` doesn't name them yet."""
+
+
+class RegionError(Exception):
+    """The KV pool's memory can't be reserved or given back, or is not fit for the transfer backend."""
 
 
 class Region(Protocol):

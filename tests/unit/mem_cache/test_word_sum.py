@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.disaggregation.transfer.word_sum import WordSum, host_checksum
+from pdserve.mem_cache.kv_pages.word_sum import WordSum, host_checksum
 
 
 def random_bytes(count: int) -> np.ndarray:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.disaggregation.errors import RegionError
-from pdserve.disaggregation.transfer.region import allocate_region, map_region
+from pdserve.mem_cache.kv_pages.region import RegionError, allocate_region, map_region
 from pdserve.runtime.machine.memory import host_memory
 
 NBYTES = 3 * mmap.PAGESIZE

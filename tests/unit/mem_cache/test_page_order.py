@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import latent_layout
 
-from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
+from pdserve.mem_cache.kv_pages.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
 from pdserve.model_runner.kv.pool import KVShape, make_layout
 

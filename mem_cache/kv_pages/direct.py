@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import RegionError
+from .region import RegionError
 from .staging import DevicePages, Piece
 
 WINDOW_BYTES = 4 << 20
