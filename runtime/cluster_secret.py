@@ -15,7 +15,8 @@ from __future__ import annotations
 import hmac
 import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -27,8 +28,10 @@ MIN_CHARS = 32
 MOST_SECRETS = 2
 FRESH_SECONDS = 120.0
 """How far the clocks of router and instance may be apart, the way of a request included."""
+SET_BACK_SECONDS = 10.0
+"""How far a clock may be set back without a used signature being valid again."""
 MAX_REMEMBERED = 1 << 19
-"""Maximum number of signatures that are remembered: 4,369 requests a second, in some 70 MB."""
+"""Maximum number of signatures that are remembered: 4,032 requests a second, in some 70 MB."""
 OPTION = "--cluster-secret-file"
 ROUTER_KEY = b"router-key-"
 """What the line of a router key begins with, before the key in hexadecimal digits."""
@@ -131,17 +134,31 @@ class TooManySignatures(Exception):
     """More fresh signatures than are remembered. The message says what to do."""
 
 
+class _Second:
+    """The signatures that were made in one second, and the monotonic time until which they are remembered."""
+
+    __slots__ = ("signatures", "until")
+
+    def __init__(self) -> None:
+        self.signatures: set[str | bytes] = set()
+        self.until = -math.inf
+
+
 class OnceOnly:
     """Remembers each signature for as long as it is fresh, ``MAX_REMEMBERED`` at most.
 
     One more is refused. If an older one were forgotten for it, that could be used again.
+
+    The monotonic clock measures that. If the system's clock jumps, nothing is forgotten early, and when it comes back,
+    new signatures are not taken for old ones. The price: if it is set back by an hour, the signatures of an hour ago
+    are fresh again, and no longer remembered. Only ``SET_BACK_SECONDS`` are allowed for.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[float, set[str | bytes]] = {}
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._seen: dict[float, _Second] = {}
         """Signatures by the time when they were made."""
-        self._oldest = -math.inf
-        """The time before which all are forgotten. It does not go back if the clock does."""
+        self._looked_at = -math.inf
         self._count = 0
 
     def __len__(self) -> int:
@@ -152,25 +169,30 @@ class OnceOnly:
 
         Raises ``TooManySignatures``.
         """
-        self._forget(now - FRESH_SECONDS)
-        if made < self._oldest or signature in self._seen.get(made, ()):
+        here = self._monotonic()
+        self._forget(here)
+        second = self._seen.get(made)
+        if second is not None and signature in second.signatures:
             return False
         if self._count >= MAX_REMEMBERED:
             raise TooManySignatures(
                 f"this instance remembers {self._count} signed requests of the last {FRESH_SECONDS:.0f} s, "
                 "the most that it can: send this one again later, or spread the load over more instances"
             )
-        self._seen.setdefault(made, set()).add(signature)
+        if second is None:
+            second = self._seen[made] = _Second()
+        second.signatures.add(signature)
+        second.until = max(second.until, here + made + FRESH_SECONDS + SET_BACK_SECONDS - now)
         self._count += 1
         return True
 
-    def _forget(self, oldest: float) -> None:
+    def _forget(self, here: float) -> None:
         # Routers write whole seconds, so that a look at each second in every second is enough.
-        if oldest < self._oldest + 1:
+        if here < self._looked_at + 1:
             return
-        self._oldest = oldest
-        for made in [made for made in self._seen if made < oldest]:
-            self._count -= len(self._seen.pop(made))
+        self._looked_at = here
+        for made in [made for made, second in self._seen.items() if second.until < here]:
+            self._count -= len(self._seen.pop(made).signatures)
 
 
 class BootstrapSignature:
@@ -179,9 +201,9 @@ class BootstrapSignature:
     The fields need it because an instance connects to the address that they name (``docs/security.md``).
     """
 
-    def __init__(self, routers: RouterKeys) -> None:
+    def __init__(self, routers: RouterKeys, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._keys = routers.keys("bootstrap fields")
-        self._used = OnceOnly()
+        self._used = OnceOnly(monotonic)
 
     def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
         """Sign these fields at Unix time ``now``."""
@@ -192,12 +214,12 @@ class BootstrapSignature:
 
         Raises ``TooManySignatures``.
         """
-        time = signature.partition(".")[0]
-        if not any(hmac.compare_digest(signature, _signature(key, time, host, port, room)) for key in self._keys):
+        made = signature.partition(".")[0]
+        if not any(hmac.compare_digest(signature, _signature(key, made, host, port, room)) for key in self._keys):
             return "the signature is not that of a router with this cluster's secret"
-        if not abs(now - float(time)) <= FRESH_SECONDS:
-            return f"the signature is {now - float(time):.0f} s old: are the clocks of router and instance right?"
-        return None if self._used.is_first(signature, float(time), now) else "the signature was used before"
+        if not abs(now - float(made)) <= FRESH_SECONDS:
+            return f"the signature is {now - float(made):.0f} s old: are the clocks of router and instance right?"
+        return None if self._used.is_first(signature, float(made), now) else "the signature was used before"
 
 
 def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
@@ -212,6 +234,6 @@ def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
     return found
 
 
-def _signature(key: bytes, time: str, host: Any, port: Any, room: Any) -> str:
-    said = orjson.dumps([time, host, port, room])
-    return f"{time}.{hmac.new(key, said, sha256).hexdigest()}"
+def _signature(key: bytes, made: str, host: Any, port: Any, room: Any) -> str:
+    said = orjson.dumps([made, host, port, room])
+    return f"{made}.{hmac.new(key, said, sha256).hexdigest()}"

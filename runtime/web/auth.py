@@ -75,7 +75,14 @@ class ApiKeyAuth:
         caller = await self._caller(scope["headers"])
         if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
             try:
-                signed = self._cluster.check(signature, scope["method"], _target(scope), scope["headers"], time.time())
+                signed = self._cluster.check(
+                    signature,
+                    scope["method"],
+                    _target(scope),
+                    scope["headers"],
+                    time.time(),
+                    only_reads=facts is not None and facts.only_reads,
+                )
             except TooManySignatures as e:
                 await error_answer(503, str(e), OVERLOADED)(scope, receive, send)
                 return

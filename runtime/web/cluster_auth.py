@@ -11,6 +11,10 @@ While a secret is being replaced, an instance gives a MAC by each of the two. ``
 the value of the header with the name of the API key that a router has checked. A signature is valid once, at the
 instance with this epoch, within two minutes. No API key is sent with it.
 
+Requests that only read may be repeated in these two minutes, and are not remembered. A copy of one changes, ends and
+computes nothing, and its answer passes where the copy was made. If they were remembered, clients could
+fill the memory for signatures, and health checks and ``/metrics`` would be refused.
+
 An attacker could pass a challenge on to another instance, and its proof back. So an instance that listens on a loopback
 address proves its ``PORT`` (0 elsewhere, where ports may be mapped). A client also accepts an epoch from one address
 only. Routers have keys of their own, with which they cannot act as an instance.
@@ -23,7 +27,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -118,13 +123,20 @@ class ClusterClient:
 class ClusterServer:
     """The side of the instance ``epoch`` that listens at ``host`` and ``port``."""
 
-    def __init__(self, secret: ClusterSecret, epoch: str, host: str, port: int) -> None:
+    def __init__(
+        self,
+        secret: ClusterSecret,
+        epoch: str,
+        host: str,
+        port: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._port = b"%d" % (port if is_loopback(host) else 0)
         rings = (secret.for_routers(), secret)
         self._proof_keys = [key for ring in rings for key in ring.keys("proof of an instance")]
         self._keys = [key for ring in rings for key in ring.keys("requests to an instance")]
         self._epoch = epoch.encode()
-        self._used = OnceOnly()
+        self._used = OnceOnly(monotonic)
 
     def proof(self, headers: Headers) -> bytes | None:
         """Return the answer to the challenge in a request's ``headers``, None if there is none."""
@@ -134,8 +146,10 @@ class ClusterServer:
                 return b".".join((self._epoch, self._port, *macs))
         return None
 
-    def check(self, signature: bytes, method: str, target: bytes, headers: Headers, now: float) -> Signed | str:
-        """Return the contents of a ``signature``, or why it is invalid. It is valid only once.
+    def check(
+        self, signature: bytes, method: str, target: bytes, headers: Headers, now: float, *, only_reads: bool = False
+    ) -> Signed | str:
+        """Return the contents of a ``signature``, or why it is invalid. It is valid once, except if it ``only_reads``.
 
         Raises ``TooManySignatures``.
         """
@@ -148,7 +162,7 @@ class ClusterServer:
         age = now - made
         if not abs(age) <= FRESH_SECONDS:
             return f"the request's signature is {age:.0f} s old: are the clocks of router and instance right?"
-        if not self._used.is_first(given, made, now):
+        if not only_reads and not self._used.is_first(given, made, now):
             return "the request's signature was used before"
         return Signed(caller, bytes.fromhex(fields[2].decode()))
 

@@ -10,6 +10,7 @@ from enum import Enum, Flag, auto
 from typing import NamedTuple
 
 DOT_SEGMENTS = frozenset({".", ".."})
+GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
 
 
 class Access(Enum):
@@ -49,6 +50,13 @@ class PathFacts(NamedTuple):
     """Whether programs ask every few seconds. Then it is neither logged above debug level nor refused under load."""
     ends_work: bool = False
     """Whether it ends work. Then it is not refused under load. ``RequestLimit`` says how far that goes."""
+    starts_work: bool = False
+    """Whether a GET makes the model compute."""
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether a request changes nothing and costs little, so that it may be repeated."""
+        return self.methods == GET and not self.starts_work
 
     @property
     def label(self) -> str:
@@ -62,14 +70,13 @@ class PathFacts(NamedTuple):
         return (*self.methods, *head, "OPTIONS")
 
 
-GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
 PATHS = (
     PathFacts("/health", GET, Access.OPEN, is_poll=True),
     PathFacts("/readyz", GET, Access.OPEN, is_poll=True),
     PathFacts("/livez", GET, Access.OPEN, is_poll=True),
     PathFacts("/metrics", GET, Access.METRICS, is_poll=True),
     PathFacts("/metrics/targets", GET, Access.METRICS, Server.ROUTER, is_poll=True),
-    PathFacts("/health_generate", GET, Access.USER, is_poll=True),
+    PathFacts("/health_generate", GET, Access.USER, is_poll=True, starts_work=True),
     PathFacts("/generate", POST, Access.USER),
     PathFacts("/v1/completions", POST, Access.USER),
     PathFacts("/v1/chat/completions", POST, Access.USER),

@@ -132,13 +132,15 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {option: str(tmp_path / name) for option, name in paths}
 
 
-async def ask(engine: FakeEngine, path: str, caller: bytes = b"", body: bytes = BODY, **headers: str) -> int:
+async def ask(
+    engine: FakeEngine, path: str, caller: bytes = b"", body: bytes = BODY, method: str = "POST", **headers: str
+) -> int:
     """Status of a signed request. ``headers`` come on top, or replace what was signed."""
     named = ((KEY_NAME_HEADER, caller),) if caller else ()
-    signature = client().sign(EPOCH.encode(), "POST", path, named, digest(body), time.time())
+    signature = client().sign(EPOCH.encode(), method, path, named, digest(body), time.time())
     sent = {name.decode(): value.decode() for name, value in (*named, signature)} | headers
     async with engine.http(**sent) as http:
-        return (await http.post(path, content=BODY)).status_code
+        return (await http.request(method, path, content=BODY if method == "POST" else b"")).status_code
 
 
 def test_an_instance_that_can_remember_no_more_signatures_refuses_and_forgets_none(
@@ -150,6 +152,22 @@ def test_an_instance_that_can_remember_no_more_signatures_refuses_and_forgets_no
         assert await ask(engine, "/generate", b"alice") == 200
         assert await ask(engine, "/generate", b"alice") == 503
         assert len(engine.requests) == 1
+        for path in ("/health", "/livez", "/metrics", "/server_info", "/v1/models"):
+            assert await ask(engine, path, b"alice", body=b"", method="GET") == 200, path
+        assert await ask(engine, "/health_generate", b"alice", body=b"", method="GET") == 503
+
+    with_engine(run, **files)
+
+
+def test_only_requests_that_read_may_be_repeated(files: dict[str, str]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        for method, path, again in (("GET", "/metrics", 200), ("HEAD", "/metrics", 200), ("POST", "/generate", 401)):
+            body = BODY if method == "POST" else b""
+            once = client().sign(EPOCH.encode(), method, path, (), digest(body), time.time())
+            sent = {once[0].decode(): once[1].decode(), "authorization": "Bearer a-key"}
+            async with engine.http(**sent) as http:
+                statuses = [(await http.request(method, path, content=body)).status_code for _ in range(2)]
+            assert statuses == [200, again], (method, path)
 
     with_engine(run, **files)
 

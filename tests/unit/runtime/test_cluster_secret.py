@@ -10,6 +10,7 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.runtime import cluster_secret
 from pdserve.runtime.cluster_secret import (
     FRESH_SECONDS,
+    SET_BACK_SECONDS,
     BootstrapSignature,
     ClusterSecret,
     ClusterSecretError,
@@ -83,26 +84,41 @@ def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
     assert "clocks" in instance.problem(router.sign(*said, NOW + FRESH_SECONDS + 1), *said, NOW)
 
 
+class Clock:
+    """A monotonic clock that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
-    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers()) for _ in range(2))
+    clock = Clock()
+    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers(), clock) for _ in range(2))
     for i in range(10):
         assert instance.problem(router.sign("h", 1, i, NOW), "h", 1, i, NOW) is None
     assert len(instance._used) == 10
-    later = NOW + 2 * FRESH_SECONDS + 1
+    later = NOW + FRESH_SECONDS + SET_BACK_SECONDS + 1
+    clock.now += FRESH_SECONDS + SET_BACK_SECONDS + 1
     assert instance.problem(router.sign("h", 1, 99, later), "h", 1, 99, later) is None
     assert len(instance._used) == 1
 
 
 def test_no_signature_is_forgotten_while_it_is_fresh_however_many_there_are(monkeypatch):
     monkeypatch.setattr(cluster_secret, "MAX_REMEMBERED", 3)
-    used = OnceOnly()
+    clock = Clock()
+    used = OnceOnly(clock)
     assert [used.is_first(f"{i}", NOW + i, NOW) for i in range(3)] == [True, True, True]
     for _ in range(2):
         with pytest.raises(TooManySignatures, match="remembers 3 signed requests of the last 120 s"):
             used.is_first("another", NOW, NOW)
+    clock.now += FRESH_SECONDS
     assert not any(used.is_first(f"{i}", NOW + i, NOW + FRESH_SECONDS) for i in range(3))
     # The one that is no longer fresh makes room for one.
     later = NOW + FRESH_SECONDS + 1
+    clock.now += SET_BACK_SECONDS + 1
     assert used.is_first("another", later, later)
     with pytest.raises(TooManySignatures):
         used.is_first("one more", later, later)
@@ -115,6 +131,39 @@ def test_a_signature_counts_once_although_the_clock_goes_back():
     assert used.is_first("b", NOW + 500, NOW + 500)
     assert not used.is_first("a", NOW, NOW)
     assert used.is_first("c", NOW + 490, NOW + 400)
+
+
+def test_a_clock_that_is_set_back_a_little_makes_no_signature_valid_again():
+    clock = Clock()
+    used = OnceOnly(clock)
+    assert used.is_first("a", NOW, NOW)
+    clock.now += FRESH_SECONDS + SET_BACK_SECONDS
+    assert not used.is_first("a", NOW, NOW + FRESH_SECONDS)
+
+
+@pytest.mark.parametrize("seconds", [1, 100_000])
+def test_after_a_jump_of_the_clock_and_back_requests_pass_and_none_does_twice(tmp_path, seconds):
+    """The clocks of router and instance jump together, as they do on one host."""
+    clock, jump = Clock(), 86_400
+    router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers(), clock) for _ in range(2))
+
+    def ask(wall: float, signature: str = "") -> str | None:
+        return instance.problem(signature or router.sign("h", 1, 2, wall), "h", 1, 2, wall)
+
+    before = router.sign("h", 1, 2, NOW)
+    assert ask(NOW, before) is None
+    clock.now += seconds
+    ahead = NOW + jump + seconds
+    during = router.sign("h", 1, 2, ahead)
+    assert ask(ahead, during) is None
+    assert ask(ahead, during) == "the signature was used before"
+    clock.now += 1
+    back = NOW + seconds + 1
+    assert ask(back) is None
+    assert ask(back, before) is not None
+    assert ask(back, during) is not None
+    clock.now += 1
+    assert ask(back + 1) is None
 
 
 def test_without_memory_for_more_signatures_a_request_is_told_to_come_again(monkeypatch, tmp_path):
