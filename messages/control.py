@@ -11,14 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from .base import Message
+from .question import Answer, Question
 
 MAX_TRANSFERS = 1000
-
-
-class Ping(Message):
-    """HTTP → scheduler: is the instance able to serve? Answered by ``Pong``."""
-
-    id: int
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,10 +43,9 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum length of a request, prompt and output."""
 
 
-class Pong(Message):
+class Pong(Answer):
     """Scheduler → HTTP: whether the instance is able to serve."""
 
-    id: int
     ready: bool
     reason: str = ""
     """Why it is not ready (loading, draining, the worker is stuck). If it is ready: a problem to look after, or ""."""
@@ -61,50 +55,42 @@ class Pong(Message):
     """None unless the instance lets a router choose where to decode (``--disaggregation-threshold auto``)."""
 
 
-class FlushCacheReq(Message):
-    """Drop every cached prefix that no request uses."""
-
-    id: int
+class Ping(Question[Pong]):
+    """HTTP → scheduler: is the instance able to serve? Answered by ``Pong``."""
 
 
-class FlushCacheResult(Message):
+class FlushCacheResult(Answer):
     """Scheduler → HTTP: result of a ``FlushCacheReq``."""
 
-    id: int
-    success: bool
-    """False while requests are running; ``message`` has the reason."""
-    flushed: int = 0
+    flushed: int
     """Dropped tokens."""
-    message: str = ""
 
 
-class ServerInfoReq(Message):
-    """HTTP → scheduler: describe your state. Answered by ``ServerInfo``."""
-
-    id: int
+class FlushCacheReq(Question[FlushCacheResult]):
+    """Drop every cached prefix that no request uses."""
 
 
-class ServerInfo(Message):
+class ServerInfo(Answer):
     """State of the scheduler, ready for JSON: pools, queues, role, peers, counters, invariants."""
 
-    id: int
     info: dict[str, Any]
 
 
-class TransfersReq(Message):
-    """HTTP → scheduler: list the open hand-overs. Answered by ``Transfers``."""
-
-    id: int
+class ServerInfoReq(Question[ServerInfo]):
+    """HTTP → scheduler: describe your state. Answered by ``ServerInfo``."""
 
 
-class Transfers(Message):
+class Transfers(Answer):
     """Scheduler → HTTP: the open hand-overs of the instance."""
 
-    id: int
     open: int
     """Number of open hand-overs."""
     transfers: list[dict[str, Any]]
     """The oldest ``MAX_TRANSFERS`` of them, ready for JSON."""
+
+
+class TransfersReq(Question[Transfers]):
+    """HTTP → scheduler: list the open hand-overs. Answered by ``Transfers``."""
 
 
 class Ready(Message):
@@ -128,23 +114,19 @@ class StopAsked(Message):
     to: list[tuple[str, int]] = []
 
 
-class RoleReq(Message):
-    """HTTP → scheduler: change the role of this instance. Answered by ``RoleResult``."""
-
-    id: int
-    role: Literal["unified", "prefill", "decode"]
-
-
-class RoleResult(Message):
+class RoleResult(Answer):
     """Scheduler → HTTP: result of a ``RoleReq``."""
 
-    id: int
     role: str
     """Role from now on."""
     before: str
     """Role before."""
-    message: str = ""
-    """Why the role could not be changed; "" if it was."""
+
+
+class RoleReq(Question[RoleResult]):
+    """HTTP → scheduler: change the role of this instance. Answered by ``RoleResult``."""
+
+    role: Literal["unified", "prefill", "decode"]
 
 
 class Drained(Message):

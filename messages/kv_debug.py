@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from .base import Message
+from .question import Answer, Question
 
 HASH_BYTES = 8
 """Length of a hash: xxh3_64, little-endian. 0 stands for a page that does not exist."""
@@ -38,10 +39,21 @@ class PagesHashed(Message):
     """
 
 
-class KVHashesReq(Message):
+class KVHashes(Answer):
+    """Scheduler → HTTP: what the prefix cache holds of the tokens of a ``KVHashesReq``."""
+
+    cached_tokens: int
+    """Tokens of whole pages that are cached."""
+    page_size: int
+    extra_key: str
+    """Namespace in which they were found."""
+    order: str
+    groups: list[HashedGroup]
+
+
+class KVHashesReq(Question[KVHashes]):
     """HTTP → scheduler: return hashes of what the prefix cache holds of these tokens. Answered by ``KVHashes``."""
 
-    id: int
     input_ids: bytes
     """Token ids (int32)."""
     extra_key: str | None = None
@@ -54,19 +66,3 @@ class HashedGroup(msgspec.Struct, forbid_unknown_fields=True):
     layers: tuple[int, ...]
     parts: tuple[str, ...]
     hashes: bytes
-
-
-class KVHashes(Message):
-    """Scheduler → HTTP: what the prefix cache holds of the tokens of a ``KVHashesReq``."""
-
-    id: int
-    status: int = 200
-    """HTTP status; above 200, ``message`` says why there are no hashes."""
-    message: str = ""
-    cached_tokens: int = 0
-    """Tokens of whole pages that are cached."""
-    page_size: int = 0
-    extra_key: str = ""
-    """Namespace in which they were found."""
-    order: str = ""
-    groups: list[HashedGroup] = []

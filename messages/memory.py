@@ -10,36 +10,32 @@ from typing import Literal, get_args
 import msgspec
 
 from .base import Message
+from .question import Answer, Question
 
 MemoryTag = Literal["kv_cache", "weights"]
 ALL_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
-class MemoryReq(Message):
+class MemoryResult(Answer):
+    """Scheduler → HTTP: result of a ``MemoryReq``."""
+
+    released: list[MemoryTag]
+    """Memory that is released now."""
+    nbytes: int
+    """Change of the worker's memory in bytes: released, or taken again. A KV pool takes memory only as it is used."""
+    seconds: float
+    """Time that the worker spent."""
+
+
+class MemoryReq(Question[MemoryResult]):
     """HTTP → scheduler: give memory back, or take it again. Answered by ``MemoryResult``."""
 
-    id: int
     release: bool
     """True: give memory back. False: take it again."""
     tags: list[MemoryTag] = []
     """Kinds of memory; an empty list stands for all that can be given back."""
     wait_s: float = 0.0
     """Seconds that running requests have to end before their memory is given back."""
-
-
-class MemoryResult(Message):
-    """Scheduler → HTTP: result of a ``MemoryReq``."""
-
-    id: int
-    status: int
-    """HTTP status; ``message`` has the reason unless it is 200."""
-    message: str = ""
-    released: list[MemoryTag] = []
-    """Memory that is released now."""
-    nbytes: int = 0
-    """Change of the worker's memory in bytes: released, or taken again. A KV pool takes memory only as it is used."""
-    seconds: float = 0.0
-    """Time that the worker spent."""
 
 
 class ReleaseMemory(Message):
@@ -93,28 +89,23 @@ class Unreleasable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
-class ResizeReq(Message):
-    """HTTP → scheduler: change the size of the KV pool, within its reserved size. Answered by ``ResizeResult``."""
-
-    id: int
-    max_total_tokens: int
-    wait_s: float = 0.0
-    """Seconds that requests with pages beyond the new end have to finish."""
-
-
-class ResizeResult(Message):
+class ResizeResult(Answer):
     """Scheduler → HTTP: result of a ``ResizeReq``."""
 
-    id: int
-    status: int
-    """HTTP status; ``message`` has the reason unless it is 200."""
     max_total_tokens: int
     """Size of the pool now, in tokens of whole pages."""
     before: int
     """Size of the pool before, in tokens of whole pages."""
-    message: str = ""
-    freed: int = 0
+    freed: int
     """Bytes that went back to the system."""
+
+
+class ResizeReq(Question[ResizeResult]):
+    """HTTP → scheduler: change the size of the KV pool, within its reserved size. Answered by ``ResizeResult``."""
+
+    max_total_tokens: int
+    wait_s: float = 0.0
+    """Seconds that requests with pages beyond the new end have to finish."""
 
 
 class TrimPool(Message):

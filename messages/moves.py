@@ -21,6 +21,7 @@ from msgspec import Meta
 from .base import MAX_TOKENS, Epoch, HandoverId, Message, Reason, unpack_i32
 from .handover import Tokens, check_timing
 from .outputs import CachedBeyond, Timing, TokenLogprob
+from .question import Answer, Question
 from .requests import MAX_TOP_LOGPROBS, GenerateReq
 from .sampling import COLUMNS, MAX_BIAS, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 
@@ -133,24 +134,19 @@ class ReqArrived(Message):
     """Tokens at the beginning of the output that the source instance generated."""
 
 
-class MigrateReq(Message):
+class MigrateResult(Answer):
+    """Scheduler → HTTP: result of a ``MigrateReq``."""
+
+    paused_ms: float
+    """Time in which the request made no progress here."""
+
+
+class MigrateReq(Question[MigrateResult]):
     """HTTP → scheduler: migrate a request to the instance with this bootstrap address."""
 
-    id: int
     rid: str
     host: str
     port: int
-
-
-class MigrateResult(Message):
-    """Scheduler → HTTP: result of a ``MigrateReq``."""
-
-    id: int
-    moved: bool
-    message: str = ""
-    """Why the request was not migrated."""
-    paused_ms: float = 0.0
-    """Time in which the request made no progress here."""
 
 
 def problem_of(running: RunningRequest, vocab_size: int) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from .base import Message
+from .question import Answer, Question
 
 ProfileActivity = Literal["CPU", "GPU"]
 ALL_ACTIVITIES: tuple[ProfileActivity, ...] = get_args(ProfileActivity)
@@ -17,14 +18,30 @@ MAX_STACK_STEPS = 20
 """Maximum steps of a profile with Python stacks, which has some ten times the events."""
 
 
-class StartProfileReq(Message):
+class ProfileResult(Answer):
+    """Scheduler → HTTP: a profile that was started, or one that has ended."""
+
+    folder: str
+    files: list[str]
+    """Paths of the files that will be written, or that were."""
+    activities: list[ProfileActivity]
+    steps: int
+    """Steps that will be recorded, or that were."""
+    seconds: float
+    """Maximum duration; after the end, the duration."""
+    nbytes: int = 0
+    """Length of the files."""
+    ended_by: str = ""
+    """What ended it; "" while it runs."""
+
+
+class StartProfileReq(Question[ProfileResult]):
     """HTTP → scheduler: record the next ``num_steps`` steps, into files in the folder ``name``.
 
     ``activities``: none means all that the device has. ``with_stack``: record Python calls, too. ``record_shapes``:
     record the shapes of each operation's inputs.
     """
 
-    id: int
     name: str
     num_steps: int
     activities: list[ProfileActivity] = []
@@ -32,29 +49,8 @@ class StartProfileReq(Message):
     record_shapes: bool = False
 
 
-class StopProfileReq(Message):
+class StopProfileReq(Question[ProfileResult]):
     """HTTP → scheduler: end the profile now and say what it wrote."""
-
-    id: int
-
-
-class ProfileResult(Message):
-    """Scheduler → HTTP: the answer to either. ``status`` is one of HTTP, and ``message`` the reason unless it is 200.
-
-    ``files`` are paths: those that will be written, or that were. ``steps``: as many as will be recorded, or were.
-    ``seconds``: the most that it takes, or what it took. ``ended_by`` is empty while it runs.
-    """
-
-    id: int
-    status: int = 200
-    message: str = ""
-    folder: str = ""
-    files: list[str] = []
-    activities: list[ProfileActivity] = []
-    steps: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-    ended_by: str = ""
 
 
 class StartProfile(Message):
@@ -94,6 +90,5 @@ class ProfileWritten(Message):
     error: str = ""
 
 
-ProfileReq = StartProfileReq | StopProfileReq
 ProfileCommand = StartProfile | StopProfile
 ProfileEvent = ProfileStarted | ProfileWritten

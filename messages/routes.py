@@ -8,69 +8,40 @@ HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker, transfer   scheduler ─�
 
 from __future__ import annotations
 
-from .control import (
-    Drain,
-    Drained,
-    FlushCacheReq,
-    FlushCacheResult,
-    Ping,
-    Pong,
-    Ready,
-    RoleReq,
-    RoleResult,
-    ServerInfo,
-    ServerInfoReq,
-    StopAsked,
-    Transfers,
-    TransfersReq,
-)
-from .kv_debug import KVHashes, KVHashesReq
-from .memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
+from typing import TYPE_CHECKING, Any, Union
+
+from . import control, kv_debug, memory, moves, profiling, sessions, text  # noqa: F401  each declares questions
+from .control import Drain, Drained, Ready, StopAsked
 from .metrics import SchedulerMetrics
-from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
+from .moves import ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
-from .profiling import ProfileReq, ProfileResult
+from .question import Answer, Question, TextAnswer, TextQuestion, subclasses
 from .requests import AbortReq, ChatRendered, ForkedReq, GenerateReq, StopReq, TokenizeReq
-from .sessions import ReleaseReq, ResumeReq, SnapshotReq, SnapshotResult
-from .text import TextAnswer, TextQuestion
+from .sessions import ReleaseReq, ResumeReq
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = (
-    Ping
-    | FlushCacheReq
-    | ServerInfoReq
-    | TransfersReq
-    | MigrateReq
-    | RoleReq
-    | MemoryReq
-    | ResizeReq
-    | SnapshotReq
-    | KVHashesReq
-    | ProfileReq
-)
-Answer = (
-    Pong
-    | FlushCacheResult
-    | ServerInfo
-    | Transfers
-    | MigrateResult
-    | RoleResult
-    | MemoryResult
-    | ResizeResult
-    | SnapshotResult
-    | KVHashes
-    | ProfileResult
-)
+if TYPE_CHECKING:
+    AnyQuestion = Question[Any]
+    AnyAnswer = Answer
+    AnyTextQuestion = TextQuestion[Any]
+    AnyTextAnswer = TextAnswer
+else:
+    # A decoder needs each class by itself. Every subclass in the modules above is declared, so no list can miss one.
+    AnyQuestion = Union[*(kind for kind in subclasses(Question) if not issubclass(kind, TextQuestion))]
+    AnyAnswer = Union[*(kind for kind in subclasses(Answer) if not issubclass(kind, TextAnswer))]
+    AnyTextQuestion = Union[*subclasses(TextQuestion)]
+    AnyTextAnswer = Union[*subclasses(TextAnswer)]
+
 Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived
 
-ToTokenizer = TokenizeReq | ChatRendered | AbortReq | Session | Question | TextQuestion
-ToScheduler = GenerateReq | ForkedReq | AbortReq | StopReq | Session | Question | Drain
+ToTokenizer = TokenizeReq | ChatRendered | AbortReq | Session | AnyQuestion | AnyTextQuestion
+ToScheduler = GenerateReq | ForkedReq | AbortReq | StopReq | Session | AnyQuestion | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
 ToFollower = FollowerCommand
 ToLead = RankLoaded
 ToSchedulerFromWorker = WorkerEvent
-ToDetokenizer = TokenBatch | ReqError | Moved | Answer | SchedulerMetrics | Drained
-ToHttp = TextBatch | ReqError | Moved | Answer | TextAnswer | SchedulerMetrics | Drained
+ToDetokenizer = TokenBatch | ReqError | Moved | AnyAnswer | SchedulerMetrics | Drained
+ToHttp = TextBatch | ReqError | Moved | AnyAnswer | AnyTextAnswer | SchedulerMetrics | Drained
 ToSupervisor = Ready | Drained | StopAsked

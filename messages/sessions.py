@@ -14,6 +14,7 @@ from msgspec import Meta
 from .base import Message, unpack_i32
 from .moves import RunningRequest
 from .outputs import TokenLogprob
+from .question import Answer, Question
 
 
 class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,10 +50,21 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         return len(output) < self.running.max_new_tokens and not is_stopped
 
 
-class SnapshotReq(Message):
+class SnapshotResult(Answer):
+    """Scheduler → HTTP: result of a ``SnapshotReq``."""
+
+    state: SessionState
+    message: str = ""
+    """Reason why the store has KV of fewer tokens than were computed."""
+    kv_tokens: int = 0
+    """Number of first tokens with KV in the store."""
+    kv_bytes: int = 0
+    """Bytes of that KV."""
+
+
+class SnapshotReq(Question[SnapshotResult]):
     """HTTP → scheduler: return the state of a request that runs here or has ended recently."""
 
-    id: int
     rid: str
     with_output: bool
     """False: return the state before its first token."""
@@ -62,21 +74,6 @@ class SnapshotReq(Message):
     """API key that the request has to belong to, because requests of other keys may have used its name before. None:
     any key.
     """
-
-
-class SnapshotResult(Message):
-    """Scheduler → HTTP: result of a ``SnapshotReq``."""
-
-    id: int
-    state: SessionState | None = None
-    """None if there is no such request, or it cannot be saved. ``status`` and ``message`` say why."""
-    status: int = 200
-    message: str = ""
-    """Error, or the reason why the store has KV of fewer tokens than were computed."""
-    kv_tokens: int = 0
-    """Number of first tokens with KV in the store."""
-    kv_bytes: int = 0
-    """Bytes of that KV."""
 
 
 class ResumeReq(Message):

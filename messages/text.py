@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from .base import Message
 from .conversation import Conversation
+from .question import TextAnswer, TextQuestion
 
 
-class EncodeReq(Message):
+class Encoded(TextAnswer):
+    """Tokenizer → HTTP: the token ids of each text, or an error."""
+
+    token_ids: list[list[int]] = []
+    pieces: list[list[str]] | None = None
+    error: str | None = None
+    field: str | None = None
+    """Name of the field that caused the error."""
+
+
+class EncodeReq(TextQuestion[Encoded]):
     """HTTP → tokenizer: tokenize these texts or this conversation. Exactly one of ``texts`` and ``chat`` is set."""
 
-    id: int
     texts: list[str] | None = None
     chat: Conversation | None = None
     add_special_tokens: bool | None = None
@@ -18,48 +27,28 @@ class EncodeReq(Message):
     """Whether the answer contains the text of each token."""
 
 
-class Encoded(Message):
-    """Tokenizer → HTTP: the token ids of each text, or an error."""
-
-    id: int
-    token_ids: list[list[int]] = []
-    pieces: list[list[str]] | None = None
-    error: str | None = None
-    field: str | None = None
-    """Name of the field that caused the error."""
-
-
-class DecodeReq(Message):
-    """HTTP → tokenizer: return the texts of these tokens."""
-
-    id: int
-    token_ids: list[list[int]]
-    skip_special_tokens: bool = True
-
-
-class Decoded(Message):
+class Decoded(TextAnswer):
     """Tokenizer → HTTP: the texts, or an error."""
 
-    id: int
     texts: list[str] = []
     error: str | None = None
 
 
-class LimitsReq(Message):
-    """HTTP → tokenizer: return the limits of the model."""
+class DecodeReq(TextQuestion[Decoded]):
+    """HTTP → tokenizer: return the texts of these tokens."""
 
-    id: int
+    token_ids: list[list[int]]
+    skip_special_tokens: bool = True
 
 
-class Limits(Message):
+class Limits(TextAnswer):
     """Tokenizer → HTTP: the limits of the model."""
 
-    id: int
     context_length: int
     """Maximum number of tokens of prompt and output together."""
     vocab_size: int
     """Exclusive upper limit of token ids."""
 
 
-TextQuestion = EncodeReq | DecodeReq | LimitsReq
-TextAnswer = Encoded | Decoded | Limits
+class LimitsReq(TextQuestion[Limits]):
+    """HTTP → tokenizer: return the limits of the model."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from .base import Message
 from .channel import FrameTooLarge, SendsMessages
-from .kv_debug import KVHashes
 from .outputs import ReqError, TextBatch, TokenBatch
+from .question import Answer, Refused
 from .requests import ForkedReq, GenerateReq
-from .sessions import ResumeReq, SnapshotResult
+from .sessions import ResumeReq
 from .text import Decoded, Encoded
 
 STATUS = 413
@@ -45,13 +45,11 @@ def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
     """
     text = explain(error)
     if isinstance(message, Encoded):
-        return [Encoded(message.id, error=text)]
+        return [Encoded(error=text, id=message.id)]
     if isinstance(message, Decoded):
-        return [Decoded(message.id, error=text)]
-    if isinstance(message, SnapshotResult):
-        return [SnapshotResult(message.id, status=STATUS, message=text)]
-    if isinstance(message, KVHashes):
-        return [KVHashes(message.id, STATUS, text)]
+        return [Decoded(error=text, id=message.id)]
+    if isinstance(message, Answer):
+        return [Refused(STATUS, text, id=message.id)]
     return [ReqError(rid, STATUS, text, "request_too_large") for rid in rids_of(message)]
 
 

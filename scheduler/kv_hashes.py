@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..messages.base import unpack_i32
 from ..messages.kv_debug import HashedGroup, KVHashes, KVHashesReq, PagesHashed
+from ..messages.question import Refused
 from ..messages.worker import KVLayout
 from .kv_memory import KVMemory
 from .outbox import Outbox
@@ -11,13 +12,13 @@ from .outbox import Outbox
 NO_DEBUG = "this instance takes no hashes of its KV; start it with --kv-debug"
 
 
-def tell_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
+def answer_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
     """Answer with the hashes of a prompt's cached pages once the worker has computed them.
 
     The pages count as used. Steps wait only for the hashing itself.
     """
     if memory.debug is None:
-        outbox.answer(KVHashes(ask.id, 501, NO_DEBUG))
+        outbox.reply(ask, Refused(501, NO_DEBUG))
         return
     size, tokens = memory.page_size, unpack_i32(ask.input_ids)
     # The tokens may be anything, and no more than the pool holds are cached: the rest must not hold up the loop.
@@ -32,6 +33,6 @@ def tell_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Ou
             HashedGroup(group.layers, group.parts, hashes)
             for group, hashes in zip(layout.groups, event.hashes, strict=True)
         ]
-        outbox.answer(KVHashes(ask.id, 200, "", len(pages) * size, size, key, event.order, groups))
+        outbox.reply(ask, KVHashes(len(pages) * size, size, key, event.order, groups))
 
     memory.debug.glance(pages, tell)

@@ -35,9 +35,9 @@ from ..messages.memory import (
     MemoryTag,
     ReleaseMemory,
     ResizeReq,
-    ResizeResult,
     ResumeMemory,
 )
+from ..messages.question import Refused
 from ..runtime.metrics import Metrics, gauge
 from .pool_resize import PoolResize
 from .refusals import BUSY, Refusal
@@ -100,8 +100,7 @@ class MemorySaver:
     def ask_resize(self, order: ResizeReq, now: float) -> None:
         """Resize the KV pool, unless memory is released."""
         if (refusal := self.refusal) is not None:
-            tokens = self._scheduler.memory.max_total_tokens
-            self._scheduler.outbox.answer(ResizeResult(order.id, 409, tokens, tokens, refusal))
+            self._scheduler.outbox.reply(order, Refused(409, refusal))
         else:
             self.resize.ask(order, now)
 
@@ -110,7 +109,7 @@ class MemorySaver:
         tags = self._meant(order)
         problem = self._problem(order, tags)
         if problem is not None:
-            self._answer(order, MemoryResult(order.id, 409, problem, self.released))
+            self._answer(order, Refused(409, problem))
             return
         self._order, self._tags = order, tags
         if not order.release:
@@ -150,11 +149,9 @@ class MemorySaver:
         self.state = MemoryState.RELEASED if self.released else MemoryState.HELD
         if self.state is MemoryState.HELD and self._scheduler.handovers is not None:
             self._scheduler.handovers.open()
-        status = 503 if changed.error else 200
         log.info("%s of %s: %s", ORDERS[order.release], ", ".join(self._tags), changed.error or "done")
-        self._answer(
-            order, MemoryResult(order.id, status, changed.error, self.released, changed.nbytes, changed.seconds)
-        )
+        done = MemoryResult(self.released, changed.nbytes, changed.seconds)
+        self._answer(order, Refused(503, changed.error) if changed.error else done)
 
     def info(self) -> dict[str, Any]:
         """Return the JSON-ready part of ``/server_info``."""
@@ -220,12 +217,12 @@ class MemorySaver:
         self.state, self._until = MemoryState.HELD, math.inf
         if self._scheduler.handovers is not None:
             self._scheduler.handovers.open()
-        self._answer(order, MemoryResult(order.id, 409, why))
+        self._answer(order, Refused(409, why))
 
-    def _answer(self, order: MemoryReq, result: MemoryResult) -> None:
-        if result.status != 200:
-            log.info("memory stays as it is (%s): %s", ORDERS[order.release], result.message)
-        self._scheduler.outbox.answer(result)
+    def _answer(self, order: MemoryReq, result: MemoryResult | Refused) -> None:
+        if isinstance(result, Refused):
+            log.info("memory stays as it is (%s): %s", ORDERS[order.release], result.text)
+        self._scheduler.outbox.reply(order, result)
 
 
 METRICS: Metrics[MemorySaver] = (

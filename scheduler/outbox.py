@@ -6,14 +6,18 @@ A message for every token would burden detokenizer, HTTP, router and client. So 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from ..messages.base import Message
 from ..messages.channel import SendsMessages
 from ..messages.outputs import DetokenizeInit, FinishReason, PromptReport, ReqError, ReqMeta, ReqTokens, TokenBatch
+from ..messages.question import Answer, Question, Refused
 from ..messages.requests import GenerateReq
 from ..messages.too_large import send_or_explain
 from .req import Req
 from .tier_counts import NOTHING_BEYOND
 
+A = TypeVar("A", bound=Answer)
 PROMPT_TAIL = 8
 """Prompt tokens that the detokenizer gets as context of the first output token."""
 
@@ -77,6 +81,11 @@ class Outbox:
     def answer(self, message: Message) -> None:
         """Queue an answer for HTTP; it is sent after the tokens that were queued before."""
         self._to_detokenizer.append(message)
+
+    def reply(self, question: Question[A], answer: A | Refused) -> None:
+        """Queue the answer to a question."""
+        answer.id = question.id
+        self.answer(answer)
 
     def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
         """Queue a request's pending output, and its end if there is one; neighbours share one ``TokenBatch``."""

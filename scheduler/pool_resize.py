@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable
 
 from ..messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from ..messages.question import Refused
 from ..runtime.machine.memory import Memory, host_memory
 from .req import Req, Route
 from .scheduler import Scheduler
@@ -67,7 +68,7 @@ class PoolResize:
         """Resize the pool, now or as soon as possible, or answer why not."""
         problem = self._problem(order.max_total_tokens)
         if problem is not None:
-            self._answer(order, *problem)
+            self._scheduler.outbox.reply(order, problem)
             return
         self._order, self._until, self._before = order, now + order.wait_s, self._memory.max_total_tokens
         self._begun, self._earlier = False, frozenset(self._scheduler.reqs)
@@ -93,7 +94,8 @@ class PoolResize:
                 self._free_outputs()
             self._order, self._until = None, math.inf
             why = why or "requests use pages at the pool's end"
-            self._answer(order, 409, f"{why}; try again later, or give it time (wait_s)")
+            text = f"{why}; try again later, or give it time (wait_s)"
+            self._scheduler.outbox.reply(order, Refused(409, text))
 
     def on_trimmed(self, event: PoolTrimmed) -> None:
         """Complete the order: the memory beyond the end was returned to the system."""
@@ -103,7 +105,7 @@ class PoolResize:
         order, self._order = self._order, None
         tokens = self._memory.max_total_tokens
         log.info("KV pool resized from %d to %d tokens", self._before, tokens)
-        self._scheduler.outbox.answer(ResizeResult(order.id, 200, tokens, self._before, event.error, event.nbytes))
+        self._scheduler.outbox.reply(order, ResizeResult(tokens, self._before, event.nbytes))
 
     def _trim(self) -> None:
         scheduler, memory = self._scheduler, self._memory
@@ -154,33 +156,28 @@ class PoolResize:
             if self._memory.may_become(req, len(req.token_ids) + 2):
                 req.limit_output(self._before)
 
-    def _problem(self, tokens: int) -> tuple[int, str] | None:
+    def _problem(self, tokens: int) -> Refused | None:
         worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options
         if self._order is not None:
-            return 409, "a resize of the pool is under way; ask again when it is done"
+            return Refused(409, "a resize of the pool is under way; ask again when it is done")
         if self._scheduler.handovers is not None and not self._scheduler.handovers.may_resize:
             backend = options.disaggregation_transfer_backend
-            return (
-                409,
-                f"{backend} has registered the pool's memory as it is; use --disaggregation-transfer-backend tcp",
-            )
+            text = f"{backend} has registered the pool's memory as it is; use --disaggregation-transfer-backend tcp"
+            return Refused(409, text)
         if worker.device != "cpu":
-            return 409, f"a pool in {worker.device} memory can't be resized; use --device cpu"
+            return Refused(409, f"a pool in {worker.device} memory can't be resized; use --device cpu")
         if options.nnodes > 1:
-            return 409, "the pools of ranks on several hosts (--nnodes) can't be resized"
+            return Refused(409, "the pools of ranks on several hosts (--nnodes) can't be resized")
         if tokens < memory.page_size:
-            return 400, f"max_total_tokens: {tokens} is less than a page ({memory.page_size} tokens)"
+            return Refused(400, f"max_total_tokens: {tokens} is less than a page ({memory.page_size} tokens)")
         if tokens > memory.end.most:
             advice = "start with a larger --max-total-tokens-limit: what is not used takes no memory"
-            return 400, f"max_total_tokens: {tokens} is more than the {memory.end.most} that are reserved; {advice}"
+            text = f"max_total_tokens: {tokens} is more than the {memory.end.most} that are reserved; {advice}"
+            return Refused(400, text)
         more = (tokens - memory.max_total_tokens) // memory.page_size * worker.layout.page_bytes
         if more > 0 and more > (free := self._host().free):
-            return (
-                409,
-                f"that takes {more / GIB:.2f} GiB more, and {free / GIB:.2f} GiB are free; free memory or ask for less",
+            text = (
+                f"that takes {more / GIB:.2f} GiB more, and {free / GIB:.2f} GiB are free; free memory or ask for less"
             )
+            return Refused(409, text)
         return None
-
-    def _answer(self, order: ResizeReq, status: int, message: str) -> None:
-        tokens = self._memory.max_total_tokens
-        self._scheduler.outbox.answer(ResizeResult(order.id, status, tokens, tokens, message))

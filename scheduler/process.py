@@ -37,14 +37,15 @@ from ..messages.control import (
     TransfersReq,
 )
 from ..messages.error_codes import STARTING
-from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
-from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult
-from ..messages.moves import MigrateReq, MigrateResult
+from ..messages.kv_debug import KVHashesReq, PagesHashed
+from ..messages.memory import MemoryChanged, MemoryReq, PoolTrimmed, ResizeReq
+from ..messages.moves import MigrateReq
 from ..messages.outputs import ReqError
-from ..messages.profiling import ProfileEvent, ProfileReq, ProfileResult
+from ..messages.profiling import ProfileEvent, StartProfileReq, StopProfileReq
+from ..messages.question import Question, Refused
 from ..messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
-from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
+from ..messages.sessions import ResumeReq, SessionMessage
 from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime import gc_control
@@ -53,13 +54,13 @@ from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
 from .info import Verdict, server_info
 from .kv_event_feed import KVEventFeed
-from .kv_hashes import tell_hashes
+from .kv_hashes import answer_hashes
 from .memory_saver import MemorySaver
 from .metrics_report import MetricsReport
 from .outbox import Outbox
 from .profiling import Profiling
+from .refusals import BUSY
 from .scheduler import Scheduler
-from .sessions import refuse_loading
 
 log = logging.getLogger(__name__)
 
@@ -244,32 +245,16 @@ class SchedulerProcess:
             for request in message.requests():
                 self._on_message(request, now)
         elif isinstance(message, Ping):
-            self._outbox.answer(self._pong(message, now))
+            self._outbox.reply(message, self._pong(now))
         elif scheduler is None:
             if isinstance(message, GenerateReq):
                 text = "the model is still loading; try again in a few seconds"
                 self._outbox.answer(ReqError(message.rid, 503, text, "overloaded_error", code=STARTING))
-            elif isinstance(message, ServerInfoReq):
-                self._outbox.answer(ServerInfo(message.id, {"status": "loading"}))
-            elif isinstance(message, TransfersReq):
-                self._outbox.answer(Transfers(message.id, 0, []))
-            elif isinstance(message, FlushCacheReq):
-                self._outbox.answer(FlushCacheResult(message.id, False, message="the model is still loading"))
-            elif isinstance(message, MigrateReq):
-                self._outbox.answer(MigrateResult(message.id, moved=False, message="the model is still loading"))
-            elif isinstance(message, RoleReq):
-                role = self._ctx.options.disaggregation_mode
-                self._outbox.answer(RoleResult(message.id, role, role, "the model is still loading"))
-            elif isinstance(message, MemoryReq):
-                self._outbox.answer(MemoryResult(message.id, 503, "the model is still loading"))
-            elif isinstance(message, ResizeReq):
-                self._outbox.answer(ResizeResult(message.id, 503, 0, 0, "the model is still loading"))
-            elif isinstance(message, KVHashesReq):
-                self._outbox.answer(KVHashes(message.id, 503, "the model is still loading"))
-            elif isinstance(message, ProfileReq):
-                self._outbox.answer(ProfileResult(message.id, 503, "the model is still loading"))
-            elif isinstance(message, SnapshotReq | ResumeReq):
-                self._outbox.answer(refuse_loading(message))
+            elif isinstance(message, ResumeReq):
+                text = "the model is still loading; try again in a few seconds"
+                self._outbox.answer(ReqError(message.state.running.request.rid, 503, text, BUSY))
+            elif isinstance(message, Question):
+                self._outbox.reply(message, Refused(503, "the model is still loading"))
         elif isinstance(message, GenerateReq):
             scheduler.admit_message(message, now)
         elif isinstance(message, AbortReq):
@@ -279,20 +264,20 @@ class SchedulerProcess:
         elif isinstance(message, SessionMessage):
             scheduler.sessions.on_message(message, now)
         elif isinstance(message, FlushCacheReq):
-            self._outbox.answer(self._flush_cache(scheduler, message))
+            self._outbox.reply(message, self._flush_cache(scheduler))
         elif isinstance(message, ServerInfoReq):
-            self._outbox.answer(self._server_info(scheduler, message))
+            self._outbox.reply(message, self._server_info(scheduler))
         elif isinstance(message, KVHashesReq):
-            tell_hashes(message, scheduler.memory, scheduler.worker.layout, self._outbox)
+            answer_hashes(message, scheduler.memory, scheduler.worker.layout, self._outbox)
         elif isinstance(message, TransfersReq):
             rooms = self._handovers.transfers(now) if self._handovers is not None else []
             rooms.sort(key=lambda room: -room["seconds"])
-            self._outbox.answer(Transfers(message.id, len(rooms), rooms[:MAX_TRANSFERS]))
+            self._outbox.reply(message, Transfers(len(rooms), rooms[:MAX_TRANSFERS]))
         elif isinstance(message, MigrateReq) and self._handovers is not None:
             self._handovers.migrate(message, now)
         elif isinstance(message, MigrateReq):
             text = "this instance exchanges no KV; start it with --handover on"
-            self._outbox.answer(MigrateResult(message.id, moved=False, message=text))
+            self._outbox.reply(message, Refused(409, text))
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True
@@ -300,15 +285,15 @@ class SchedulerProcess:
                 self._handovers.withdraw()
                 self._handovers.move_all(message.to)
         elif isinstance(message, RoleReq):
-            self._outbox.answer(self._change_role(scheduler, message))
+            self._outbox.reply(message, self._change_role(scheduler, message))
         elif isinstance(message, MemoryReq) and self._occupation is not None:
             self._occupation.ask(message, now)
         elif isinstance(message, ResizeReq) and self._occupation is not None:
             self._occupation.ask_resize(message, now)
-        elif isinstance(message, ProfileReq) and self._profiling is not None:
+        elif isinstance(message, StartProfileReq | StopProfileReq) and self._profiling is not None:
             self._profiling.ask(message, now)
 
-    def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
+    def _server_info(self, scheduler: Scheduler) -> ServerInfo:
         self._verdict = Verdict.of(scheduler, self._verdict)
         info = server_info(scheduler, self._ctx.epoch, self._verdict)
         if self._occupation is not None and self._report is not None:
@@ -316,28 +301,28 @@ class SchedulerProcess:
             info["pressure"] = self._report.pressure.level(time.monotonic())
         if self._profiling is not None:
             info["profile"] = self._profiling.info()
-        return ServerInfo(message.id, info)
+        return ServerInfo(info)
 
-    def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult:
+    def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult | Refused:
         before = scheduler.role
         if self._handovers is None:
             text = "this instance exchanges no KV, so it can only be unified; start it with --handover on"
-            return RoleResult(message.id, before, before, text)
+            return Refused(409, text)
         scheduler.planner.budget.role = message.role
         self._handovers.role_changed()
         log.info("role changed from %s to %s", before, message.role)
-        return RoleResult(message.id, message.role, before)
+        return RoleResult(message.role, before)
 
-    def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
+    def _flush_cache(self, scheduler: Scheduler) -> FlushCacheResult | Refused:
         if scheduler.reqs:
             text = f"{len(scheduler.reqs)} requests are running; flush when the instance is idle"
-            return FlushCacheResult(message.id, False, message=text)
-        return FlushCacheResult(message.id, True, flushed=scheduler.memory.flush())
+            return Refused(400, text)
+        return FlushCacheResult(scheduler.memory.flush())
 
-    def _pong(self, ping: Ping, now: float) -> Pong:
+    def _pong(self, now: float) -> Pong:
         scheduler, handovers = self._scheduler, self._handovers
         if scheduler is None:
-            return Pong(ping.id, False, "the model is still loading")
+            return Pong(False, "the model is still loading")
         problem = self._problem(scheduler, now)
         warning = (handovers.warning(now) if handovers is not None else None) or self._kv_problem(scheduler, now)
         host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
@@ -345,7 +330,7 @@ class SchedulerProcess:
         # Only an instance with automatic placement may be chosen for prompts that it was not named for.
         is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
         pace = scheduler.estimator.pace(now) if is_free else None
-        return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
+        return Pong(problem is None, problem or warning or "", identity, pace)
 
     def _kv_problem(self, scheduler: Scheduler, now: float) -> str:
         debug, tiers = scheduler.memory.debug, scheduler.tiers

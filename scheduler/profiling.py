@@ -22,7 +22,6 @@ import msgspec
 
 from ..messages.profiling import (
     ProfileEvent,
-    ProfileReq,
     ProfileResult,
     ProfileStarted,
     ProfileWritten,
@@ -31,6 +30,7 @@ from ..messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
+from ..messages.question import Refused
 from .outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -58,15 +58,17 @@ class Profiling:
         self.state = ProfileState.IDLE
         self._order: StartProfileReq | None = None
         """The order that the profile in progress obeys; None while idle."""
-        self._waiting: list[int] = []
-        """Ids of ``/stop_profile`` questions that are answered when the files are there."""
+        self._waiting: list[StopProfileReq] = []
+        """Questions that are answered when the files are there."""
         self._result: ProfileResult | None = None
         """The profile in progress, or the last one; None before the first."""
+        self._error = ""
+        """Why files of the last profile are missing; "" if none are."""
         self._first_step = 0
         self._began = 0.0
         self._until = math.inf
 
-    def ask(self, question: ProfileReq, now: float) -> None:
+    def ask(self, question: StartProfileReq | StopProfileReq, now: float) -> None:
         """Start or stop a profile, or refuse to; ``now`` is ``time.monotonic()``."""
         if isinstance(question, StartProfileReq):
             self._start(question)
@@ -98,7 +100,7 @@ class Profiling:
         last = self._result
         if last is None:
             return {"state": self.state}
-        return {"state": self.state, "folder": last.folder, "ended_by": last.ended_by, "error": last.message}
+        return {"state": self.state, "folder": last.folder, "ended_by": last.ended_by, "error": self._error}
 
     @property
     def _steps(self) -> int:
@@ -108,7 +110,7 @@ class Profiling:
     def _start(self, order: StartProfileReq) -> None:
         if self.state is not ProfileState.IDLE:
             text = f'a profile is {self.state} ("{self._running}"); end it with POST /stop_profile, or wait for its end'
-            self._outbox.answer(ProfileResult(order.id, 409, text))
+            self._outbox.reply(order, Refused(409, text))
             return
         self.state, self._order, self._first_step = ProfileState.STARTING, order, self._newest_step()
         self._outbox.to_worker(StartProfile(order.name, order.activities, order.with_stack, order.record_shapes))
@@ -119,25 +121,22 @@ class Profiling:
         if event.error:
             log.warning("no profile: %s", event.error)
             self.state, self._order = ProfileState.IDLE, None
-            self._outbox.answer(ProfileResult(order.id, event.status, event.error))
-            self._answer_all(ProfileResult(0, 409, f"no profile runs: {event.error}"))
+            self._outbox.reply(order, Refused(event.status, event.error))
+            self._answer_all(Refused(409, f"no profile runs: {event.error}"))
             return
         log.info("a profile of up to %d steps is recorded into %s", order.num_steps, event.folder)
         self.state, self._began, self._until = ProfileState.RECORDING, now, now + MAX_SECONDS
-        self._result = ProfileResult(
-            order.id, 200, "", event.folder, event.files, event.activities, order.num_steps, MAX_SECONDS
-        )
-        self._outbox.answer(self._result)
+        self._result = ProfileResult(event.folder, event.files, event.activities, order.num_steps, MAX_SECONDS)
+        self._error = ""
+        self._outbox.reply(order, self._result)
         if self._waiting:
             self._end("request", now)
 
     def _stop(self, question: StopProfileReq, now: float) -> None:
         if self.state is ProfileState.IDLE:
-            text = "no profile has run; POST /start_profile starts one"
-            answer = ProfileResult(0, 409, text) if self._result is None else self._result
-            self._outbox.answer(msgspec.structs.replace(answer, id=question.id))
+            self._outbox.reply(question, self._ended())
             return
-        self._waiting.append(question.id)
+        self._waiting.append(question)
         if self.state is ProfileState.RECORDING:
             self._end("request", now)
 
@@ -151,18 +150,22 @@ class Profiling:
 
     def _on_written(self, event: ProfileWritten) -> None:
         assert self._result is not None
-        status = 503 if event.error else 200
-        self._result = msgspec.structs.replace(
-            self._result, status=status, message=event.error, files=event.files, nbytes=event.nbytes
-        )
+        self._result = msgspec.structs.replace(self._result, files=event.files, nbytes=event.nbytes)
+        self._error = event.error
         self.state, self._order = ProfileState.IDLE, None
         text = f"{len(event.files)} files, {event.nbytes} bytes, ended by {self._result.ended_by}"
         log.info("profile of %d steps in %s: %s", self._result.steps, self._result.folder, event.error or text)
-        self._answer_all(self._result)
+        self._answer_all(self._ended())
 
-    def _answer_all(self, result: ProfileResult) -> None:
-        for id_ in self._waiting:
-            self._outbox.answer(msgspec.structs.replace(result, id=id_))
+    def _ended(self) -> ProfileResult | Refused:
+        """Return the answer to a question about the last profile."""
+        if self._result is None:
+            return Refused(409, "no profile has run; POST /start_profile starts one")
+        return Refused(503, self._error) if self._error else msgspec.structs.replace(self._result)
+
+    def _answer_all(self, answer: ProfileResult | Refused) -> None:
+        for question in self._waiting:
+            self._outbox.reply(question, msgspec.structs.replace(answer))
         self._waiting = []
 
     @property

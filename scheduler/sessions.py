@@ -20,6 +20,7 @@ from ..mem_cache.page_hash import model_seed, prompt_hashes
 from ..messages.base import I32, unpack_i32
 from ..messages.moves import RunningRequest, problem_of
 from ..messages.outputs import ReqError, TokenLogprob
+from ..messages.question import Refused
 from ..messages.requests import GenerateReq
 from ..messages.sessions import ReleaseReq, ResumeReq, SessionMessage, SessionState, SnapshotReq, SnapshotResult
 from ..messages.worker import WorkerReady
@@ -27,7 +28,7 @@ from .kept_pages import Kept
 from .kv_debug import Place
 from .kv_memory import KVMemory
 from .outbox import Outbox
-from .refusals import BAD_REQUEST, BUSY, Refusal
+from .refusals import BAD_REQUEST, Refusal
 from .req import Req, ReqState, Route
 from .tiers import KVTiers
 
@@ -85,6 +86,7 @@ class Sessions:
 
     def __init__(self, scheduler: RunsRequests) -> None:
         self._scheduler = scheduler
+        self._outbox = scheduler.outbox
         self._worker = scheduler.worker
         tiers, worker = scheduler.tiers, scheduler.worker
         self._seed = tiers.seed() if tiers is not None else model_seed(worker.fingerprint, worker.layout)
@@ -123,20 +125,20 @@ class Sessions:
         # A rid may be reused by the next request, of another key, which may have been refused before it came here.
         if known is None or ask.key_name not in (None, known.msg.key_name):
             text = f"no request {ask.rid!r} runs here, or has ended lately"
-            self._answer(SnapshotResult(ask.id, status=404, message=text))
+            self._outbox.reply(ask, Refused(404, text))
             return
         if req is not None and req.route is Route.OUTGOING:
             text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
-            self._answer(SnapshotResult(ask.id, status=409, message=text))
+            self._outbox.reply(ask, Refused(409, text))
             return
         if known.weight > MAX_ENDED_TOKENS:
             text = "the request has more tokens or logprobs than a session holds; ask for fewer top_logprobs"
-            self._answer(SnapshotResult(ask.id, status=413, message=text))
+            self._outbox.reply(ask, Refused(413, text))
             return
         state = self._state(known, with_output=ask.with_output)
         problem = problem_of(state.running, self._worker.vocab_size)
         if problem is not None:
-            self._answer(SnapshotResult(ask.id, status=409, message=f"the request can't be saved: {problem}"))
+            self._outbox.reply(ask, Refused(409, f"the request can't be saved: {problem}"))
             return
         self._save(ask, state, known, req, now)
 
@@ -162,7 +164,7 @@ class Sessions:
         if req is not None and req.hold is not None:
             memory.look(req, req.computed, Place.PREFILL, planned=False)
         if tiers is None or tiers.store is None:
-            self._answer(SnapshotResult(ask.id, self._with_hashes(state, names), message=NO_STORE))
+            self._outbox.reply(ask, SnapshotResult(self._with_hashes(state, names), NO_STORE))
             return
         pages = memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
         hashes = names.copy()
@@ -176,7 +178,7 @@ class Sessions:
         def done(kept: Kept) -> None:
             message = kept.problem or short
             whole, nbytes = self._with_hashes(state, names), kept.pages * page_bytes
-            self._answer(SnapshotResult(ask.id, whole, 200, message, kept.pages * page_size, nbytes))
+            self._outbox.reply(ask, SnapshotResult(whole, message, kept.pages * page_size, nbytes))
 
         if not hashes:
             done(Kept(0))
@@ -204,22 +206,17 @@ class Sessions:
             if hashes:
                 tiers.store.kept.release(hashes)
 
-    def _answer(self, result: SnapshotResult) -> None:
-        self._scheduler.outbox.answer(result)
-
     # --- resuming ---
 
     def _resume(self, state: SessionState, now: float) -> None:
         request, output = state.running.request, unpack_i32(state.running.output)
         refusal = self._refusal(state) or self._scheduler.refusal(request)
         if refusal is not None:
-            self._scheduler.outbox.error(ReqError(request.rid, *refusal))
+            self._outbox.error(ReqError(request.rid, *refusal))
             return
         req = self._scheduler.admit_moved(request, output, state.running.max_new_tokens)
         if isinstance(req, str):
-            self._scheduler.outbox.error(
-                ReqError(request.rid, 409, f"the session can't resume here: {req}", BAD_REQUEST)
-            )
+            self._outbox.error(ReqError(request.rid, 409, f"the session can't resume here: {req}", BAD_REQUEST))
             return
         req.restored = True
         self._expect(state, req.known_tokens(req.known_len))
@@ -247,14 +244,6 @@ class Sessions:
         if problem is None and len(state.logprobs) != wanted:
             problem = "its logprobs are not those of its output"
         return Refusal(409, f"the session can't resume: {problem}", BAD_REQUEST) if problem is not None else None
-
-
-def refuse_loading(message: SnapshotReq | ResumeReq) -> SnapshotResult | ReqError:
-    """Return the refusal of a message that comes before the model is loaded."""
-    text = "the model is still loading; try again in a few seconds"
-    if isinstance(message, SnapshotReq):
-        return SnapshotResult(message.id, status=503, message=text)
-    return ReqError(message.state.running.request.rid, 503, text, BUSY)
 
 
 def _known(req: Req) -> _Known:

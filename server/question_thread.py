@@ -40,6 +40,6 @@ class QuestionThread:
             answer = self._questions.answer(question)
         except Exception:  # the tokenizer library raises plain ones, and no text may end the instance
             logger.exception("a question about text failed")
-            is_encode = isinstance(question, EncodeReq)
-            answer = Encoded(question.id, error=FAILED) if is_encode else Decoded(question.id, error=FAILED)
+            kind = Encoded if isinstance(question, EncodeReq) else Decoded
+            answer = kind(error=FAILED, id=question.id)
         send_or_explain(self._http, [answer])

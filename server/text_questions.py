@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq, TextAnswer, TextQuestion
+from ..messages.question import TextAnswer
+from ..messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
 from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
@@ -39,10 +40,10 @@ class TextQuestions:
         self._limits = limits
         self._read = _TokenTexts(tokenizer)
 
-    def answer(self, question: TextQuestion) -> TextAnswer:
+    def answer(self, question: EncodeReq | DecodeReq | LimitsReq) -> TextAnswer:
         """Answer one question."""
         if isinstance(question, LimitsReq):
-            return Limits(question.id, self._limits.context_length, self._limits.vocab_size)
+            return Limits(self._limits.context_length, self._limits.vocab_size, id=question.id)
         if isinstance(question, DecodeReq):
             return self._decode(question)
         return self._encode(question)
@@ -52,19 +53,18 @@ class TextQuestions:
         try:
             token_ids = self._encoder.encode(question.texts, question.chat, question.add_special_tokens, most)
         except PromptError as e:
-            return Encoded(question.id, error=str(e), field=e.field)
+            return Encoded(error=str(e), field=e.field, id=question.id)
         pieces = None
         if question.pieces:
             pieces = [[self._read[i] for i in ids] for ids in token_ids]
-        return Encoded(question.id, token_ids, pieces)
+        return Encoded(token_ids, pieces, id=question.id)
 
     def _decode(self, question: DecodeReq) -> Decoded:
         vocab_size = self._limits.vocab_size
         highest = max((max(ids) for ids in question.token_ids if ids), default=0)
         if highest >= vocab_size:
             problem = f"token id {highest} is not in the model's vocabulary; ids go from 0 to {vocab_size - 1}"
-            return Decoded(question.id, error=problem)
+            return Decoded(error=problem, id=question.id)
         skip = question.skip_special_tokens
-        return Decoded(
-            question.id, [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in question.token_ids]
-        )
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in question.token_ids]
+        return Decoded(texts, id=question.id)

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq, Transfers, TransfersReq
+from ...messages.control import FlushCacheReq, ServerInfoReq, TransfersReq
 from ...messages.sampling import SamplingParams
 from ...runtime.web.auth import NO_ADMIN_KEY
 from ...runtime.web.json_response import json_response
@@ -20,6 +20,7 @@ from .engine_response import watch_disconnect
 from .errors import ApiError, ClientGone
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
+from .question_client import QuestionRefused
 from .state import HttpState
 
 FOR_USERS = frozenset(
@@ -90,9 +91,12 @@ async def server_info(request: Request) -> Response:
     where the caller is no admin.
     """
     state = HttpState.of(request)
-    answer = await state.engine.told(lambda id_: ServerInfoReq(id=id_), ServerInfo, QUESTION_TIMEOUT_SECONDS)
+    try:
+        instance = (await state.engine.questions.ask(ServerInfoReq(), QUESTION_TIMEOUT_SECONDS)).info
+    except QuestionRefused:
+        instance = {"status": "loading"}
     http = {"live_requests": state.engine.live_requests, "started": state.started}
-    info = {**answer.info, "version": state.version, "epoch": state.epoch, "http": http}
+    info = {**instance, "version": state.version, "epoch": state.epoch, "http": http}
     if not Caller.of(request.scope).is_admin:
         info = {name: value for name, value in info.items() if name in FOR_USERS}
     return json_response(info)
@@ -101,7 +105,10 @@ async def server_info(request: Request) -> Response:
 async def transfers(request: Request) -> Response:
     """The hand-overs that are open, the oldest first."""
     engine = HttpState.of(request).engine
-    answer = await engine.told(lambda id_: TransfersReq(id=id_), Transfers, QUESTION_TIMEOUT_SECONDS)
+    try:
+        answer = await engine.questions.ask(TransfersReq(), QUESTION_TIMEOUT_SECONDS)
+    except QuestionRefused:  # an instance that still loads has none
+        return json_response({"open": 0, "transfers": []})
     return json_response({"open": answer.open, "transfers": answer.transfers})
 
 
@@ -121,9 +128,10 @@ async def model_info(request: Request) -> Response:
 async def flush_cache(request: Request) -> Response:
     """Drop every cached prefix; 400 while requests are running."""
     engine = HttpState.of(request).engine
-    result = await engine.told(lambda id_: FlushCacheReq(id=id_), FlushCacheResult, QUESTION_TIMEOUT_SECONDS)
-    if not result.success:
-        raise ApiError(400, result.message)
+    try:
+        result = await engine.questions.ask(FlushCacheReq(), QUESTION_TIMEOUT_SECONDS)
+    except QuestionRefused as e:
+        raise ApiError(400, e.message) from None
     return json_response({"success": True, "flushed": result.flushed})
 
 

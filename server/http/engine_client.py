@@ -6,31 +6,26 @@ known, without an owner, until the engine has ended it too. So a new request of 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from ...messages.base import Message
 from ...messages.channel import AsyncReceiver, FrameTooLarge, SendsMessages, UndeclaredMessage
-from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
+from ...messages.control import Drained, StopAsked
 from ...messages.error_codes import BATCH_TOO_LARGE
-from ...messages.kv_debug import KVHashes
-from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
-from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
+from ...messages.moves import ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
-from ...messages.profiling import ProfileResult
 from ...messages.requests import AbortReq
-from ...messages.routes import Question, ToHttp
-from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotResult
-from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
+from ...messages.routes import ToHttp
+from ...messages.sessions import ReleaseReq, ResumeReq, SessionState
 from ...messages.too_large import explain
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.cluster_auth import ClusterClient
@@ -40,28 +35,12 @@ from .errors import AnswerMoved, ApiError, bad_request
 from .logprob_account import LogprobAccount
 from .moved_answers import MovedAnswers
 from .plan import PromptPlan
+from .question_client import QuestionClient
 from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
 from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
 from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
-A = TypeVar(
-    "A",
-    Pong,
-    FlushCacheResult,
-    ServerInfo,
-    Transfers,
-    MigrateResult,
-    RoleResult,
-    MemoryResult,
-    ResizeResult,
-    SnapshotResult,
-    KVHashes,
-    ProfileResult,
-    Encoded,
-    Decoded,
-    Limits,
-)
 ABORTED = "aborted by the client"
 MAX_HELD_BYTES = 1 << 30
 """Maximum total length of the messages of all running requests: the engine keeps each prompt in some form until its
@@ -83,7 +62,7 @@ class _Live(NamedTuple):
 
 
 class EngineClient:
-    """Submits requests and questions, and delivers each answer to its waiter. Event-loop thread only."""
+    """Submits requests and delivers each answer to its waiter; ``questions`` asks. Event-loop thread only."""
 
     def __init__(
         self,
@@ -119,8 +98,7 @@ class EngineClient:
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
         self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._limits: Limits | None = None
+        self.questions = QuestionClient(self._send)
         self._ids = itertools.count(1)
         self._max_requests = max_requests
         self._closed: str | None = None
@@ -357,45 +335,6 @@ class EngineClient:
         if self._closed is not None:
             raise ApiError(503, self._closed)
 
-    # --- questions ---
-
-    async def ask(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
-        """Send the question that ``make(id)`` gives, and wait for its answer.
-
-        Raises ``TimeoutError`` after ``timeout`` seconds.
-        """
-        self._check_open()
-        question = make(next(self._ids))
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[question.id] = future
-        try:
-            self._send(question)
-            async with asyncio.timeout(timeout):
-                result = await future
-        finally:
-            del self._questions[question.id]
-        if not isinstance(result, answer):
-            raise TypeError(f"{type(question).__name__} was answered by {type(result).__name__}")
-        return result
-
-    async def told(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
-        """Ask like ``ask``, for a client: raise ``ApiError`` 503 if there is no answer in time."""
-        try:
-            return await self.ask(make, answer, timeout)
-        except TimeoutError:
-            who = "tokenizer" if issubclass(answer, Encoded | Decoded | Limits) else "scheduler"
-            raise ApiError(503, f"the {who} did not answer within {timeout:g} s") from None
-
-    async def limits(self, timeout: float) -> Limits:
-        """Return the model's limits; ask the tokenizer until they are known.
-
-        Raises ``ApiError`` if there is no answer within ``timeout`` seconds, and after ``close``.
-        """
-        self._check_open()
-        if self._limits is None:
-            self._limits = await self.told(lambda id_: LimitsReq(id=id_), Limits, timeout)
-        return self._limits
-
     # --- answers ---
 
     async def run(self, receiver: AsyncReceiver[Any]) -> NoReturn:
@@ -428,9 +367,7 @@ class EngineClient:
                 # All earlier answers have been written to their clients' connections, but some go on elsewhere.
                 self.moved.when_quiet(functools.partial(self._report, message))
             else:
-                future = self._questions.get(message.id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self.questions.on_answer(message)
 
     def drain(self, to: list[tuple[str, int]]) -> None:
         """Stop the instance as by SIGTERM. The instances at these bootstrap addresses continue what runs."""
@@ -480,9 +417,7 @@ class EngineClient:
         self._closed = reason
         for owner in {live.owner for live in self._live.values() if live is not None}:
             owner.fail(ApiError(503, reason, code=code))
-        for future in self._questions.values():
-            if not future.done():
-                future.set_exception(ApiError(503, reason))
+        self.questions.close(reason)
 
 
 def _as_api_error(error: ReqError, live: _Live) -> ApiError:

@@ -11,9 +11,10 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from ...messages.control import Identity, Pace, Ping, Pong
+from ...messages.control import Identity, Pace, Ping
 from .engine_client import EngineClient
 from .errors import ApiError
+from .question_client import NoAnswer
 
 QUICK_SECONDS = 0.5
 """How long an answer waits for the ping that is out."""
@@ -55,9 +56,9 @@ class HealthCheck:
 
     async def _ask(self) -> None:
         try:
-            pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, SILENT_SECONDS)
+            pong = await self._engine.questions.ask(Ping(), SILENT_SECONDS)
             self._last = Verdict(pong.ready, pong.reason, pong.identity, pace=pong.pace)
-        except TimeoutError:
+        except NoAnswer:
             self._last = Verdict(
                 False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s", hangs=True
             )

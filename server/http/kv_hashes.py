@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...messages.base import pack_i32
-from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
-from ...messages.text import Encoded, EncodeReq
+from ...messages.kv_debug import HashedGroup, KVHashesReq
+from ...messages.text import EncodeReq
 from ...runtime.web.json_response import json_response
-from .errors import ApiError, bad_request
+from .errors import bad_request
 from .fields import Body, FieldError, PromptIds
 from .parsing import parse_body
 from .state import HttpState
@@ -40,19 +40,17 @@ class KVHashesBody(Body):
 async def kv_hashes(request: Request) -> Response:
     """501 without ``--kv-debug``."""
     state, body = HttpState.of(request), await parse_body(request, KVHashesBody)
-    engine = state.engine
+    questions = state.engine.questions
     token_ids = body.input_ids
     if token_ids is None:
         text = body.text or ""
-        make = lambda id_: EncodeReq(id_, [text])  # noqa: E731
-        read = await state.questions.ask(request, len(text), lambda: engine.told(make, Encoded, SECONDS))
+        ask = lambda: questions.ask(EncodeReq([text]), SECONDS)  # noqa: E731
+        read = await state.questions.ask(request, len(text), ask)
         if read.error is not None:
             raise bad_request(read.field, read.error)
         [token_ids] = read.token_ids
     packed = pack_i32(token_ids)
-    told = await engine.told(lambda id_: KVHashesReq(id_, packed, body.extra_key), KVHashes, SECONDS)
-    if told.status != 200:
-        raise ApiError(told.status, told.message)
+    told = await questions.ask(KVHashesReq(packed, body.extra_key), SECONDS)
     layers = [layer for group in told.groups if group.layers for layer in _layers(group)]
     return json_response(
         {

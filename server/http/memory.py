@@ -10,11 +10,12 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.memory import ALL_TAGS, MemoryReq, MemoryResult, MemoryTag, ResizeReq, ResizeResult
+from ...messages.memory import ALL_TAGS, MemoryReq, MemoryTag, ResizeReq
 from ...runtime.web.json_response import json_response
 from .errors import ApiError
 from .fields import INT32_MAX, Body
 from .parsing import parse_body
+from .question_client import NoAnswer
 from .state import HttpState
 
 RELEASE_SECONDS = 60.0
@@ -65,13 +66,11 @@ class ResizeBody(Body):
 async def resize_pool(request: Request) -> Response:
     """Make the KV pool smaller, or larger again; 409 with the reason where it stays as it is."""
     body, engine = await parse_body(request, ResizeBody), HttpState.of(request).engine
-    make = lambda id_: ResizeReq(id_, body.max_total_tokens, body.wait_s)  # noqa: E731
+    question = ResizeReq(body.max_total_tokens, body.wait_s)
     try:
-        result = await engine.ask(make, ResizeResult, body.wait_s + RESIZE_SECONDS)
-    except TimeoutError:
+        result = await engine.questions.ask(question, body.wait_s + RESIZE_SECONDS)
+    except NoAnswer:
         raise ApiError(503, "the scheduler did not answer; /server_info shows what the pool is") from None
-    if result.status != 200:
-        raise ApiError(result.status, result.message)
     sizes = {"max_total_tokens": result.max_total_tokens, "before": result.before, "freed_bytes": result.freed}
     return json_response(sizes)
 
@@ -79,10 +78,8 @@ async def resize_pool(request: Request) -> Response:
 async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s: float, seconds: float) -> Response:
     engine = HttpState.of(request).engine
     try:
-        result = await engine.ask(lambda id_: MemoryReq(id_, release, tags, wait_s), MemoryResult, seconds)
-    except TimeoutError:
+        result = await engine.questions.ask(MemoryReq(release, tags, wait_s), seconds)
+    except NoAnswer:
         raise ApiError(503, f"it was not over within {seconds:g} s, and goes on; /server_info shows it") from None
-    if result.status != 200:
-        raise ApiError(result.status, result.message)
     content = {"released": result.released, "freed_bytes" if release else "taken_bytes": result.nbytes}
     return json_response(content | {"seconds": round(result.seconds, 3)})

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
+from ...messages.text import DecodeReq, EncodeReq, Limits
 from ...runtime.web.json_response import json_response
 from .conversation import read_conversation
 from .errors import bad_request
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 30.0
 async def list_models(request: Request) -> Response:
     """The one model served, by each of its names, in OpenAI's list."""
     state = HttpState.of(request)
-    limits = await state.engine.limits(TIMEOUT_SECONDS)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
 
 
@@ -32,7 +32,7 @@ async def get_model(request: Request) -> Response:
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
-    limits = await state.engine.limits(TIMEOUT_SECONDS)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
 
 
@@ -48,12 +48,12 @@ async def tokenize(request: Request) -> Response:
         args = body.chat_template_kwargs
         chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
     special, pieces = body.add_special_tokens, body.return_token_strs
-    make = lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces)  # noqa: E731
-    ask = lambda: state.engine.told(make, Encoded, TIMEOUT_SECONDS)  # noqa: E731
+    question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces)
+    ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
     told = await state.questions.ask(request, body.characters, ask)
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
-    limits = await state.engine.limits(TIMEOUT_SECONDS)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     counts = [len(ids) for ids in told.token_ids]
     content: dict[str, Any] = {
         "count": counts if batch else counts[0],
@@ -72,9 +72,9 @@ async def detokenize(request: Request) -> Response:
     check_model(body.model, state.model)
     batch = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if batch else [body.tokens]
-    make = lambda id_: DecodeReq(id_, lists, body.skip_special_tokens)  # noqa: E731
+    question = DecodeReq(lists, body.skip_special_tokens)
     work = sum(map(len, lists))
-    told = await state.questions.ask(request, work, lambda: state.engine.told(make, Decoded, TIMEOUT_SECONDS))
+    told = await state.questions.ask(request, work, lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS))
     if told.error is not None:
         raise bad_request("tokens", told.error)
     text = told.texts if batch else told.texts[0]

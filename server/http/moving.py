@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.control import RoleReq, RoleResult
+from ...messages.control import RoleReq
 from ...messages.moves import MigrateReq, MigrateResult
 from ...messages.outputs import ReqText
 from ...messages.sampling import SamplingParams
@@ -27,6 +27,7 @@ from .errors import ApiError, bad_request
 from .fields import Body, Rid
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
+from .question_client import NoAnswer, QuestionRefused
 from .state import HttpState
 from .submission import Choice, Delta
 from .tickets import ticket_of
@@ -53,18 +54,22 @@ async def migrate(request: Request) -> Response:
     if not rids:
         raise ApiError(404, f'rid: no request "{body.rid}" is running here', param="rid")
 
-    def ask(rid: str) -> Any:
-        make = lambda id_: MigrateReq(id_, rid, body.bootstrap_host, body.bootstrap_port)  # noqa: E731
-        return state.engine.ask(make, MigrateResult, MOVE_SECONDS)
+    async def ask(rid: str) -> MigrateResult | QuestionRefused:
+        try:
+            question = MigrateReq(rid, body.bootstrap_host, body.bootstrap_port)
+            return await state.engine.questions.ask(question, MOVE_SECONDS)
+        except QuestionRefused as e:
+            return e
 
     try:
-        results: list[MigrateResult] = await asyncio.gather(*map(ask, rids))
-    except TimeoutError:
+        results = await asyncio.gather(*map(ask, rids))
+    except NoAnswer:
         raise ApiError(503, f"it was not moved within {MOVE_SECONDS:g} s, and may yet be") from None
-    failed = [result.message for result in results if not result.moved]
-    if failed:
-        raise ApiError(409, f"{len(failed)} of {len(results)} answers stay here: {failed[0]}")
-    return json_response({"moved": len(results), "paused_ms": [round(result.paused_ms, 3) for result in results]})
+    moved = [result for result in results if isinstance(result, MigrateResult)]
+    stays = [result for result in results if isinstance(result, QuestionRefused)]
+    if stays:
+        raise ApiError(409, f"{len(stays)} of {len(results)} answers stay here: {stays[0].message}")
+    return json_response({"moved": len(moved), "paused_ms": [round(result.paused_ms, 3) for result in moved]})
 
 
 class DrainBody(Body):
@@ -99,9 +104,10 @@ class RoleBody(Body):
 async def role(request: Request) -> Response:
     """Change the role, without a restart; what runs goes on, what is cached stays."""
     engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
-    result = await engine.told(lambda id_: RoleReq(id_, body.role), RoleResult, ROLE_SECONDS)
-    if result.message:
-        raise ApiError(409, result.message)
+    try:
+        result = await engine.questions.ask(RoleReq(body.role), ROLE_SECONDS)
+    except QuestionRefused as e:
+        raise ApiError(409, e.message) from None
     return json_response({"role": result.role, "before": result.before})
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -20,16 +19,17 @@ from ...messages.profiling import (
     MAX_STACK_STEPS,
     MAX_STEPS,
     ProfileActivity,
-    ProfileReq,
     ProfileResult,
     StartProfileReq,
     StopProfileReq,
 )
+from ...messages.question import Question
 from ...runtime.web.json_response import json_response
 from . import unserved
 from .errors import ApiError
 from .fields import Body, FieldError
 from .parsing import parse_body
+from .question_client import NoAnswer
 from .state import HttpState
 from .unserved import Unserved
 
@@ -86,7 +86,7 @@ async def start_profile(request: Request) -> Response:
     name = body.output_dir or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     result = await _ask(
         request,
-        lambda id_: StartProfileReq(id_, name, steps, body.activities, body.with_stack, body.record_shapes),
+        StartProfileReq(name, steps, body.activities, body.with_stack, body.record_shapes),
         START_SECONDS,
     )
     return json_response(
@@ -103,7 +103,7 @@ async def start_profile(request: Request) -> Response:
 async def stop_profile(request: Request) -> Response:
     """End the profile and name its files, or those of the last one; 409 where there has been none."""
     await parse_body(request, StopProfileBody)
-    result = await _ask(request, StopProfileReq, STOP_SECONDS)
+    result = await _ask(request, StopProfileReq(), STOP_SECONDS)
     return json_response(
         {
             "folder": result.folder,
@@ -117,13 +117,10 @@ async def stop_profile(request: Request) -> Response:
     )
 
 
-async def _ask(request: Request, make: Callable[[int], ProfileReq], seconds: float) -> ProfileResult:
+async def _ask(request: Request, question: Question[ProfileResult], seconds: float) -> ProfileResult:
     """Return the scheduler's answer if it is good. Raises ``ApiError``."""
     try:
-        result = await HttpState.of(request).engine.ask(make, ProfileResult, seconds)
-    except TimeoutError:
+        return await HttpState.of(request).engine.questions.ask(question, seconds)
+    except NoAnswer:
         text = f"the model worker did not answer within {seconds:g} s; /server_info tells the profile's state"
         raise ApiError(503, text) from None
-    if result.status != 200:
-        raise ApiError(result.status, result.message)
-    return result

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from ...messages.base import unpack_i32
 from ...messages.sampling import SamplingParams
-from ...messages.sessions import SessionState, SnapshotReq, SnapshotResult
+from ...messages.sessions import SessionState, SnapshotReq
 from ...runtime.web.access_log import CLIENT_GONE, AccessRecord
 from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import NAME as KEY_NAME
@@ -28,6 +28,7 @@ from .errors import ApiError, ClientGone, bad_request
 from .generate import SAMPLING_NAMES, NativeRenderer
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan, sampling_params
+from .question_client import QuestionRefused
 from .session_files import Listed, Session, SessionInfo
 from .session_schemas import RestoreBody, SnapshotBody
 from .state import HttpState
@@ -114,12 +115,14 @@ async def _write_down(
 ) -> tuple[SessionInfo, int, str]:
     http, caller, now = HttpState.of(request), Caller.of(request.scope), time.time()
     owner, key_name = caller.name, None if caller.is_admin else caller.name
-    said = await http.engine.told(
-        lambda id_: SnapshotReq(id_, wire_rid, with_output, now + ttl, key_name), SnapshotResult, SNAPSHOT_SECONDS
-    )
+    try:
+        question = SnapshotReq(wire_rid, with_output, now + ttl, key_name)
+        said = await http.engine.questions.ask(question, SNAPSHOT_SECONDS)
+    except QuestionRefused as e:
+        if e.status == 503:  # it still loads
+            raise ApiError(503, f"{e.message}; try again in a few seconds") from None
+        raise
     state = said.state
-    if state is None:
-        raise ApiError(said.status, said.message)
     info = SessionInfo(
         name=name,
         owner=owner,

@@ -125,7 +125,7 @@ class TieredCampaign:
     def resize(self) -> None:
         """The pool is to get another size."""
         self.events["resizes"] += 1
-        order = ResizeReq(1, self.rng.choice(SIZES), self.rng.choice((0.0, 0.005, 100.0)))
+        order = ResizeReq(self.rng.choice(SIZES), self.rng.choice((0.0, 0.005, 100.0)), id=1)
         self.sim.resize.ask(order, self.sim.now)
 
     def serve(self) -> None:

@@ -36,7 +36,8 @@ from pdserve.messages.outputs import (
     TextBatch,
     Timing,
 )
-from pdserve.messages.profiling import ProfileReq, ProfileResult
+from pdserve.messages.profiling import ProfileResult, StartProfileReq, StopProfileReq
+from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
@@ -74,12 +75,12 @@ class FakeEngine:
         self.app: ASGIApp = make_app(self.options, self.client, "e1", own_admin_key=ADMIN_KEY)
         self.hold = hold
         self.mute = mute
-        self.pong = Pong(0, True)
+        self.pong = Pong(True)
         self.end_aborted = True
-        self.flush_result = FlushCacheResult(0, True, flushed=5)
+        self.flush_result: FlushCacheResult | Refused = FlushCacheResult(5)
         self.transfers: list[dict] = []
-        self.snapshot = SnapshotResult(0, status=404, message="unknown")
-        self.kv_hashes = KVHashes(0, 501, "start it with --kv-debug")
+        self.snapshot: SnapshotResult | Refused = Refused(404, "unknown")
+        self.kv_hashes: KVHashes | Refused = Refused(501, "start it with --kv-debug")
         self.resumed: list[ResumeReq] = []
         self.errors: list[ReqError] = []
         self.sent: list[TokenizeReq] = []
@@ -166,33 +167,32 @@ class FakeEngine:
 
     def _answer(self, question: Message) -> None:
         if isinstance(question, Ping):
-            self._soon(Pong(question.id, self.pong.ready, self.pong.reason))
+            self._soon(Pong(self.pong.ready, self.pong.reason, id=question.id))
         elif isinstance(question, FlushCacheReq):
-            result = self.flush_result
-            self._soon(FlushCacheResult(question.id, result.success, result.flushed, result.message))
+            self._soon(msgspec.structs.replace(self.flush_result, id=question.id))
         elif isinstance(question, ServerInfoReq):
-            self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
+            self._soon(ServerInfo({"role": "unified", "pool": {"in_use": 0}}, id=question.id))
         elif isinstance(question, SnapshotReq):
             self._soon(msgspec.structs.replace(self.snapshot, id=question.id))
         elif isinstance(question, KVHashesReq):
             self._soon(msgspec.structs.replace(self.kv_hashes, id=question.id))
-        elif isinstance(question, ProfileReq):
-            self._soon(ProfileResult(question.id, ended_by="request"))
+        elif isinstance(question, StartProfileReq | StopProfileReq):
+            self._soon(ProfileResult("", [], [], 0, 0.0, ended_by="request", id=question.id))
         elif isinstance(question, TransfersReq):
-            self._soon(Transfers(question.id, len(self.transfers), self.transfers))
+            self._soon(Transfers(len(self.transfers), self.transfers, id=question.id))
         elif isinstance(question, LimitsReq):
-            self._soon(Limits(question.id, CONTEXT_LENGTH, VOCAB_SIZE))
+            self._soon(Limits(CONTEXT_LENGTH, VOCAB_SIZE, id=question.id))
         elif isinstance(question, EncodeReq):
             chat = question.chat.messages if question.chat is not None else []
             texts = question.texts if question.texts is not None else [" ".join(m.content for m in chat)]
             if "bad" in texts:
-                self._soon(Encoded(question.id, error="not encodable", field="text"))
+                self._soon(Encoded(error="not encodable", field="text", id=question.id))
                 return
             words = [text.split() for text in texts]
             ids = [[len(word) for word in text] for text in words]
-            self._soon(Encoded(question.id, ids, words if question.pieces else None))
+            self._soon(Encoded(ids, words if question.pieces else None, id=question.id))
         elif isinstance(question, DecodeReq):
-            self._soon(Decoded(question.id, [" ".join("x" * i for i in ids) for ids in question.token_ids]))
+            self._soon(Decoded([" ".join("x" * i for i in ids) for ids in question.token_ids], id=question.id))
 
     def _soon(self, message: Any) -> None:
         asyncio.get_running_loop().call_soon(self.client.dispatch, [message])

@@ -6,6 +6,7 @@ from typing import Any
 
 from pdserve.messages.base import Message
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from pdserve.messages.question import Refused
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.pool_resize import PoolResize
 
@@ -39,19 +40,19 @@ class Resized:
             kv[first * size :] = -1
         self.resize.on_trimmed(PoolTrimmed(FREED))
 
-    def order(self: Any, tokens: int, wait_s: float = 0.0) -> ResizeResult | None:
+    def order(self: Any, tokens: int, wait_s: float = 0.0) -> Any:
         """Ask, and let the worker do what there is; the answer, None: not yet."""
-        self.resize.ask(ResizeReq(3, tokens, wait_s), self.now)
+        self.resize.ask(ResizeReq(tokens, wait_s, id=3), self.now)
         return self.told()
 
-    def told(self: Any) -> ResizeResult | None:
+    def told(self: Any) -> Any:
         """The answer, if there is one by now."""
         self.outbox.flush()
         if any(isinstance(m, TrimPool) for m in self.to_worker.messages):
             while self.work():
                 pass
-        answers = [m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult)]
-        self.answers[:] = [m for m in self.answers if not isinstance(m, ResizeResult)]
+        answers = [m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult | Refused)]
+        self.answers[:] = [m for m in self.answers if not isinstance(m, ResizeResult | Refused)]
         for answer in answers:
             if answer in self.to_detokenizer.messages:
                 self.to_detokenizer.messages.remove(answer)

@@ -40,6 +40,7 @@ from ....messages.moves import (
     RunningRequest,
 )
 from ....messages.outputs import Timing
+from ....messages.question import Refused
 from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
@@ -88,8 +89,8 @@ class MigrationState(Enum):
 class Migration:
     """State of one request that migrates to ``peer``, which is found at ``host`` and ``port``."""
 
-    question: int | None
-    """Id of the ``MigrateReq`` to answer. None for a KV return, or if all requests migrate."""
+    question: MigrateReq | None
+    """Question to answer. None for a KV return, or if all requests migrate."""
     req: Req
     host: str
     port: int
@@ -213,12 +214,12 @@ class MigrationSource:
         elif req.route is Route.OUTGOING:
             problem = f"request {ask.rid!r} is computed for another instance, and ends here by itself"
         if problem is not None:
-            self._scheduler.outbox.answer(MigrateResult(ask.id, moved=False, message=problem))
+            self._scheduler.outbox.reply(ask, Refused(409, problem))
             return
         assert req is not None
-        self._begin(ask.id, req, ask.host, ask.port, now)
+        self._begin(ask, req, ask.host, ask.port, now)
 
-    def _begin(self, question: int | None, req: Req, host: str, port: int, now: float) -> None:
+    def _begin(self, question: MigrateReq | None, req: Req, host: str, port: int, now: float) -> None:
         peer = self._reach(host, port, now)
         self._moves[req.rid] = Migration(question, req, host, port, peer, now, now + self._limits.bootstrap)
 
@@ -400,7 +401,7 @@ class MigrationSource:
             "it goes on at %s:%d, and stood still for %.1f ms", move.host, msg.port, paused_ms, extra={"rid": req.rid}
         )
         self._scheduler.leave_moved(req, ReqMoved(req.rid, peer.epoch, move.host, msg.port, msg.key))
-        self._answer(move, moved=True, paused_ms=paused_ms)
+        self._answer(move, MigrateResult(paused_ms))
 
     # --- the ways out ---
 
@@ -464,9 +465,9 @@ class MigrationSource:
         move = self._rooms.get(handover.room)
         return move if move is not None and move.handover == handover and move.peer is peer else None
 
-    def _answer(self, move: Migration, *, moved: bool, message: str = "", paused_ms: float = 0.0) -> None:
+    def _answer(self, move: Migration, answer: MigrateResult | Refused) -> None:
         if move.question is not None:
-            self._scheduler.outbox.answer(MigrateResult(move.question, moved, message, paused_ms))
+            self._scheduler.outbox.reply(move.question, answer)
 
     def _fail(self, move: Migration, reason: str, *, tell: bool = True) -> None:
         """End a migration without success. A paused request continues here.
@@ -486,7 +487,7 @@ class MigrationSource:
             self._scheduler.go_on(move.req)
         if tell and move.handover is not None:
             move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
-        self._answer(move, moved=False, message=reason)
+        self._answer(move, Refused(409, reason))
         if self._targets and not move.req.is_ended:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
         if move.hold is not None and state is not MigrationState.PUSHING:

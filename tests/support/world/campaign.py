@@ -12,8 +12,10 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pdserve.messages.memory import ResizeResult
 from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
+from pdserve.messages.question import Refused
 from support.sim import NO_WINDOW, VOCAB, SimWindow, make_options, reference_output
 from support.sim_machine import Curve
 from support.world.node import Node, Stopped
@@ -128,7 +130,9 @@ class Campaign:
 
     def sizes(self) -> list[int]:
         """That pools of living instances have got since they began."""
-        return [told.max_total_tokens for node in self._nodes() for told in node.sizes if told.status == 200]
+        return [
+            told.max_total_tokens for node in self._nodes() for told in node.sizes if isinstance(told, ResizeResult)
+        ]
 
     def places(self) -> tuple[int, int]:
         """Prompts that living instances decided to compute themselves, and those that they left to others."""
@@ -389,7 +393,7 @@ class Campaign:
         """How every leg ended, whose instance lived; raises where one did not, or failed without a reason."""
         alive = {node.epoch for node in self._nodes()}
         for told in (told for node in self._nodes() for told in node.told):
-            self.moves[told.message or "moved"] += 1
+            self.moves[told.text if isinstance(told, Refused) else "moved"] += 1
         # The prompt is computed again then, so that nothing else tells.
         if self._is_calm and any(node.mismatches for node in self._nodes()):
             raise Violation("KV that landed was not what was sent, although nothing went wrong")

@@ -25,6 +25,7 @@ from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
+from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.runtime.options import DisaggregationMode
@@ -204,10 +205,12 @@ class Node:
         self.tokens: dict[str, list[int]] = {}
         self.pool_sizes = [(world.now, self.scheduler.memory.max_total_tokens)]
         """Sizes of the KV pool in tokens, each with the time from which it holds."""
-        self.sizes: list[ResizeResult] = []
+        self.sizes: list[ResizeResult | Refused] = []
         """What became of the sizes that were asked for here."""
-        self.told: list[MigrateResult] = []
+        self.told: list[MigrateResult | Refused] = []
         """How moves that were asked for here went."""
+        self._moves: set[int] = set()
+        """Numbers of the questions about them."""
         self._hung = False
         """Whether it hung since its last turn: what it has to say may be older than this turn."""
         self.arrivals: dict[str, float] = {}
@@ -298,12 +301,14 @@ class Node:
 
     def migrate(self, rid: str, bootstrap_port: int) -> None:
         """Somebody wants a request elsewhere."""
-        self.manager.migrate(MigrateReq(self.world.number(), rid, HOST, bootstrap_port), self.world.now)
+        number = self.world.number()
+        self._moves.add(number)
+        self.manager.migrate(MigrateReq(rid, HOST, bootstrap_port, id=number), self.world.now)
         self.turn()
 
     def resize(self, tokens: int, wait_s: float) -> None:
         """Somebody wants a pool of another size."""
-        self.pool_resize.ask(ResizeReq(self.world.number(), tokens, wait_s), self.world.now)
+        self.pool_resize.ask(ResizeReq(tokens, wait_s, id=self.world.number()), self.world.now)
         self._note_pool_size()
         self.turn()
 
@@ -399,9 +404,9 @@ class Node:
                 self.open.add(message.rid)
                 self.arrivals[message.rid] = message.arrival
                 self.world.answers[message.rid] = self.world.answers[message.rid.rpartition("@")[0]]
-            elif isinstance(message, MigrateResult):
+            elif isinstance(message, MigrateResult) or (isinstance(message, Refused) and message.id in self._moves):
                 self.told.append(message)
-            elif isinstance(message, ResizeResult):
+            elif isinstance(message, ResizeResult | Refused):
                 self.sizes.append(message)
             elif isinstance(message, TokenBatch):
                 for item in message.items:

@@ -17,7 +17,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.control import RoleReq, RoleResult
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from pdserve.messages.moves import MigrateReq, MigrateResult
-from pdserve.messages.profiling import ProfileReq
+from pdserve.messages.profiling import StartProfileReq, StopProfileReq
 from pdserve.router.app import GENERATION_PATHS, TEXT_PATHS
 from pdserve.server.http.app import MOVED_PATH, ORDERS, SESSION_PATH, SLOTS_PATH
 
@@ -100,13 +100,13 @@ class Instance(FakeEngine):
 
     def _answer(self, question: Message) -> None:
         if isinstance(question, MemoryReq):
-            self._soon(MemoryResult(question.id, 200))
+            self._soon(MemoryResult([], 0, 0.0, id=question.id))
         elif isinstance(question, ResizeReq):
-            self._soon(ResizeResult(question.id, 200, question.max_total_tokens, 1))
+            self._soon(ResizeResult(question.max_total_tokens, 1, 0, id=question.id))
         elif isinstance(question, RoleReq):
-            self._soon(RoleResult(question.id, question.role, "unified"))
+            self._soon(RoleResult(question.role, "unified", id=question.id))
         elif isinstance(question, MigrateReq):
-            self._soon(MigrateResult(question.id, moved=True))
+            self._soon(MigrateResult(0.0, id=question.id))
         else:
             super()._answer(question)
 
@@ -173,7 +173,7 @@ def test_a_body_that_is_none_of_ours(path: str, options: dict[str, Any]) -> None
                 check(path, name, answer, may_mean_something=(path, name) in MEANS)
             await is_alive(client)
             # Nothing was asked of the engine that the table does not say; the supervisor drains.
-            kinds = MemoryReq | ResizeReq | RoleReq | MigrateReq | ProfileReq
+            kinds = MemoryReq | ResizeReq | RoleReq | MigrateReq | StartProfileReq | StopProfileReq
             orders = [q for q in engine.questions if isinstance(q, kinds)]
             assert len(orders) == sum(1 for meant, _ in MEANS if meant == path != "/drain")
 

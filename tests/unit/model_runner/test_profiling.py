@@ -31,6 +31,7 @@ from pdserve.messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
+from pdserve.messages.question import Refused
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
@@ -46,7 +47,7 @@ from pdserve.scheduler.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.server.http.answers import ProfileStarted as StartAnswer
 from pdserve.server.http.answers import ProfileStopped as StopAnswer
 
-START = StartProfileReq(1, "name", 4)
+START = StartProfileReq("name", 4, id=1)
 STARTED = ProfileStarted("/folder/name", ["/folder/name/rank-0.trace.json.gz"], ["CPU"])
 WRITTEN = ProfileWritten(STARTED.files, 12)
 
@@ -64,7 +65,7 @@ class Rig:
         """Return what the worker was told since the last call."""
         return self._take(self.worker.messages)
 
-    def answers(self) -> list[ProfileResult]:
+    def answers(self) -> list[Any]:
         """Return what HTTP was told since the last call."""
         return self._take(self.http.messages)
 
@@ -80,7 +81,7 @@ class Rig:
         assert self.told() == [StartProfile("name", [], False, False)]
         self.profiling.on_event(STARTED, 0.0)
         [answer] = self.answers()
-        assert (answer.id, answer.status, answer.files, answer.steps) == (1, 200, STARTED.files, 4)
+        assert (type(answer), answer.id, answer.files, answer.steps) == (ProfileResult, 1, STARTED.files, 4)
 
 
 def test_a_profile_ends_by_itself_after_its_steps_and_tells_its_files_afterwards() -> None:
@@ -96,9 +97,9 @@ def test_a_profile_ends_by_itself_after_its_steps_and_tells_its_files_afterwards
     rig.profiling.on_event(WRITTEN, 2.5)
     assert rig.answers() == []
     for id_ in (7, 8):
-        rig.profiling.ask(StopProfileReq(id_), 3.0)
+        rig.profiling.ask(StopProfileReq(id=id_), 3.0)
         [answer] = rig.answers()
-        assert (answer.id, answer.status, answer.files) == (id_, 200, WRITTEN.files)
+        assert (type(answer), answer.id, answer.files) == (ProfileResult, id_, WRITTEN.files)
         assert (answer.steps, answer.seconds, answer.nbytes, answer.ended_by) == (4, 2.0, 12, "num_steps")
     assert rig.told() == []
 
@@ -114,20 +115,20 @@ def test_a_profile_that_was_forgotten_ends_after_a_time_without_any_step() -> No
     assert rig.told() == [StopProfile()]
     assert rig.profiling.seconds_left(MAX_SECONDS) == float("inf")
     rig.profiling.on_event(WRITTEN, MAX_SECONDS)
-    rig.profiling.ask(StopProfileReq(2), 100.0)
+    rig.profiling.ask(StopProfileReq(id=2), 100.0)
     assert rig.answers()[0].ended_by == "time limit"
 
 
 def test_a_second_start_is_refused_until_the_first_has_written() -> None:
     rig = Rig()
-    second = StartProfileReq(9, "other", 1)
+    second = StartProfileReq("other", 1, id=9)
 
     def refused(state: str) -> None:
         rig.profiling.ask(second, 0.5)
         [answer] = rig.answers()
         assert (answer.id, answer.status, rig.told()) == (9, 409, [])
-        assert state in answer.message
-        assert '"name"' in answer.message
+        assert state in answer.text
+        assert '"name"' in answer.text
 
     rig.profiling.ask(START, 0.0)
     rig.told()
@@ -135,7 +136,7 @@ def test_a_second_start_is_refused_until_the_first_has_written() -> None:
     rig.profiling.on_event(STARTED, 0.0)
     rig.answers()
     refused("recording")
-    rig.profiling.ask(StopProfileReq(2), 1.0)
+    rig.profiling.ask(StopProfileReq(id=2), 1.0)
     rig.told()
     refused("writing")
     rig.profiling.on_event(WRITTEN, 1.0)
@@ -148,8 +149,8 @@ def test_stops_are_answered_when_the_files_are_there() -> None:
     rig = Rig()
     rig.record()
     rig.step += 2
-    rig.profiling.ask(StopProfileReq(2), 1.5)
-    rig.profiling.ask(StopProfileReq(3), 1.6)
+    rig.profiling.ask(StopProfileReq(id=2), 1.5)
+    rig.profiling.ask(StopProfileReq(id=3), 1.6)
     assert (rig.told(), rig.answers()) == ([StopProfile()], [])
     rig.profiling.on_event(WRITTEN, 2.0)
     answers = rig.answers()
@@ -159,7 +160,7 @@ def test_stops_are_answered_when_the_files_are_there() -> None:
 def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
     rig = Rig()
     rig.profiling.ask(START, 0.0)
-    rig.profiling.ask(StopProfileReq(2), 0.1)
+    rig.profiling.ask(StopProfileReq(id=2), 0.1)
     rig.told()
     rig.profiling.on_event(STARTED, 0.2)
     assert rig.told() == [StopProfile()]
@@ -169,18 +170,18 @@ def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
 
 def test_what_fails_is_told_and_the_next_profile_can_start() -> None:
     rig = Rig()
-    rig.profiling.ask(StopProfileReq(1), 0.0)
+    rig.profiling.ask(StopProfileReq(id=1), 0.0)
     assert (rig.answers()[0].status, rig.told()) == (409, [])
     rig.profiling.ask(START, 0.0)
     rig.profiling.on_event(ProfileStarted(status=409, error="it is there already"), 0.1)
     [answer] = rig.answers()
-    assert (answer.status, answer.message, rig.profiling.state) == (409, "it is there already", ProfileState.IDLE)
+    assert (answer.status, answer.text, rig.profiling.state) == (409, "it is there already", ProfileState.IDLE)
     rig.told()
     rig.record()
-    rig.profiling.ask(StopProfileReq(5), 1.0)
+    rig.profiling.ask(StopProfileReq(id=5), 1.0)
     rig.profiling.on_event(ProfileWritten([], 0, "the disk is full"), 2.0)
     [answer] = rig.answers()
-    assert (answer.id, answer.status, answer.message) == (5, 503, "the disk is full")
+    assert (answer.id, answer.status, answer.text) == (5, 503, "the disk is full")
     assert rig.profiling.info()["error"] == "the disk is full"
 
 
@@ -316,19 +317,19 @@ def test_traces_are_in_the_run_directory_unless_an_option_says_otherwise(tmp_pat
 
 def test_http_asks_and_answers() -> None:
     async def run(engine: FakeEngine) -> None:
-        async def ask(path: str, body: Any, result: ProfileResult) -> tuple[Any, Any]:
+        async def ask(path: str, body: Any, result: ProfileResult | Refused) -> tuple[Any, Any]:
             answer = asyncio.create_task(engine.post(path, body))
             await engine.wait_for(lambda: bool(engine.questions))
             question: Any = engine.questions.pop()
             engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
             told = await answer
-            assert told.status_code == result.status, told.text
+            assert told.status_code == (result.status if isinstance(result, Refused) else 200), told.text
             return msgspec.structs.replace(question, id=0), told.json()
 
-        good = ProfileResult(0, 200, "", "/f/a", ["/f/a/x"], ["CPU"], 5, 60.0, 9, "request")
+        good = ProfileResult("/f/a", ["/f/a/x"], ["CPU"], 5, 60.0, 9, "request")
         body = {"output_dir": "a", "num_steps": 5, "activities": ["CPU"], "record_shapes": True, "start_step": None}
         asked, told = await ask("/start_profile", body, good)
-        assert asked == StartProfileReq(0, "a", 5, ["CPU"], record_shapes=True)
+        assert asked == StartProfileReq("a", 5, ["CPU"], record_shapes=True)
         assert StartAnswer.model_validate(told).files == ["/f/a/x"]
         # As SGLang's tools spell it out.
         asked, _ = await ask("/start_profile", {"profile_by_stage": False, "merge_profiles": False}, good)
@@ -337,8 +338,8 @@ def test_http_asks_and_answers() -> None:
         assert other.num_steps == MAX_STACK_STEPS
         assert other.name != asked.name
         asked, told = await ask("/stop_profile", {}, good)
-        assert (asked, StopAnswer.model_validate(told).bytes) == (StopProfileReq(0), 9)
-        _, told = await ask("/start_profile", {}, ProfileResult(0, 409, "a profile is recording"))
+        assert (asked, StopAnswer.model_validate(told).bytes) == (StopProfileReq(), 9)
+        _, told = await ask("/start_profile", {}, Refused(409, "a profile is recording"))
         assert told["error"]["message"] == "a profile is recording"
 
     with_engine(run, mute=True)
@@ -351,7 +352,7 @@ def test_no_body_is_needed(path: str) -> None:
             answer = asyncio.create_task(client.post(f"/{path}_profile"))
             await engine.wait_for(lambda: bool(engine.questions))
             question: Any = engine.questions[0]
-            engine.client.dispatch([ProfileResult(question.id, ended_by="request")])
+            engine.client.dispatch([ProfileResult("", [], [], 0, 0.0, ended_by="request", id=question.id)])
             assert (await answer).status_code == 200
 
     with_engine(run, mute=True)

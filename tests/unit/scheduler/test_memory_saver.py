@@ -14,6 +14,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.memory import MemoryChanged, MemoryReq, MemoryResult, ReleaseMemory, ResumeMemory, Unreleasable
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.outputs import ReqError
+from pdserve.messages.question import Refused
 from pdserve.messages.sessions import ResumeReq, SessionState
 from pdserve.messages.tiers import CopyPages
 from pdserve.scheduler.memory_saver import PARTING_SECONDS, MemorySaver, MemoryState
@@ -49,19 +50,19 @@ class Rig:
         self.commands: list[ReleaseMemory | ResumeMemory] = []
         self.released: list[Any] = []
 
-    def ask(self, release: bool, *tags: Any, wait_s: float = 0.0) -> MemoryResult | None:
-        self.occupation.ask(MemoryReq(7, release, list(tags), wait_s), self.sim.now)
+    def ask(self, release: bool, *tags: Any, wait_s: float = 0.0) -> Any:
+        self.occupation.ask(MemoryReq(release, list(tags), wait_s, id=7), self.sim.now)
         return self.answer()
 
-    def answer(self) -> MemoryResult | None:
+    def answer(self) -> Any:
         """Flushes; what HTTP was told of memory, and what the worker was."""
         self.sim.outbox.flush()
-        told = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult)]
+        told = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)]
         self.sim.to_detokenizer.messages.clear()
         assert len(told) <= 1
         return told[0] if told else None
 
-    def obey(self, error: str = "") -> MemoryResult:
+    def obey(self, error: str = "") -> Any:
         """The worker does what is left for it to do, of which the last is about memory."""
         self.sim.outbox.flush()
         while len(self.sim.to_worker.messages) > 1:
@@ -84,7 +85,7 @@ def test_an_idle_instance_gives_all_back_and_takes_it_again() -> None:
     assert rig.occupation.refusal is None
     assert rig.ask(True) is None
     assert rig.occupation.state is MemoryState.RELEASING
-    assert rig.obey() == MemoryResult(7, 200, "", ["kv_cache", "weights"], 9, 0.5)
+    assert rig.obey() == MemoryResult(["kv_cache", "weights"], 9, 0.5, id=7)
     assert rig.occupation.refusal == (
         "memory was given back (kv_cache, weights); POST /resume_memory_occupation takes it again"
     )
@@ -109,7 +110,7 @@ def test_the_wrong_order_is_refused(order: tuple, says: str | None) -> None:
     result = rig.ask(*order)
     if says is not None:
         assert result is not None
-        assert (result.status, result.message[: len(says)]) == (409, says)
+        assert (result.status, result.text[: len(says)]) == (409, says)
         assert not rig.sim.to_worker.messages
         return
     # A tag that is named twice is one; and while it is under way, everything else is refused.
@@ -118,11 +119,11 @@ def test_the_wrong_order_is_refused(order: tuple, says: str | None) -> None:
     for release in (True, False):
         result = rig.ask(release, "kv_cache")
         assert result is not None
-        assert (result.status, "releasing just now" in result.message) == (409, True)
+        assert (result.status, "releasing just now" in result.text) == (409, True)
     rig.obey()
     result = rig.ask(True, "kv_cache", "weights")
     assert result is not None
-    assert result.message.startswith("weights was given back already")
+    assert result.text.startswith("weights was given back already")
     # Without tags, what is left.
     rig.ask(True)
     assert list(rig.sim.to_worker.messages) == [ReleaseMemory(["kv_cache"])]
@@ -161,7 +162,7 @@ def test_requests_are_not_cut_short() -> None:
     rig.sim.submit("a", range(8), max_new_tokens=6)
     refused = rig.ask(True)
     assert refused is not None
-    assert (refused.status, "1 requests are running or queued" in refused.message) == (409, True)
+    assert (refused.status, "1 requests are running or queued" in refused.text) == (409, True)
     assert rig.occupation.refusal is None
     # With time, it ends first; who comes meanwhile is refused.
     assert rig.ask(True, wait_s=5.0) is None
@@ -174,7 +175,7 @@ def test_requests_are_not_cut_short() -> None:
         rig.sim.work()
     rig.occupation.advance(rig.sim.now)
     assert rig.sim.tokens["a"] == reference_output(range(8), 6)
-    assert rig.obey().status == 200
+    assert isinstance(rig.obey(), MemoryResult)
 
 
 def test_who_runs_longer_than_that_goes_on() -> None:
@@ -234,7 +235,7 @@ def test_peers_let_go_first_or_it_stays() -> None:
     peers.memory = [object()]
     refused = rig.ask(True)
     assert refused is not None
-    assert "hand-overs or steps are not over" in refused.message
+    assert "hand-overs or steps are not over" in refused.text
     peers.memory = []
     assert rig.ask(True) is None
     assert (rig.occupation.state, peers.closed) == (MemoryState.PARTING, True)
@@ -264,11 +265,11 @@ def test_what_cannot_be_had_again_is_still_away() -> None:
     rig.ask(False)
     assert rig.occupation.refusal == "the instance takes its memory again; try again in a few seconds"
     failed = rig.obey(error="weights take 9 GiB, but 1 GiB are free")
-    assert (failed.status, failed.message[:12]) == (503, "weights take")
-    assert failed.released == ["kv_cache", "weights"]
+    assert (failed.status, failed.text[:12]) == (503, "weights take")
+    assert rig.occupation.released == ["kv_cache", "weights"]
     assert rig.occupation.state is MemoryState.RELEASED
     rig.ask(False)
-    assert rig.obey().status == 200
+    assert isinstance(rig.obey(), MemoryResult)
 
 
 def test_what_a_worker_keeps_is_refused_by_name() -> None:
@@ -277,7 +278,7 @@ def test_what_a_worker_keeps_is_refused_by_name() -> None:
     rig.occupation = MemorySaver(rig.scheduler)
     refused = rig.ask(True)
     assert refused is not None
-    assert refused.message == 'weights can\'t be given back: they are foreign; ask with "tags": ["kv_cache"]'
+    assert refused.text == 'weights can\'t be given back: they are foreign; ask with "tags": ["kv_cache"]'
     assert rig.ask(True, "kv_cache") is None
     rig.obey()
     rig.scheduler.draining = True
@@ -285,7 +286,7 @@ def test_what_a_worker_keeps_is_refused_by_name() -> None:
     rig.obey()
     refused = rig.ask(True, "kv_cache")
     assert refused is not None
-    assert "draining" in refused.message
+    assert "draining" in refused.text
 
 
 def test_metrics_tell_what_is_away_and_how_short_memory_is() -> None:

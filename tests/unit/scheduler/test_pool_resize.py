@@ -14,6 +14,7 @@ from support.sim_resize import FREED, ResizedSim, ResizedTieredSim
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
+from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.memory_saver import MemorySaver, MemoryState
@@ -83,7 +84,7 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
         sim.submit(f"r{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
     settle()
     assert sim.scheduler.memory.usage()["cached"] > 64
-    assert sim.order(67) == ResizeResult(3, 200, 64, 256, freed=FREED)
+    assert sim.order(67) == ResizeResult(64, 256, FREED, id=3)
     sim.scheduler.check_invariants()
     usage = sim.scheduler.memory.usage()
     assert usage["total"] == usage["free"] + usage["cached"] == 64
@@ -93,7 +94,7 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
     settle()
     assert sim.tokens["fits"] == reference_output(range(50), 9)
     assert sim.ends["long"].status == 400
-    assert sim.order(256) == ResizeResult(3, 200, 256, 64, freed=FREED)
+    assert sim.order(256) == ResizeResult(256, 64, FREED, id=3)
     sim.submit("again", range(80), max_new_tokens=5)
     settle()
     assert sim.tokens["again"] == reference_output(range(80), 5)
@@ -111,7 +112,7 @@ def test_what_is_cached_within_the_new_end_stays() -> None:
     sim.run_until_idle()
     sim.submit("beyond", range(200), max_new_tokens=1)
     sim.run_until_idle()
-    assert sim.order(100) == ResizeResult(3, 200, 100, 256, freed=FREED)
+    assert sim.order(100) == ResizeResult(100, 256, FREED, id=3)
     assert sim.scheduler.memory.usage()["cached"] == 100
     sim.submit("again", range(100, 140), max_new_tokens=1)
     sim.run_until_idle()
@@ -124,8 +125,8 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     sim.plan()
     refused = sim.order(64)
     assert refused is not None
-    assert (refused.status, refused.max_total_tokens) == (409, 256)
-    assert "may become 100 tokens long" in refused.message
+    assert (refused.status, sim.scheduler.memory.max_total_tokens) == (409, 256)
+    assert "may become 100 tokens long" in refused.text
     assert sim.order(64, wait_s=30.0) is None
     busy = sim.order(128)
     assert busy is not None
@@ -135,7 +136,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
         sim.plan()
         sim.work()
         result = sim.told()
-    assert (result.status, result.max_total_tokens) == (200, 64)
+    assert (type(result), result.max_total_tokens) == (ResizeResult, 64)
     assert sim.tokens["a"] == reference_output(range(40), 60)
     # Or it goes on as it is when the time is up.
     sim.order(256)
@@ -170,7 +171,7 @@ def test_the_end_empties_however_many_requests_come() -> None:
     sim = ResizedSim(make_options())
     busy(sim)
     assert sim.scheduler.memory.end.is_held_behind(120)
-    assert sim.order(120) == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    assert sim.order(120) == Refused(409, AT_THE_END, id=3)
     assert sim.order(120, wait_s=1e6) is None
     assert sim.scheduler.memory.end.beyond > 0
     result, count = None, 0
@@ -183,7 +184,7 @@ def test_the_end_empties_however_many_requests_come() -> None:
         sim.scheduler.check_invariants()
         result = sim.told()
         assert count < 20
-    assert (result.status, result.max_total_tokens) == (200, 120)
+    assert (type(result), result.max_total_tokens) == (ResizeResult, 120)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
     assert all(sim.tokens[f"r{i}"] == reference_output(range(80), 20) for i in range(count))
@@ -206,7 +207,7 @@ def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
         sim.work()
         result = sim.told()
         assert count < 9
-    assert (result.status, result.max_total_tokens) == (200, 120)
+    assert (type(result), result.max_total_tokens) == (ResizeResult, 120)
     sim.run_until_idle()
     assert sim.tokens["before"] == reference_output(range(20), 150)
     assert [len(sim.tokens[f"r{i}"]) for i in range(count)] == [len(sim.tokens["r0"]), *[98] * (count - 1)]
@@ -241,7 +242,7 @@ def test_windows_that_are_promised_to_others_all_the_time_are_not_waited_for_for
         turn()
         result = sim.told()
         assert count < 30
-    assert (result.status, result.max_total_tokens) == (200, 128)
+    assert (type(result), result.max_total_tokens) == (ResizeResult, 128)
     sim.run_until_idle()
     assert all(sim.tokens[f"r{i}"] == reference_output(range(i, i + 12), 14) for i in range(count))
 
@@ -252,8 +253,8 @@ def test_an_answer_that_is_given_elsewhere_is_not_waited_for() -> None:
     sim.scheduler.reqs["a"] = Req.create(msg, Route.OUTGOING, ReqState.SENDING, 200, 1)
     told = sim.order(40)
     assert told is not None
-    assert (told.status, "may become 41 tokens" in told.message) == (409, True)
-    assert sim.order(64) == ResizeResult(3, 200, 64, 256, freed=FREED)
+    assert (told.status, "may become 41 tokens" in told.text) == (409, True)
+    assert sim.order(64) == ResizeResult(64, 256, FREED, id=3)
 
 
 def test_who_waits_too_long_has_the_pool_of_before() -> None:
@@ -264,7 +265,7 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     sim.now += 1.0
     sim.resize.advance(sim.now)
     late = sim.told()
-    assert late == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    assert late == Refused(409, AT_THE_END, id=3)
     assert (sim.scheduler.memory.end.beyond, sim.resize.aim) == (0, None)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
@@ -288,7 +289,7 @@ def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) 
     assert len(sim.tokens["meanwhile"]) > 108
     sim.now += 2.0
     sim.resize.advance(sim.now)
-    assert sim.told() == ResizeResult(3, 409, 256, 256, LONG_RUNS)
+    assert sim.told() == Refused(409, LONG_RUNS, id=3)
     sim.run_until_idle()
     assert sim.tokens["meanwhile"] == reference_output(range(40, 50), 200)
 
@@ -315,7 +316,7 @@ def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: S
     assert cut == [108, 110]
     sim.now += 2e6
     sim.resize.advance(sim.now)
-    assert sim.told() == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    assert sim.told() == Refused(409, AT_THE_END, id=3)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 36)
     assert sim.tokens["waits"] == reference_output(range(40, 50), 150)
@@ -326,11 +327,11 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
     sim = ResizedSim(make_options(max_total_tokens=64, max_total_tokens_limit=256))
     # Nothing beyond is committed ahead of use, and an order waits for that.
     assert list(sim.to_worker.messages) == [TrimPool(17)]
-    sim.resize.ask(ResizeReq(3, 256), sim.now)
+    sim.resize.ask(ResizeReq(256, id=3), sim.now)
     assert sim.scheduler.memory.max_total_tokens == 64
     sim.work()
     sim.resize.advance(sim.now)
-    assert sim.told() == ResizeResult(3, 200, 256, 64, freed=FREED)
+    assert sim.told() == ResizeResult(256, 64, FREED, id=3)
     sim.submit("long", range(200), max_new_tokens=3)
     sim.run_until_idle()
     assert sim.tokens["long"] == reference_output(range(200), 3)
@@ -339,12 +340,12 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
 def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     """A peer could have written to it: what is let go then would be its KV."""
     sim = ResizedSim(make_options())
-    sim.resize.ask(ResizeReq(3, 64), sim.now)
+    sim.resize.ask(ResizeReq(64, id=3), sim.now)
     sim.outbox.flush()
-    sim.resize.ask(ResizeReq(4, 256), sim.now)
+    sim.resize.ask(ResizeReq(256, id=4), sim.now)
     assert sim.scheduler.memory.max_total_tokens == 64
     sim.outbox.flush()
-    [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult)]
+    [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult | Refused)]
     assert (refused.id, refused.status) == (4, 409)
 
 
@@ -353,7 +354,7 @@ def test_who_cannot_is_told_why() -> None:
     for tokens, says in ((3, "less than a page"), (260, "start with a larger --max-total-tokens-limit")):
         result = sim.order(tokens)
         assert result is not None
-        assert (result.status, says in result.message) == (400, True)
+        assert (result.status, says in result.text) == (400, True)
 
     class Nixl:
         may_resize = False
@@ -361,17 +362,17 @@ def test_who_cannot_is_told_why() -> None:
     sim.scheduler.handovers = Nixl()  # type: ignore[assignment]
     result = sim.order(128)
     assert result is not None
-    assert (result.status, "has registered the pool's memory" in result.message) == (409, True)
+    assert (result.status, "has registered the pool's memory" in result.text) == (409, True)
     sim.scheduler.handovers = None
     sim.order(64)
     sim.resize._host = lambda: Memory(1 << 40, 100)
     result = sim.order(256)
     assert result is not None
-    assert (result.status, "GiB are free; free memory or ask for less" in result.message) == (409, True)
+    assert (result.status, "GiB are free; free memory or ask for less" in result.text) == (409, True)
     sim.scheduler.worker = msgspec.structs.replace(sim.scheduler.worker, device="cuda:0")
     result = sim.order(48)
     assert result is not None
-    assert (result.status, "use --device cpu" in result.message) == (409, True)
+    assert (result.status, "use --device cpu" in result.text) == (409, True)
 
 
 def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
@@ -380,14 +381,14 @@ def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
     sim.resize = occupation.resize
     busy(sim)
     assert sim.order(120, wait_s=1e6) is None
-    occupation.ask(MemoryReq(9, True, ["kv_cache"], 1e6), sim.now)
+    occupation.ask(MemoryReq(True, ["kv_cache"], 1e6, id=9), sim.now)
     while occupation.state is MemoryState.EMPTYING:
         sim.plan()
         sim.work()
         occupation.advance(sim.now)
     sim.outbox.flush()
     assert sim.scheduler.memory.usage()["free"] == 120
-    assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult)] == []
+    assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)] == []
     assert sim.tokens["end"] == reference_output(range(80), 30)
 
 
@@ -397,7 +398,7 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
     rng = random.Random(seed)
     sim = ResizedSim(make_options(schedule_conservativeness=0.1), window=window)
     wanted: dict[str, list[int]] = {}
-    answers: list[ResizeResult | None] = []
+    answers: list[ResizeResult | Refused | None] = []
     for i in range(60):
         if rng.random() < 0.6:
             prompt = [*range(rng.choice((0, 8, 16, 40))), *(rng.randrange(9) for _ in range(rng.randint(1, 20)))]
@@ -412,7 +413,7 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
             sim.scheduler.check_invariants()
             sim.work()
     sim.run_until_idle()
-    assert len({answer.max_total_tokens for answer in answers if answer is not None and answer.status == 200}) > 1
+    assert len({answer.max_total_tokens for answer in answers if isinstance(answer, ResizeResult)}) > 1
     for rid, output in wanted.items():
         if not hasattr(sim.ends[rid], "status"):
             assert sim.tokens[rid] == output, rid

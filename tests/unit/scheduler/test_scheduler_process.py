@@ -68,7 +68,7 @@ def test_answers_leave_before_the_invariants_are_checked(loop: Loop, monkeypatch
 
     monkeypatch.setattr(Scheduler, "check_invariants", check)
     loop.process._checked_at, loop.process._checked_step = 0.0, -1
-    loop.inbox.send(Ping(7))
+    loop.inbox.send(Ping(id=7))
     loop.process.turn()
     assert [message for message in left if isinstance(message, Pong)]
 
@@ -122,7 +122,7 @@ def test_an_idle_loop_collects_what_busy_ones_left(loop: Loop, monkeypatch: pyte
         monkeypatch.setattr(gc, "get_count", lambda count=count: (0, 0, count))
         monkeypatch.setattr(Scheduler, "is_idle", is_idle)
         loop.process._checked_at, loop.process._checked_step = 0.0, -1
-        loop.inbox.send(Ping(7))
+        loop.inbox.send(Ping(id=7))
         loop.process.turn()
         seen.append(len(collected))
     assert seen == [0, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from support.sim_tiers import TieredSim
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import ReqError
+from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.scheduler import sessions as sessions_module
@@ -41,9 +43,9 @@ def run_until(sim: SimInstance, rid: str, tokens: int) -> None:
     raise AssertionError(f"{rid} has {sim.tokens.get(rid)}")
 
 
-def snapshot(sim: SimInstance, rid: str, *, with_output: bool = True) -> SnapshotResult:
+def snapshot(sim: SimInstance, rid: str, *, with_output: bool = True) -> Any:
     """Ask, and turn until it is answered; the store does what it is told."""
-    sim.scheduler.sessions.on_message(SnapshotReq(len(sim.answers) + 1, rid, with_output, 1e10), sim.now)
+    sim.scheduler.sessions.on_message(SnapshotReq(rid, with_output, 1e10, id=len(sim.answers) + 1), sim.now)
     for _ in range(1000):
         sim.plan()
         if sim.answers:
@@ -85,7 +87,7 @@ def test_of_a_prompt_that_is_half_computed_no_more_is_kept_than_there_is():
     sim = TieredSim(200, hicache_storage_prefetch_policy="best_effort", disable_overlap_schedule=True)
     sim.submit("a", prompt(1, 64), max_new_tokens=20)
     sim.plan()  # its first piece of 16
-    sim.scheduler.sessions.on_message(SnapshotReq(1, "a", True, 1e10), sim.now)
+    sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, id=1), sim.now)
     while not sim.answers:
         sim.scheduler._move_pages(sim.now)
         sim.outbox.flush()
@@ -114,7 +116,7 @@ def test_it_is_computed_again_without_a_store_and_from_a_bad_one():
     plain.submit("b", prompt(2))
     run_until(plain, "b", 3)
     said = snapshot(plain, "b")
-    assert (said.status, said.kv_tokens) == (200, 0)
+    assert (type(said), said.kv_tokens) == (SnapshotResult, 0)
     assert "--hicache-storage-backend" in said.message
 
 
@@ -157,11 +159,11 @@ def test_a_prefills_leg_is_its_decodes_and_kv_that_nobody_checked_stays_out_of_t
     req = sim.scheduler.reqs["a"]
     req.hold.verified = False
     unchecked = snapshot(sim, "a")
-    assert (unchecked.status, unchecked.state is not None, unchecked.kv_tokens) == (200, True, 0)
+    assert (type(unchecked), unchecked.state is not None, unchecked.kv_tokens) == (SnapshotResult, True, 0)
     req.hold.verified = True
     req.route = Route.OUTGOING
     said = snapshot(sim, "a")
-    assert (said.status, "ask that one" in said.message) == (409, True)
+    assert (said.status, "ask that one" in said.text) == (409, True)
     sim.scheduler.leave(req, ReqState.FINISHED)
     assert snapshot(sim, "a").status == 404
 
@@ -180,7 +182,7 @@ def test_what_has_ended_is_not_remembered_for_ever(monkeypatch):
     for name in "abc":
         sim.submit(name, prompt(1), max_new_tokens=12)
         sim.run_until_idle()
-    assert [snapshot(sim, name).status for name in "abc"] == [404, 200, 200]
+    assert [getattr(snapshot(sim, name), "status", 200) for name in "abc"] == [404, 200, 200]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_store_that_hangs_or_is_dead_costs_the_kv_and_not_the_answer():
     sim = TieredSim(200)
     sim.submit("a", prompt(1), max_new_tokens=20)
     run_until(sim, "a", 10)
-    sim.scheduler.sessions.on_message(SnapshotReq(1, "a", True, 1e10), sim.now)
+    sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, id=1), sim.now)
     for _ in range(30):
         sim.plan()
         sim.work()
@@ -224,7 +226,7 @@ def test_a_store_that_hangs_or_is_dead_costs_the_kv_and_not_the_answer():
     sim.store.dead = True
     sim.submit("b", prompt(2), max_new_tokens=20)
     run_until(sim, "b", 10)
-    sim.scheduler.sessions.on_message(SnapshotReq(2, "b", True, 1e10), sim.now)
+    sim.scheduler.sessions.on_message(SnapshotReq("b", True, 1e10, id=2), sim.now)
     for _ in range(200):
         sim.now += 0.2
         sim.plan()
@@ -257,12 +259,13 @@ def test_a_name_that_another_key_had_is_not_its_request():
     run_until(sim, "a", 2)
     for _ in range(2):  # while it runs, and when it has ended
         for key_name, status in (("bob", 404), ("", 404), ("alice", 200), (None, 200)):
-            sim.scheduler.sessions.on_message(SnapshotReq(1, "a", True, 1e10, key_name), sim.now)
+            sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, key_name, id=1), sim.now)
             while not sim.answers:
                 sim.plan()
                 _ = sim.work() or sim.serve_store()
             said = sim.answers.pop()
-            assert (said.status, said.state is None) == (status, status == 404)
+            assert getattr(said, "status", 200) == status
+            assert isinstance(said, Refused if status == 404 else SnapshotResult)
         sim.settle()
 
 

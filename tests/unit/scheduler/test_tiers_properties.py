@@ -28,6 +28,7 @@ from support.sim_resize import ResizedTieredSim
 from pdserve.mem_cache.host_tier import HostTier
 from pdserve.mem_cache.pool_end import PoolEnd
 from pdserve.messages.memory import ResizeReq, ResizeResult
+from pdserve.messages.question import Refused
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
@@ -138,7 +139,7 @@ class Tiers(RuleBasedStateMachine):
         for i in range(busy):
             self.submit(i % 3, 60, self.count % 3, 24)
         self.turn(3 * busy)
-        self.sim.resize.ask(ResizeReq(1, tokens, wait_s), self.sim.now)
+        self.sim.resize.ask(ResizeReq(tokens, wait_s, id=1), self.sim.now)
 
     @rule(times=st.integers(1, 6))
     def serve_store(self, times):
@@ -162,7 +163,7 @@ class Tiers(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(list(self.meant)[-4:]))
         self.count += 1
         self.snapshots[self.count] = self.meant[rid]
-        self.sim.scheduler.sessions.on_message(SnapshotReq(self.count, rid, with_output, 1e10), self.sim.now)
+        self.sim.scheduler.sessions.on_message(SnapshotReq(rid, with_output, 1e10, id=self.count), self.sim.now)
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
@@ -219,10 +220,10 @@ class Tiers(RuleBasedStateMachine):
 
     def check_answers(self):
         for said in self.sim.answers:
-            if isinstance(said, ResizeResult):
+            if isinstance(said, ResizeResult | Refused):
                 continue
             assert isinstance(said, SnapshotResult)
-            if said.state is not None and said.state.is_open:
+            if said.state.is_open:
                 self.saved.append((said.state, self.snapshots[said.id]))
         self.sim.answers.clear()
         for rid in [rid for rid in self.asked if rid in self.sim.ends]:

@@ -104,7 +104,7 @@ def test_nothing_but_conversations_waits_for_a_template(tokenizer: Tokenizer) ->
 
 
 def test_what_names_a_conversation_follows_it(tokenizer: Tokenizer) -> None:
-    request, snapshot = chat("a", forks=2), SnapshotReq(1, "a-1", True, 0.0)
+    request, snapshot = chat("a", forks=2), SnapshotReq("a-1", True, 0.0, id=1)
     tokenizer.sort(request)
     tokenizer.begin()
     out = tokenizer.sort(snapshot, AbortReq("a-2"), AbortReq("other"), AbortReq("a"), AbortReq("a"))
@@ -116,7 +116,7 @@ def test_what_names_a_conversation_follows_it(tokenizer: Tokenizer) -> None:
 def test_a_conversation_that_still_waits_is_not_rendered_after_its_abort(tokenizer: Tokenizer) -> None:
     tokenizer.sort(chat("a"), chat("b", forks=1), chat("c"))
     tokenizer.begin()
-    snapshot = SnapshotReq(1, "b", True, 0.0)
+    snapshot = SnapshotReq("b", True, 0.0, id=1)
     assert tokenizer.sort(snapshot, AbortReq("b", "gone")) == Sorted([], {}, [])
     out = tokenizer.sort(AbortReq("b-1", "gone too"))
     assert ends(out) == [("b", "gone"), ("b-1", "gone too")]
@@ -129,7 +129,7 @@ def test_a_conversation_that_still_waits_is_not_rendered_after_its_abort(tokeniz
 def test_a_conversation_whose_answers_are_all_aborted_is_not_encoded(tokenizer: Tokenizer) -> None:
     tokenizer.sort(chat("a", forks=1))
     tokenizer.begin()
-    snapshot = SnapshotReq(1, "a", True, 0.0)
+    snapshot = SnapshotReq("a", True, 0.0, id=1)
     assert tokenizer.sort(AbortReq("a-1", "gone"), snapshot, AbortReq("a", "gone too")) == Sorted([], {}, [])
     out = tokenizer.finish()
     assert ends(out) == [("a-1", "gone"), ("a", "gone too")]

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, with_engine
 
-from pdserve.messages.base import pack_i32
-from pdserve.messages.control import FlushCacheResult, Ping, Pong
+from pdserve.messages.base import Message, pack_i32
+from pdserve.messages.control import Ping, Pong
 from pdserve.messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
 from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
+from pdserve.messages.question import Question, Refused, TextQuestion
+from pdserve.runtime.web.errors import error_type
 from pdserve.server.http import health as health_module
 from pdserve.server.http.answers import KVHashesAnswer, MemoryReleased, MemoryResumed, TransfersAnswer
 from pdserve.server.http.docs_page import render
@@ -36,7 +38,7 @@ def test_health_asks_once_for_all_who_ask_at_once() -> None:
 
 def test_health_says_why_not() -> None:
     async def run(engine: FakeEngine) -> None:
-        engine.pong = Pong(0, False, "the model is still loading")
+        engine.pong = Pong(False, "the model is still loading")
         answer = await engine.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["message"] == "the model is still loading"
@@ -53,7 +55,7 @@ def test_health_without_an_answer_is_503_and_a_late_answer_harmless(monkeypatch:
         assert "no answer" in answer.json()["error"]["message"]
         [ping] = engine.questions
         assert isinstance(ping, Ping)
-        engine.client.dispatch([Pong(ping.id, True)])
+        engine.client.dispatch([Pong(True, id=ping.id)])
 
     with_engine(run, mute=True)
 
@@ -68,15 +70,15 @@ def test_a_ring_that_is_busy_is_what_it_was_when_it_answered_last(monkeypatch: p
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no process has answered yet")
         [first] = engine.questions
         assert isinstance(first, Ping)
-        engine.client.dispatch([Pong(first.id, True)])
+        engine.client.dispatch([Pong(True, id=first.id)])
         for _ in range(3):
             assert (await engine.get("/readyz")).status_code == 200
         # All of them waited for one and the same ping.
         [_, second] = engine.questions
         assert isinstance(second, Ping)
-        engine.client.dispatch([Pong(second.id, False, "stuck")])
+        engine.client.dispatch([Pong(False, "stuck", id=second.id)])
         engine.mute = False
-        engine.pong = Pong(0, False, "stuck")
+        engine.pong = Pong(False, "stuck")
         assert (await engine.get("/health")).status_code == 503
 
     with_engine(run)
@@ -95,7 +97,7 @@ def test_health_is_asked_again_once_the_answer_is_old(monkeypatch: pytest.Monkey
 
     async def run(engine: FakeEngine) -> None:
         assert (await engine.get("/health")).status_code == 200
-        engine.pong = Pong(0, False, "draining")
+        engine.pong = Pong(False, "draining")
         assert (await engine.get("/health")).status_code == 503
 
     with_engine(run)
@@ -115,14 +117,17 @@ def test_health_generate_makes_a_token() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "asked"),
     [
-        ("release", {}, MemoryReq(0, True)),
-        ("release", {"tags": None, "wait_s": 2.5}, MemoryReq(0, True, [], 2.5)),
-        ("resume", {"tags": ["weights"]}, MemoryReq(0, False, ["weights"])),
+        ("release", {}, MemoryReq(True)),
+        ("release", {"tags": None, "wait_s": 2.5}, MemoryReq(True, [], 2.5)),
+        ("resume", {"tags": ["weights"]}, MemoryReq(False, ["weights"])),
     ],
 )
 def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: MemoryReq) -> None:
     async def run(engine: FakeEngine) -> None:
-        for result in (MemoryResult(0, 200, "", ["weights"], 5, 0.25), MemoryResult(0, 409, "2 requests are running")):
+        for status, result in (
+            (200, MemoryResult(["weights"], 5, 0.25)),
+            (409, Refused(409, "2 requests are running")),
+        ):
             answer = asyncio.create_task(engine.post(f"/{path}_memory_occupation", body))
             await engine.wait_for(lambda: bool(engine.questions))
             question = engine.questions.pop()
@@ -130,8 +135,8 @@ def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: 
             assert msgspec.structs.replace(question, id=0) == asked
             engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
             told = await answer
-            assert told.status_code == result.status
-            if result.status == 200:
+            assert told.status_code == status
+            if status == 200:
                 (MemoryReleased if path == "release" else MemoryResumed).model_validate(told.json())
         assert told.json()["error"]["message"] == "2 requests are running"
 
@@ -147,7 +152,7 @@ def test_without_a_body_all_memory_is_meant(path: str) -> None:
             [question] = engine.questions
             assert isinstance(question, MemoryReq)
             assert (question.release, question.tags, question.wait_s) == (path == "release", [], 0.0)
-            engine.client.dispatch([MemoryResult(question.id, 200)])
+            engine.client.dispatch([MemoryResult([], 0, 0.0, id=question.id)])
             assert (await answer).status_code == 200
             page = (await client.get("/openapi.json")).json()["paths"]
         orders = [page[name]["post"]["requestBody"] for name in (f"/{path}_memory_occupation", "/role")]
@@ -188,7 +193,7 @@ def test_info_flush_and_the_old_names() -> None:
             assert info["http"]["live_requests"] == 0
         assert (await engine.get("/get_model_info")).json()["model_path"] == "smollm2"
         assert (await engine.post("/flush_cache", {})).json() == {"success": True, "flushed": 5}
-        engine.flush_result = FlushCacheResult(0, False, message="3 requests are running")
+        engine.flush_result = Refused(400, "3 requests are running")
         assert (await engine.post("/flush_cache", {})).status_code == 400
         assert (await engine.get("/flush_cache")).status_code == 405
 
@@ -312,10 +317,10 @@ def test_hashes_of_what_is_cached_are_told_by_layer_and_page() -> None:
         windowed = np.array([0, 0, 10, 11], dtype="<u8").tobytes()  # the first page behind the window is gone
         groups = [HashedGroup((0, 2), ("K", "V"), kept), HashedGroup((1,), ("K", "V"), windowed)]
         groups.append(HashedGroup((), ("K", "V"), b""))  # whose pages are mere numbers
-        engine.kv_hashes = KVHashes(0, 200, "", 8, 4, "tenant", "tokens", groups)
+        engine.kv_hashes = KVHashes(8, 4, "tenant", "tokens", groups)
         answer = (await engine.post("/kv/hashes", {"text": "aaaa bb", "extra_key": "tenant"})).json()
         KVHashesAnswer.model_validate(answer)
-        assert engine.questions[-1] == KVHashesReq(engine.questions[-1].id, pack_i32([4, 2]), "tenant")
+        assert engine.questions[-1] == KVHashesReq(pack_i32([4, 2]), "tenant", id=engine.questions[-1].id)
         layers = answer.pop("layers")
         assert answer == {
             **{"tokens": 2, "cached_tokens": 8, "page_size": 4},
@@ -325,9 +330,61 @@ def test_hashes_of_what_is_cached_are_told_by_layer_and_page() -> None:
         assert layers[1] == {"layer": 1, "K": [None, f"{10:016x}"], "V": [None, f"{11:016x}"]}
         assert layers[2] == {"layer": 2, "K": [f"{3:016x}", f"{7:016x}"], "V": [f"{4:016x}", f"{8:016x}"]}
         await engine.post("/kv/hashes", {"input_ids": [7, 8]})
-        assert engine.questions[-1] == KVHashesReq(engine.questions[-1].id, pack_i32([7, 8]), None)
+        assert engine.questions[-1] == KVHashesReq(pack_i32([7, 8]), None, id=engine.questions[-1].id)
         for body, param in (({}, "text"), ({"text": "a", "input_ids": [1]}, "text"), ({"text": "bad"}, "text")):
             bad = await engine.post("/kv/hashes", body)
             assert (bad.status_code, bad.json()["error"]["param"]) == (400, param)
 
     with_engine(run)
+
+
+LOADING = "the model is still loading"
+
+
+class LoadingEngine(FakeEngine):
+    """An instance that waits for its worker. Questions about text are answered all the same."""
+
+    def _answer(self, question: Message) -> None:
+        if isinstance(question, TextQuestion):
+            super()._answer(question)
+            return
+        assert isinstance(question, Question)
+        self._soon(Refused(503, LOADING, id=question.id))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/health", None, 503),
+        ("POST", "/flush_cache", {}, 400),
+        ("POST", "/role", {"role": "decode"}, 409),
+        ("POST", "/release_memory_occupation", {}, 503),
+        ("POST", "/resume_memory_occupation", {}, 503),
+        ("POST", "/kv/resize", {"max_total_tokens": 64}, 503),
+        ("POST", "/kv/hashes", {"text": "a"}, 503),
+        ("POST", "/start_profile", {}, 503),
+        ("POST", "/stop_profile", {}, 503),
+    ],
+)
+def test_an_instance_that_still_loads_refuses_orders(method: str, path: str, body: Any, status: int) -> None:
+    async def check() -> None:
+        async with LoadingEngine().http() as client:
+            answer = await client.request(method, path, json=body)
+        error = {"message": LOADING, "type": error_type(status), "param": None, "code": None, "status": status}
+        assert (answer.status_code, answer.json()) == (status, {"error": error})
+
+    asyncio.run(check())
+
+
+def test_an_instance_that_still_loads_says_so_and_has_no_hand_overs() -> None:
+    async def check() -> None:
+        async with LoadingEngine().http() as client:
+            info, transfers = await client.get("/server_info"), await client.get("/transfers")
+        assert (info.status_code, info.json()["status"], set(info.json())) == (
+            200,
+            "loading",
+            {"status", "version", "epoch", "http"},
+        )
+        assert (transfers.status_code, transfers.json()) == (200, {"open": 0, "transfers": []})
+
+    asyncio.run(check())

@@ -13,6 +13,7 @@ from support.sim import make_generate
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.moves import RunningRequest
+from pdserve.messages.question import Refused
 from pdserve.messages.sessions import ReleaseReq, SessionState, SnapshotReq, SnapshotResult
 
 KV = "stored"
@@ -37,7 +38,7 @@ def keyed(tmp_path, options):
 
 
 def knows(engine: FakeEngine, state: SessionState | None = STATE) -> None:
-    engine.snapshot = SnapshotResult(0, state, 200 if state else 404, "", 4, 4096)
+    engine.snapshot = SnapshotResult(state, "", 4, 4096) if state else Refused(404, "")
 
 
 async def run_one(engine: FakeEngine, rid: str, **headers: str) -> asyncio.Task:
@@ -251,7 +252,7 @@ def test_what_is_replaced_or_has_no_room_may_go_but_for_what_both_have(options, 
         await saved(engine, "s")
         request = make_generate("r", [1, 2, 3, 9, 9, 9], max_new_tokens=9)
         longer = RunningRequest(request, b"", 9, 0.0)
-        engine.snapshot = SnapshotResult(0, msgspec.structs.replace(STATE, running=longer), 200, "", 6, 6144)
+        engine.snapshot = SnapshotResult(msgspec.structs.replace(STATE, running=longer), "", 6, 6144)
         said = await engine.post("/kv/snapshot", {"name": "s", "rid": "done"})
         [released] = [q for q in engine.questions if isinstance(q, ReleaseReq)]
         gone = [1, 2, 3, 4] if said.status_code == 200 else [1, 2, 3, 9, 9, 9]
@@ -389,3 +390,15 @@ def test_an_admin_sees_whose_a_damaged_one_is_and_can_delete_it(keyed, tmp_path)
             assert (await client.delete("/kv/sessions/a?owner=alice")).status_code == 200
 
     with_engine(run, **keyed)
+
+
+def test_a_snapshot_while_the_model_loads_is_to_be_tried_again(options) -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.snapshot = Refused(503, "the model is still loading")
+        running = await run_one(engine, "r")
+        answer = await engine.post("/kv/snapshot", {"name": "s", "rid": "r"})
+        running.cancel()
+        message = "the model is still loading; try again in a few seconds"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, message)
+
+    with_engine(check, hold=True, **options)

@@ -290,7 +290,7 @@ def test_each_token_is_read_once_at_most_however_often_it_is_asked_for(has_table
     counting.has_table = has_table
     questions = RequestTokenizer(counting, None, ModelLimits(CONTEXT, VOCAB)).questions
     for i in range(3):
-        answer = questions.answer(EncodeReq(i, texts=["abcab" * 20, "cab"], pieces=True))
+        answer = questions.answer(EncodeReq(texts=["abcab" * 20, "cab"], pieces=True, id=i))
         assert isinstance(answer, Encoded)
         assert answer.pieces == [list("abcab" * 20), list("cab")]
     assert counting.decoded == decoded

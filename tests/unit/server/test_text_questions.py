@@ -58,22 +58,22 @@ def answer(question: EncodeReq, context_length: int = 64) -> tuple[Encoded, list
 def test_an_answer_has_a_limit_of_tokens_in_all() -> None:
     half = "a" * (MAX_TOKENS // 2)
     context = 4 * MAX_TOKENS
-    assert answer(EncodeReq(1, texts=[half, half]), context)[0].error is None
-    assert answer(EncodeReq(1, texts=[half, half], pieces=True), context)[0].error is None
-    told, _ = answer(EncodeReq(1, texts=[half, half, "a"], pieces=True), context)
+    assert answer(EncodeReq(texts=[half, half], id=1), context)[0].error is None
+    assert answer(EncodeReq(texts=[half, half], pieces=True, id=1), context)[0].error is None
+    told, _ = answer(EncodeReq(texts=[half, half, "a"], pieces=True, id=1), context)
     assert told.error is not None
     assert f"more than {MAX_TOKENS} tokens" in told.error
     assert told.field == "text"
     # A prompt as long as the model takes may be counted, without strings.
-    assert answer(EncodeReq(1, texts=[half] * 8), context)[0].error is None
-    told, given = answer(EncodeReq(1, texts=[half] * 20), context)
+    assert answer(EncodeReq(texts=[half] * 8, id=1), context)[0].error is None
+    told, given = answer(EncodeReq(texts=[half] * 20, id=1), context)
     assert told.error is not None
     assert f"more than {context} tokens" in told.error
     assert len(given) == 9, "what follows is not encoded"
 
 
 def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
-    told, given = answer(EncodeReq(1, texts=["a" * (16 * PIECE_CHARACTERS)]), MAX_TOKENS)
+    told, given = answer(EncodeReq(texts=["a" * (16 * PIECE_CHARACTERS)], id=1), MAX_TOKENS)
     assert told.error is not None
     assert max(given) <= PIECE_CHARACTERS
     assert sum(given) <= 2 * MAX_TOKENS + PIECE_CHARACTERS
@@ -117,16 +117,16 @@ def test_asking_waits_for_no_answer() -> None:
     def slowly(question: Any) -> Any:
         assert let_go.wait(limit(10))
         by.append(threading.current_thread().name)
-        return Encoded(question.id, [[1]])
+        return Encoded([[1]], id=question.id)
 
     http = Http()
     thread = QuestionThread(SimpleNamespace(answer=slowly), http)  # type: ignore[arg-type]
     for i in range(3):
-        thread.ask(EncodeReq(i, texts=["a"]))
+        thread.ask(EncodeReq(texts=["a"], id=i))
     assert not http.sent
     let_go.set()
     thread.close()
-    assert http.sent == [Encoded(i, [[1]]) for i in range(3)]
+    assert http.sent == [Encoded([[1]], id=i) for i in range(3)]
     assert len(set(by)) == 1
     assert threading.current_thread().name not in by
 
@@ -137,10 +137,10 @@ def test_a_text_that_a_tokenizer_fails_on_is_answered() -> None:
 
     http = Http()
     thread = QuestionThread(SimpleNamespace(answer=fails), http)  # type: ignore[arg-type]
-    thread.ask(EncodeReq(1, texts=["a"]))
-    thread.ask(DecodeReq(2, [[1]]))
+    thread.ask(EncodeReq(texts=["a"], id=1))
+    thread.ask(DecodeReq([[1]], id=2))
     thread.close()
-    assert http.sent == [Encoded(1, error=FAILED), Decoded(2, error=FAILED)]
+    assert http.sent == [Encoded(error=FAILED, id=1), Decoded(error=FAILED, id=2)]
 
 
 # --- who waits ---

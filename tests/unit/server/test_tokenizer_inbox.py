@@ -108,8 +108,8 @@ def test_every_kind_of_prompt_counts() -> None:
 def test_questions_about_text_and_conversations_wait_for_no_turn_and_take_none() -> None:
     chat = Conversation([ChatMessage("user", "a" * (SLICE_WORK + 1))])
     others = [
-        EncodeReq(1, texts=["a" * (SLICE_WORK + 1)]),
-        DecodeReq(2, [[1] * (SLICE_WORK + 1)]),
+        EncodeReq(texts=["a" * (SLICE_WORK + 1)], id=1),
+        DecodeReq([[1] * (SLICE_WORK + 1)], id=2),
         TokenizeReq(rid="c", sampling=SamplingParams(seed=1), arrival=0.0, chat=chat),
     ]
     box, channel = inbox([long_req("a"), long_req("b")])
@@ -122,7 +122,7 @@ def test_questions_about_text_and_conversations_wait_for_no_turn_and_take_none()
 def test_what_names_an_answer_that_is_set_aside_comes_after_it() -> None:
     box, channel = inbox([long_req("a"), long_req("b", ["b-1", "b-2"])])
     box.next_turn()
-    snapshot = SnapshotReq(1, "b-2", True, 0.0)
+    snapshot = SnapshotReq("b-2", True, 0.0, id=1)
     channel.waiting.append([AbortReq(rid="b-1"), snapshot])
     assert names(box.next_turn()) == ["b", "-b-1", "?"]
     channel.waiting.append([AbortReq(rid="b-2")])

@@ -22,6 +22,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.channel import FrameTooLarge, Receiver, Sender, ipc_address
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.kv_debug import KVHashes
+from pdserve.messages.moves import RunningRequest
 from pdserve.messages.outputs import (
     DetokenizeInit,
     PromptReport,
@@ -31,10 +32,11 @@ from pdserve.messages.outputs import (
     TokenBatch,
     TokenLogprob,
 )
+from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from pdserve.messages.routes import ToScheduler
 from pdserve.messages.sampling import SamplingParams
-from pdserve.messages.sessions import SnapshotResult
+from pdserve.messages.sessions import SessionState, SnapshotResult
 from pdserve.messages.text import Decoded, Encoded
 from pdserve.messages.too_large import stand_ins
 from pdserve.server.tokenizer_process import Routed, deliver
@@ -78,10 +80,10 @@ def test_what_no_frame_can_hold_is_refused_by_its_sender_and_nothing_of_it_is_se
 ) -> None:
     sender, receiver = channel
     with pytest.raises(FrameTooLarge, match="GenerateReq") as caught:
-        sender.send(Ping(1), generate("a", LIMIT), generate("b", 1))
+        sender.send(Ping(id=1), generate("a", LIMIT), generate("b", 1))
     assert [m.rid for m in caught.value.messages if isinstance(m, GenerateReq)] == ["a"]
-    sender.send(Ping(2))
-    assert receiver.recv(10_000) == [Ping(2)]
+    sender.send(Ping(id=2))
+    assert receiver.recv(10_000) == [Ping(id=2)]
 
 
 def test_what_only_one_frame_cannot_hold_goes_in_several(channel: tuple[Sender, Receiver[Any]]) -> None:
@@ -138,7 +140,7 @@ def test_a_frame_that_http_cannot_send_is_a_413_and_leaves_nothing_behind(path: 
         engine.client._tokenizer = Limited()
         response = await engine.post(path, {"rid": "a", **body} if path == "/generate" else body)
         assert response.status_code == 413
-        assert (engine.client.live_requests, engine.client.held_bytes, engine.client._questions) == (0, 0, {})
+        assert (engine.client.live_requests, engine.client.held_bytes, engine.client.questions._waiting) == (0, 0, {})
         assert not engine.client.is_named("a")
 
     with_engine(check)
@@ -187,8 +189,12 @@ def test_a_running_answer_keeps_no_prompt() -> None:
 def test_the_tokenizer_ends_each_answer_of_what_it_cannot_pass_on_and_passes_on_the_rest() -> None:
     scheduler, http = Limited(), Limited()
     forked = ForkedReq(generate("a", LIMIT), ["b", "c"])
-    deliver(Routed([Ping(1), forked, AbortReq("b"), generate("d", 1)], [Encoded(7, [[1] * 3000])], []), scheduler, http)
-    assert scheduler.sent == [Ping(1), AbortReq("b"), generate("d", 1)]
+    deliver(
+        Routed([Ping(id=1), forked, AbortReq("b"), generate("d", 1)], [Encoded([[1] * 3000], id=7)], []),
+        scheduler,
+        http,
+    )
+    assert scheduler.sent == [Ping(id=1), AbortReq("b"), generate("d", 1)]
     encoded, *errors = http.sent
     assert isinstance(encoded, Encoded)
     assert "limit of 2000" in str(encoded.error)
@@ -206,14 +212,14 @@ def test_the_scheduler_ends_what_it_cannot_tell_and_tells_the_rest() -> None:
     for rid in "abc":
         sim.submit(rid, range(10), max_new_tokens=4, stream=True)
     sim.scheduler.reqs["b"].input_logprobs = [TokenLogprob(1, -1.0, [(1, -1.0)] * 20)] * 20
-    sim.outbox.answer(Pong(1, True))
+    sim.outbox.answer(Pong(True, id=1))
     for req in sim.scheduler.reqs.values():
         req.untold = [1]
         sim.outbox.tokens(req, None, None)
     assert sim.outbox.flush() == ["b"]
     told = [[item.rid for item in m.items] if isinstance(m, TokenBatch) else m for m in limited.sent]
     pong, first, error, last = told
-    assert (pong, first, last) == (Pong(1, True), ["a"], ["c"])
+    assert (pong, first, last) == (Pong(True, id=1), ["a"], ["c"])
     assert isinstance(error, ReqError)
     assert (error.rid, error.status) == ("b", 413)
 
@@ -234,10 +240,15 @@ def test_the_detokenizer_ends_what_it_cannot_tell_and_has_the_scheduler_stop_it(
 
 def test_questions_whose_answers_are_too_large_are_answered() -> None:
     error = FrameTooLarge([], 3000, LIMIT)
-    for answer in (Encoded(5), Decoded(5), SnapshotResult(5), KVHashes(5)):
+    snapshot, hashes = (
+        SnapshotResult(SessionState(RunningRequest(generate("a", 1), b"", 1, 0.0), "f", bytes(16)), id=5),
+        KVHashes(0, 4, "", "tokens", [], id=5),
+    )
+    for answer, kind in ((Encoded(id=5), Encoded), (Decoded(id=5), Decoded), (snapshot, Refused), (hashes, Refused)):
         [said] = stand_ins(answer, error)
-        assert (type(said), said.id) == (type(answer), 5)
-        assert "3000 bytes" in str(getattr(said, "error", None) or said.message)
+        assert (type(said), said.id) == (kind, 5)
+        assert "3000 bytes" in str(getattr(said, "error", None) or said.text)
+        assert getattr(said, "status", 413) == 413
 
 
 # --- all of them ---
