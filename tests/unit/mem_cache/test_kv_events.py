@@ -14,7 +14,6 @@ from support.machine import limit
 from support.radix_nodes import findable
 from support.sim import SimInstance, make_options
 
-from pdserve.benchmark.fake_instance import fake_instance
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.kv_events import KVEventLog
 from pdserve.mem_cache.page_hash import prompt_hashes
@@ -25,6 +24,7 @@ from pdserve.runtime.kv_event_checks import kv_event_complaints
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.ports import free_ports
 from pdserve.scheduler.kv_event_feed import KVEventFeed
+from tools.step_overhead.fake_instance import fake_instance
 
 PAGE, SEED = 2, b"model"
 ANY = "tcp://127.0.0.1:*"

@@ -10,13 +10,13 @@ import torch
 from support.scrape import metrics_of
 from support.sim import SimInstance
 
-from pdserve.benchmark.gpu_check.record import Finding
-from pdserve.benchmark.gpu_check.token_checks import without_compiles
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import StepResult
 from pdserve.model_files.spec import Activation
 from pdserve.model_runner.device.compile_watch import CompileWatch
 from pdserve.model_runner.process import _result
+from tools.gpu_check.record import Finding
+from tools.gpu_check.token_checks import without_compiles
 
 
 def test_what_triton_compiles_is_logged_with_kernel_and_variant(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from support.rank_threads import make_ranks, together
 
-from pdserve.benchmark.random_gguf import Size, kinds_of, write_random_gguf
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
@@ -22,6 +21,7 @@ from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.loader import gguf_blocks
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 from pdserve.runtime.options import ServerOptions
+from tools.gguf_files.random_file import Size, kinds_of, write_random_gguf
 
 try:
     load_library()

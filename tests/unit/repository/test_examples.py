@@ -29,9 +29,9 @@ from support.doc_examples import (
     words,
 )
 
-from pdserve.benchmark.gpu_check import __main__ as gpu_check_main
 from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer, GenerateAnswer
+from tools.gpu_check import __main__ as gpu_check_main
 
 RUNNERS = {
     "pdserve.server.instance": "run_instance",
@@ -107,8 +107,8 @@ def test_options_are_accepted(dry: list[Any], command: Command) -> None:
 
 @pytest.mark.parametrize("command", of_kind(Kind.GPU_CHECK), ids=named)
 def test_options_of_gpu_check_are_accepted(command: Command) -> None:
-    (argv,) = [one for one in words(command.text) if "pdserve.benchmark.gpu_check" in one]
-    begin = argv.index("pdserve.benchmark.gpu_check") + 1
+    (argv,) = [one for one in words(command.text) if "tools.gpu_check" in one]
+    begin = argv.index("tools.gpu_check") + 1
     assert gpu_check_main.arguments(argv[begin:]).only
 
 

@@ -1,0 +1,149 @@
+"""KV from instance to instance by each backend there is, and ranks on several GPUs: the tokens are transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import handover_rate, ipc_check
+from .pair import missing, serve_pair
+from .part import Part, run_group
+from .record import Check, Finding
+from .servers import ask, generate, serve
+from .token_checks import LENGTH, Asked, compare, compiled_kernels, judge, make_asked, without_compiles
+
+
+class Sides(NamedTuple):
+    """Options of a prefill and of a decode, and the backend between them. ``gpus``: how many there must be."""
+
+    name: str
+    backend: str
+    prefill: list[str]
+    decode: list[str]
+    gpus: int = 1
+
+
+class Ranks(NamedTuple):
+    """Options of an instance of several."""
+
+    name: str
+    options: list[str]
+    gpus: int = 2
+
+
+def rank_checks(part: Part) -> Iterator[Check]:
+    """Yield the checks of instances of several ranks."""
+    asked = make_asked(part)
+    for ranks in instances(part, asked):
+        yield ranks.name, lambda ranks=ranks: check_ranks(part, ranks, asked)  # type: ignore[misc]
+
+
+def pair_checks(part: Part) -> Iterator[Check]:
+    """Yield the checks of pairs."""
+    asked = make_asked(part)
+    for sides in pairs(part, asked):
+        yield sides.name, lambda sides=sides: check_pair(part, sides, asked)  # type: ignore[misc]
+
+
+def cluster_checks(part: Part) -> Iterator[Check]:
+    """Yield the check of a whole cluster on one GPU."""
+    asked = make_asked(part)
+    yield "pdserve up, both instances on one GPU", lambda: check_cluster(part, asked)
+
+
+GROUPS = {
+    "driver": ipc_check.checks,
+    "ranks": rank_checks,
+    "pairs": pair_checks,
+    "cluster": cluster_checks,
+    "rate": handover_rate.checks,
+}
+"""The ones that have been tried least come first: the time of a part is limited."""
+
+
+def pairs(part: Part, asked: Asked) -> list[Sides]:
+    """Everything that KV can take from a GPU to a GPU, or between a GPU and a CPU."""
+    if part.dry_run:
+        staged = [*asked.on("cpu"), "--attention-backend", "torch", "--kv-staging-size", "0.002"]
+        kinds = ("tcp", "nixl", "mooncake")
+        through = [Sides(f"prefill and decode through host memory, by {kind}", kind, staged, staged) for kind in kinds]
+        plain = [*asked.on("auto"), "--attention-backend", "torch"]
+        return [*through, Sides("from pool to pool of a GPU, by cuda_ipc", "cuda_ipc", plain, plain)]
+    gpu, cpu = [*asked.on("cuda"), "--attention-backend", "triton"], asked.on("cpu")
+    direct, second = ["--kv-staging-size", "0"], ["--base-gpu-id", "1"]
+    return [
+        Sides("on one GPU, from pool to pool, by cuda_ipc", "cuda_ipc", gpu, gpu),
+        Sides("on one GPU, from pool to pool, by nixl", "nixl", [*gpu, *direct], [*gpu, *direct]),
+        Sides("on one GPU, by tcp", "tcp", gpu, gpu),
+        Sides("on one GPU, by nixl", "nixl", gpu, gpu),
+        Sides("on one GPU, by mooncake", "mooncake", gpu, gpu),
+        Sides("prefill on the CPU, decode on the GPU, by shm", "shm", cpu, gpu),
+        Sides("prefill on the GPU, decode on the CPU, by shm", "shm", gpu, cpu),
+        Sides("on two GPUs, from pool to pool, by cuda_ipc", "cuda_ipc", gpu, [*gpu, *second], 2),
+        Sides("on two GPUs, from pool to pool, by nixl", "nixl", [*gpu, *direct], [*gpu, *direct, *second], 2),
+    ]
+
+
+def instances(part: Part, asked: Asked) -> list[Ranks]:
+    """Of several ranks; in a dry run those of torch on the CPU are all that there is."""
+    two = ["--tp-size", "2"]
+    if part.dry_run:
+        on_cpu = [*asked.on("cpu"), *two, "--attention-backend", "torch"]
+        return [Ranks("two ranks, over gloo", on_cpu, 0), Ranks("two ranks, over NCCL", [])]
+    gpus = [*asked.on("cuda"), *two, "--attention-backend", "triton", "--fail-on-host-sync"]
+    return [
+        Ranks("two ranks, over NCCL", gpus),
+        Ranks("two ranks, over NCCL, in graphs", [*gpus, "--cuda-graph-max-bs", "4"]),
+    ]
+
+
+def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
+    """Compare the tokens of a decode, after prompts that another instance computed."""
+    if why_not := _too_few(part, sides.gpus) or missing(sides.backend):
+        return Finding("", f"not run: {why_not}")
+    logs = asked.log(f"{sides.name} P"), asked.log(f"{sides.name} D")
+    with serve_pair(sides.backend, sides.prefill, sides.decode, logs) as pair:
+        found = [pair.answer(room, prompt, LENGTH) for room, prompt in enumerate(asked.prompts, 1)]
+        computed = ask(f"{pair.decode}/server_info")["counters"]["prompt_tokens"]
+        compiled = sum(compiled_kernels(address) for address in (pair.prefill, pair.decode))
+    finding = judge(found, asked.reference, 1.0, f"by {sides.backend}")
+    finding.ok = bool(finding.ok) and not computed  # else the decode has not needed what came
+    return without_compiles(finding, compiled)
+
+
+def check_cluster(part: Part, asked: Asked) -> Finding:
+    """Compare the tokens of ``pdserve up``. Its instances share the GPU's memory by their own rules."""
+    args = [*asked.on(part.device.type), "--attention-backend", "torch" if part.dry_run else "triton"]
+    if not part.dry_run:
+        at = args.index("--max-total-tokens")
+        del args[at : at + 2]  # how large the pools are is up to the instances
+    with serve(args, asked.log("up"), command="up") as router:
+        found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
+        used = "" if part.dry_run else _used()
+    return judge(found, asked.reference, 1.0, f"through the router{used}")
+
+
+def _used() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return f", {(total - free) / total:.0%} of the GPU's memory in use"
+
+
+def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:
+    """Compare the tokens of an instance of several ranks."""
+    if why_not := _too_few(part, ranks.gpus):
+        return Finding("", f"not run: {why_not}")
+    return compare(ranks.options, asked.log(ranks.name), asked.prompts, asked.reference, 1.0)
+
+
+def _too_few(part: Part, gpus: int) -> str:
+    """Why something that takes so many GPUs can't run here, "" where it can; what one is enough for has a stand-in in
+    a dry run, or says itself that it has none.
+    """
+    there = 0 if part.dry_run else torch.cuda.device_count()
+    return f"it takes {gpus} GPUs, and there are {there}" if gpus > max(there, 1) else ""
+
+
+if __name__ == "__main__":
+    run_group("handovers", GROUPS)

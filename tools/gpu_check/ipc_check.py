@@ -1,0 +1,235 @@
+"""What the ``cuda_ipc`` backend asks of the driver, by itself: a process maps memory of another one, and writes it; and
+what becomes of the one when the other is killed.
+
+    python -P -m tools.gpu_check.ipc_check owner|writer|bereft DEVICE [HANDLE OFFSET]
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.disaggregation.errors import LinkLost
+from pdserve.disaggregation.transfer.backends.cuda_driver import load_driver
+from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy, IpcDriver
+from pdserve.mem_cache.kv_pages.region import allocate_region
+from pdserve.runtime.python import python_command
+
+from ..environment import environment
+from .part import Part
+from .record import Check, Finding
+
+ROUNDS = 5
+SECONDS = 30.0
+"""For anything here."""
+AFTER_SECONDS = 0.3
+"""For so long nothing may land behind a writer's end."""
+MARK = 7
+
+
+class Size(NamedTuple):
+    """``page``: bytes."""
+
+    page: int
+    pages: int
+
+
+def size_of(device: torch.device) -> Size:
+    """256 MiB; the host's memory, where a stand-in for the driver is tried, need not be as large."""
+    return Size(64 << 10, 4096) if device.type == "cuda" else Size(4096, 16)
+
+
+def checks(part: Part) -> Iterator[Check]:
+    """Names, and what finds out."""
+    yield "memory of the GPU mapped by another process, and written", lambda: _or_why_not(part, check_write)
+    yield "a writer that is killed writes nothing after", lambda: _or_why_not(part, check_killed_writer)
+    yield "a writer whose owner is killed goes on", lambda: _or_why_not(part, check_killed_owner)
+
+
+def _or_why_not(part: Part, find: Callable[[torch.device], Finding]) -> Finding:
+    try:
+        load_driver()
+    except ImportError as e:
+        return Finding("", f"not run: {e}")
+    return find(part.device)
+
+
+def check_write(device: torch.device) -> Finding:
+    """Scattered pages from a pool of this process to one of another, which says what it has then; and how fast."""
+    size, driver = size_of(device), load_driver()(0)
+    mine = _pattern(device)
+    with _started("owner", device) as owner:
+        stdin, stdout = _pipes(owner)
+        pieces, base = _pieces(driver, mine, stdout.readline(), size)
+        _synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            if not _copied(driver, pieces):
+                owner.kill()
+                return Finding("", f"a copy was not done in {SECONDS:.0f} s", ok=False)
+        spent = time.perf_counter() - begin
+        driver.shut(base)
+        stdin.write("written\n")
+        stdin.flush()
+        right = stdout.readline().strip() == "right"
+    driver.close()
+    rate = ROUNDS * size.pages * size.page / spent / 1e9
+    return Finding("", f"{'the same bytes' if right else 'OTHER BYTES'}; {rate:.0f} GB/s", "the same bytes", right)
+
+
+def check_killed_writer(device: torch.device) -> Finding:
+    """Bytes that land in a pool of this process after a writer's process has ended."""
+    driver, pool = load_driver()(0), _memory(device)
+    export = driver.export(pool.data_ptr(), pool.nbytes)
+    with _started("writer", device, export.handle.hex(), str(export.offset)) as writer:
+        _, stdout = _pipes(writer)
+        assert stdout.readline() == "writing\n"
+        ended = os.pidfd_open(writer.pid)
+        writer.kill()
+        is_over = bool(select.select([ended], [], [], SECONDS)[0])
+        os.close(ended)
+        pool.fill_(MARK)
+        _synchronize(device)
+        time.sleep(AFTER_SECONDS)
+        changed = int((pool != MARK).sum().item()) * pool.itemsize
+    driver.close()
+    told = f"{changed} bytes in {AFTER_SECONDS:g} s" if is_over else f"it has not ended in {SECONDS:.0f} s"
+    return Finding("", told, "none", is_over and not changed)
+
+
+def check_killed_owner(device: torch.device) -> Finding:
+    """Whether a process can use its device after the owner of what it was writing was killed: in one of its own, as it
+    may not.
+    """
+    with _started("bereft", device) as bereft:
+        try:
+            told = bereft.communicate(timeout=SECONDS)[0].strip().splitlines()
+        except subprocess.TimeoutExpired:
+            bereft.kill()
+            told = [f"silent for {SECONDS:.0f} s"]
+    last = told[-1] if told else f"ended with {bereft.returncode}"
+    return Finding("", last, "alive", last.startswith("alive"))
+
+
+def main() -> None:
+    """One of the other processes."""
+    device = torch.device(sys.argv[2])
+    match sys.argv[1]:
+        case "owner":
+            _own(device)
+        case "writer":
+            _write_for_ever(device, *sys.argv[3:])
+        case "bereft":
+            _outlive(device)
+
+
+def _own(device: torch.device) -> None:
+    """Tell a handle and an offset, wait for a line, say whether the pages are what they should be."""
+    pool = _memory(device)
+    export = load_driver()(0).export(pool.data_ptr(), pool.nbytes)
+    print(export.handle.hex(), export.offset, flush=True)
+    sys.stdin.readline()
+    print("right" if torch.equal(pool[torch.from_numpy(_order(device)).to(device)], _pattern(device)) else "wrong")
+
+
+def _write_for_ever(device: torch.device, handle: str, offset: str) -> None:
+    driver = load_driver()(0)
+    mine = _pattern(device)
+    pieces, _ = _pieces(driver, mine, f"{handle} {offset}", size_of(device))
+    _synchronize(device)
+    assert _copied(driver, pieces)
+    print("writing", flush=True)
+    while True:
+        # Always something queued, so that it ends in the middle.
+        for ticket in [driver.copy(pieces) for _ in range(ROUNDS)]:
+            while not driver.is_done(ticket):
+                pass
+
+
+def _outlive(device: torch.device) -> None:
+    """Write to an owner, kill it, write on, and see whether the device still serves this process."""
+    driver = load_driver()(0)
+    mine = _pattern(device)
+    with _started("owner", device) as owner:
+        pieces, base = _pieces(driver, mine, _pipes(owner)[1].readline(), size_of(device))
+        _synchronize(device)
+        first = driver.copy(pieces)
+        owner.kill()
+        owner.wait()
+        told = "alive"
+        try:
+            for ticket in (first, driver.copy(pieces)):
+                until = time.monotonic() + SECONDS / 3
+                while not driver.is_done(ticket) and time.monotonic() < until:
+                    pass
+            driver.shut(base)
+        except LinkLost as e:
+            told = f"alive, but: {e}"
+    _synchronize(device)
+    assert int(torch.ones(1000, device=device).sum().item()) == 1000
+    print(told, flush=True)
+
+
+def _pieces(driver: IpcDriver, mine: Tensor, told: str, size: Size) -> tuple[list[DeviceCopy], int]:
+    """From each page of ours to its place in the owner's pool, and where that is mapped."""
+    handle, offset = told.split()
+    base = driver.open(bytes.fromhex(handle))
+    there, here = base + int(offset), mine.data_ptr()
+    places = enumerate(_order(mine.device).tolist())
+    return [DeviceCopy(there + size.page * to, here + size.page * i, size.page) for i, to in places], base
+
+
+def _copied(driver: IpcDriver, pieces: list[DeviceCopy]) -> bool:
+    ticket, until = driver.copy(pieces), time.monotonic() + SECONDS
+    while not driver.is_done(ticket):
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _order(device: torch.device) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.random.default_rng(0).permutation(size_of(device).pages)
+
+
+def _memory(device: torch.device) -> Tensor:
+    """[pages, int32s], zero."""
+    page, pages = size_of(device)
+    if device.type == "cuda":
+        return torch.zeros(pages, page // 4, dtype=torch.int32, device=device)
+    return torch.frombuffer(allocate_region(page * pages, shared=False).buffer, dtype=torch.int32).view(pages, -1)
+
+
+def _pattern(device: torch.device) -> Tensor:
+    """[pages, int32s]: of every page its number, and where in it."""
+    page, pages = size_of(device)
+    numbers = torch.arange(pages, dtype=torch.int32, device=device)[:, None] * (page // 4)
+    return numbers + torch.arange(page // 4, dtype=torch.int32, device=device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _started(role: str, device: torch.device, *rest: str) -> subprocess.Popen[str]:
+    command = python_command("-m", "tools.gpu_check.ipc_check", role, str(device), *rest)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+if __name__ == "__main__":
+    main()

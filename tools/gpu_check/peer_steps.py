@@ -1,0 +1,157 @@
+"""Torch alone beside pdserve: products, attention of prompts, and decode steps that ``torch.compile`` has made."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pdserve.model_files.spec import AttentionSpec
+from pdserve.model_runner.attention.base import AttentionLimits
+from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
+from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+
+from . import kernels_part
+from .bench_part import Bench
+from .bench_shapes import config_of, shape_called
+from .part import Part
+from .rates import matmul_rate, median_seconds, read_rate
+from .record import Check, Finding
+from .static_llama import StaticLlama
+
+Step = Callable[[Tensor, Tensor], Tensor]
+LEAST_BYTES = 256 << 20
+"""Bytes of the matrices that are multiplied with in turn: more than the caches hold."""
+
+
+def product_checks(part: Part) -> Iterator[Check]:
+    """Yield the time of each product of a decode step by ``F.linear``, which is what a step of floats uses."""
+    for name in ("1B", "8B"):
+        config = config_of(shape_called(name, part.dry_run))
+        hidden, inner, dim, heads, kv_heads = (
+            int(str(config[key]))
+            for key in ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+        )
+        shapes = {
+            "qkv": ((heads + 2 * kv_heads) * dim, hidden),
+            "out": (hidden, heads * dim),
+            "gate and up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (int(str(config["vocab_size"])), hidden),
+        }
+        for matrix, (outputs, inputs) in shapes.items():
+            yield (
+                f"F.linear: {matrix} of a {name}, {outputs} × {inputs}",
+                lambda o=outputs, i=inputs: linear(part, o, i),  # type: ignore[misc]
+            )
+
+
+def linear(part: Part, outputs: int, inputs: int) -> Finding:
+    """Multiply 1, 4 and 16 tokens with several matrices in turn."""
+    count = 2 if part.dry_run else max(2, LEAST_BYTES // (2 * outputs * inputs))
+    weights = [torch.randn(outputs, inputs, device=part.device, dtype=torch.bfloat16) for _ in range(count)]
+    told = []
+    for tokens in (1, 4, 16):
+        x = torch.randn(tokens, inputs, device=part.device, dtype=torch.bfloat16)
+        seconds = median_seconds(part, [lambda w=weight: F.linear(x, w) for weight in weights])  # type: ignore[misc] # noqa: B023
+        share = weights[0].nbytes / seconds / read_rate(part)
+        told.append(f"{tokens}: {seconds * 1e6:.1f} µs, {share:.0%} of the read rate")
+    return Finding("", "; ".join(told))
+
+
+def prompt_checks(part: Part) -> Iterator[Check]:
+    """Yield attention of whole prompts, beside torch's ``scaled_dot_product_attention``."""
+    heads = ((4, 2, 64),) if part.dry_run else ((32, 8, 128), (32, 8, 64))
+    for h, k, d in heads:
+        for tokens in (48,) if part.dry_run else (512, 2048, 8192):
+            name = f"attention of a prompt of {tokens}, {h}/{k} heads of {d}"
+            yield name, lambda h=h, k=k, d=d, t=tokens: attention(part, t, h, k, d)  # type: ignore[misc]
+
+
+def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> Finding:
+    """Time both, in bfloat16. Ours stores keys and values to their pages as well."""
+    dtype = torch.float32 if part.dry_run else torch.bfloat16
+    spec = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    shape = kernels_part.Shape("prompt", heads, kv_heads, dim, ((0, tokens),))
+    batch, pages = kernels_part.make_batch(shape, part.device)
+    pool = make_pool(make_layout(KVShape(1, kv_heads, dim), kernels_part.PAGE, dtype), pages, part.device)
+    limits = AttentionLimits(heads, (), 1, batch.req_to_token.shape[1])
+    device = open_device(part.device)
+    backend = make_attention_backend("triton", BackendNeeds(pool, dtype, None, limits, device, [spec], pages, 256))
+    backend.plan(batch)
+    q, k, v = (torch.randn(tokens, n, dim, device=part.device, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    ours = median_seconds(part, [lambda: backend.forward(0, q, k, v, spec)])
+    across, keys, values = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v))
+    theirs = median_seconds(
+        part, [lambda: F.scaled_dot_product_attention(across, keys, values, is_causal=True, enable_gqa=True)]
+    )
+    operations = 2 * heads * dim * tokens**2
+    told = ", ".join(
+        f"{name} {seconds * 1e6:.0f} µs ({operations / seconds / matmul_rate(part):.0%} of the multiplying rate)"
+        for name, seconds in (("triton", ours), ("SDPA", theirs))
+    )
+    return Finding("", f"{told}: {theirs / ours:.2f} times as fast")
+
+
+def compiled_checks(part: Part) -> Iterator[Check]:
+    """Yield decode steps of one row by ``torch.compile`` with a static cache, beside ours."""
+    for name in ("1B", "8B"):
+        times: dict[str, float] = {}
+        bench = Bench(part, shape_called(name, part.dry_run), "triton")
+        yield f"{name}: step of 1 by torch.compile", lambda n=name, t=times: compiled(part, n, t)  # type: ignore[misc]
+        yield f"{name}: pdserve loaded", bench.load
+        yield f"{name}: step of 1 beside torch.compile", lambda b=bench, t=times: compare(b, t)  # type: ignore[misc]
+        yield f"{name}: pdserve unloaded", bench.unload
+
+
+def compiled(part: Part, name: str, times: dict[str, float]) -> Finding:
+    """Compile the whole step as one graph, and time steps at the context that ours have."""
+    shape = shape_called(name, part.dry_run)
+    dtype, count = (torch.float32, 3) if part.dry_run else (torch.bfloat16, 100)
+    begin = time.monotonic()
+    with torch.no_grad():
+        with torch.device(part.device):
+            model = StaticLlama(config_of(shape), shape.context + count + 16).to(dtype)
+            token, position = torch.ones(1, dtype=torch.int64), torch.full((1,), shape.context, dtype=torch.int64)
+        # Inductor needs a C++ compiler on a CPU, where nothing is timed; what dynamo takes is the same.
+        how: dict[str, Any] = {"backend": "eager"} if part.dry_run else {"mode": "reduce-overhead"}
+        step: Step = torch.compile(model, fullgraph=True, **how)
+        for _ in range(3):
+            token = step(token, position).clone()
+        ready = time.monotonic() - begin
+        seconds = _time_steps(part, step, token, position, count)
+    # What was compiled holds memory that our model needs next.
+    del step, model
+    torch._dynamo.reset()
+    gc.collect()
+    times["torch.compile"] = seconds
+    return Finding("", f"{seconds * 1e3:.3f} ms a step, compiled in {ready:.0f} s")
+
+
+def compare(bench: Bench, times: dict[str, float]) -> Finding:
+    """Time our step, and tell how many times as fast it is."""
+    ours = bench.steps.decode(1, 3 if bench.part.dry_run else 100).step_ms
+    if "torch.compile" not in times:
+        return Finding("", f"{ours:.3f} ms; torch.compile was not measured")
+    ratio = times["torch.compile"] * 1e3 / ours
+    told = f"{ours:.3f} ms, {ratio:.2f} times as fast"
+    return Finding("", told) if bench.part.dry_run else Finding("", told, "at least as fast", ratio >= 1)
+
+
+def _time_steps(part: Part, step: Step, token: Tensor, position: Tensor, count: int) -> float:
+    """Return the seconds of one of ``count`` steps, each of which takes the token of the one before."""
+    if not part.dry_run:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        token = step(token, position).clone()
+        position.add_(1)
+    if not part.dry_run:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count

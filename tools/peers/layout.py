@@ -1,0 +1,54 @@
+"""Where the peers' programs and the model's files lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.model_files.model_path import EMBEDDED_MODEL, resolve_model
+
+
+@dataclass(frozen=True)
+class PeerSetup:
+    """``build_dir``: everything that is installed, built or exported goes there, and nothing anywhere else.
+
+    ``cores``: those that the servers may use, one thread each.
+    """
+
+    build_dir: Path
+    cores: tuple[int, ...]
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of a whole deployment, however many servers it has."""
+        return len(self.cores)
+
+    @property
+    def gguf(self) -> Path:
+        """The model as llama.cpp reads it."""
+        return resolve_model(EMBEDDED_MODEL).path
+
+    @property
+    def q4km(self) -> Path:
+        """A random model in Q4_K_M: K-quants need sizes that the real one hasn't."""
+        return self.build_dir / "random-q4_k_m.gguf"
+
+    @property
+    def hf_folder(self) -> Path:
+        """The same model dequantised to bf16, as vLLM and pdserve read it."""
+        return self.build_dir / "smollm2-135m-bf16"
+
+    @property
+    def vllm_env(self) -> Path:
+        """vLLM's virtual environment."""
+        return self.build_dir / "vllm"
+
+    @property
+    def llama_env(self) -> Path:
+        """Sources and build of llama.cpp."""
+        return self.build_dir / "llama.cpp"
+
+    @property
+    def llama_server(self) -> Path:
+        """The built server."""
+        return self.llama_env / "build" / "bin" / "llama-server"
