@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdserve.server.http.fields import Body
-from pdserve.server.http.generate_schemas import GenerateBody, SamplingParamsBody
-from pdserve.server.http.openai_schemas import ChatBody, CompletionBody, Message, StreamOptions, TextPart
-from pdserve.server.http.unserved import ANYTHING, IGNORED
+from pdserve.server.http.bodies.fields import Body
+from pdserve.server.http.bodies.unserved import ANYTHING, IGNORED
+from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
+from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, Message, StreamOptions, TextPart
 
 PAGE = Path(__file__).with_name("http-api.md")
-BEGIN = "<!-- Written by `make docs` from server/http/*_schemas.py and unserved.py: edit those. -->"
+BEGIN = "<!-- Written by `make docs` from server/http/*/schemas.py and server/http/bodies/unserved.py: edit those. -->"
 END = "<!-- End of what `make docs` writes. -->"
 BETWEEN = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 ABSENT = "–"

@@ -31,10 +31,10 @@ from ..runtime.web.own_admin_key import own_admin_key
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
-from .http.engine_client import EngineClient
+from .http.engine.engine_client import EngineClient
 from .http.served_model import ServedModel
-from .http.session_files import SessionError
-from .http.session_folder import open_sessions
+from .http.session_store.session_files import SessionError
+from .http.session_store.session_folder import open_sessions
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1

@@ -19,7 +19,7 @@ from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.guard import guard
 from ...runtime.web.paths import Server
 from ...runtime.web.prometheus import MetricsPage
-from .admin import (
+from .admin.admin import (
     abort_request,
     flush_cache,
     health,
@@ -30,7 +30,11 @@ from .admin import (
     server_info,
     transfers,
 )
-from .admin_schemas import AbortBody
+from .admin.kv_hashes import KVHashesBody, kv_hashes
+from .admin.memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
+from .admin.moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
+from .admin.profiling import StartProfileBody, StopProfileBody, start_profile, stop_profile
+from .admin.schemas import AbortBody
 from .answers import (
     Aborted,
     Alive,
@@ -59,31 +63,27 @@ from .answers import (
     Tokens,
     TransfersAnswer,
 )
-from .bootstrap_gate import BootstrapGate
-from .chat import chat_completions
-from .completions import completions
+from .bodies.field_names import FieldNames
+from .bodies.fields import Body
 from .docs_page import docs_page
-from .engine_client import EngineClient
+from .engine.bootstrap_gate import BootstrapGate
+from .engine.engine_client import EngineClient
+from .engine.health_check import HealthCheck
+from .engine.moved_answers import PATH as MOVED_PATH
+from .engine.question_queue import QuestionQueue
 from .errors import install_error_handlers
-from .field_names import FieldNames
-from .fields import Body
-from .generate import generate
-from .generate_schemas import GenerateBody
-from .health import HealthCheck
-from .instance_metrics import InstanceMetrics
-from .kv_hashes import KVHashesBody, kv_hashes
-from .memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
-from .models import detokenize, get_model, list_models, tokenize
-from .moved_answers import PATH as MOVED_PATH
-from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
-from .openai_schemas import ChatBody, CompletionBody
+from .metrics.instance_metrics import InstanceMetrics
+from .native.generate import generate
+from .native.schemas import GenerateBody
+from .openai.chat import chat_completions
+from .openai.completions import completions
+from .openai.schemas import ChatBody, CompletionBody
 from .openapi import Described, QueryParameter, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES
-from .profiling import StartProfileBody, StopProfileBody, start_profile, stop_profile
-from .question_queue import QuestionQueue
 from .served_model import ServedModel
-from .session_folder import Sessions, open_sessions
-from .session_schemas import (
+from .session_store.session_folder import Sessions, open_sessions
+from .sessions.endpoints import delete_session, list_sessions, restore, snapshot
+from .sessions.schemas import (
     Deleted,
     RestoreAnswer,
     RestoreBody,
@@ -93,10 +93,10 @@ from .session_schemas import (
     SnapshotAnswer,
     SnapshotBody,
 )
-from .sessions import delete_session, list_sessions, restore, snapshot
-from .slots import ACTIONS, slot_action
+from .sessions.slots import ACTIONS, slot_action
 from .state import HttpState
-from .text_schemas import DetokenizeBody, TokenizeBody
+from .text.models import detokenize, get_model, list_models, tokenize
+from .text.schemas import DetokenizeBody, TokenizeBody
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

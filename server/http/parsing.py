@@ -13,10 +13,10 @@ from starlette.requests import Request
 from ...messages.error_codes import OVERLOADED
 from ...runtime.web.access_log import AccessRecord
 from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped
+from .bodies.field_names import IGNORED_HEADER
+from .bodies.fields import TAG, Body, FieldError
+from .bodies.large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .errors import ApiError, bad_request
-from .field_names import IGNORED_HEADER
-from .fields import TAG, Body, FieldError
-from .large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .state import HttpState
 
 B = TypeVar("B", bound=Body)

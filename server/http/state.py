@@ -11,13 +11,13 @@ from ...runtime.options import ServerOptions
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import Uploads
 from ...runtime.web.prometheus import MetricsPage
-from .bootstrap_gate import BootstrapGate
-from .engine_client import EngineClient
-from .field_names import FieldNames
-from .health import HealthCheck
-from .question_queue import QuestionQueue
+from .bodies.field_names import FieldNames
+from .engine.bootstrap_gate import BootstrapGate
+from .engine.engine_client import EngineClient
+from .engine.health_check import HealthCheck
+from .engine.question_queue import QuestionQueue
 from .served_model import ServedModel
-from .session_folder import Sessions
+from .session_store.session_folder import Sessions
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.keys import caches_by_key
 from pdserve.server.http.app import make_app
-from pdserve.server.http.engine_client import EngineClient
+from pdserve.server.http.engine.engine_client import EngineClient
 from support.admin_key import ADMIN_KEY, as_admin
 from support.machine import limit
 

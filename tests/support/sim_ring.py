@@ -25,7 +25,7 @@ from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
 from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.server.http.app import make_app
-from pdserve.server.http.engine_client import EngineClient
+from pdserve.server.http.engine.engine_client import EngineClient
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import deliver as deliver_in
 from pdserve.server.tokenizer_process import route as route_in

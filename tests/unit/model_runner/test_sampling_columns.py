@@ -12,7 +12,7 @@ from pdserve.messages.sampling import COLUMNS, SamplingParams
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.sampling.row_params import ROW_PARAMS
 from pdserve.model_runner.sampling.rows import RowStates
-from pdserve.server.http.request_fields import SamplingFields
+from pdserve.server.http.bodies.request_fields import SamplingFields
 
 ROOT = Path(__file__).parents[3]
 CPP_TYPES = {

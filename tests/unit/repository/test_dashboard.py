@@ -23,7 +23,7 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.web.access_log import AccessCounts, AccessRecord
 from pdserve.runtime.web.paths import PathTable, Server
-from pdserve.server.http.metric_aliases import ALIASES
+from pdserve.server.http.metrics.metric_aliases import ALIASES
 
 DOCKER = Path(__file__).parents[3] / "docker"
 RECORDED = Path(__file__).with_name("recorded_metrics.txt")

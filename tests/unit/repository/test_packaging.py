@@ -21,10 +21,10 @@ from pdserve.runtime.option_checks import check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
-from pdserve.server.http.admin_schemas import AbortBody
+from pdserve.server.http.admin.schemas import AbortBody
 from pdserve.server.http.app import ORDERS, QUESTIONS
-from pdserve.server.http.generate_schemas import GenerateBody, SamplingParamsBody
-from pdserve.server.http.openai_schemas import ChatBody, CompletionBody, StreamOptions
+from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
+from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

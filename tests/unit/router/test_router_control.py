@@ -7,7 +7,8 @@ import pytest
 from support.router_rig import generate, scenario
 
 from pdserve.router import endpoints
-from pdserve.server.http import admin, models
+from pdserve.server.http.admin import admin
+from pdserve.server.http.text import models
 
 
 @scenario(api_key="secret")

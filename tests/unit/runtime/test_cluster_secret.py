@@ -21,9 +21,9 @@ from pdserve.runtime.cluster_secret import (
 )
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
-from pdserve.server.http.bootstrap_gate import BootstrapGate
+from pdserve.server.http.bodies.request_fields import RequestFields
+from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.request_fields import RequestFields
 
 OLD, NEW = "o" * 32, "n" * 40
 NOW = 1_000_000.0

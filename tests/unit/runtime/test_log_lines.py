@@ -81,7 +81,7 @@ def guarded() -> Iterator[Guarded]:
         return FakeEngine(api_key="secret", trusted_proxies="127.0.0.0/8", allowed_origins="http://a")
 
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdserve.server.http.moved_answers.ARRIVAL_SECONDS", 0.0)
+        patch.setattr("pdserve.server.http.engine.moved_answers.ARRIVAL_SECONDS", 0.0)
         yield Guarded(runner.run(make()), runner)
 
 
@@ -146,7 +146,7 @@ def test_a_strangers_ticket_names_nothing_and_fills_no_log() -> None:
             assert await send(engine, "POST", "/moved", b"", {"host": "localhost", TICKET.decode(): ticket}, b"") == 404
 
     with printed(TextFormatter("http")) as text, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdserve.server.http.moved_answers.ARRIVAL_SECONDS", 0.0)
+        patch.setattr("pdserve.server.http.engine.moved_answers.ARRIVAL_SECONDS", 0.0)
         with_engine(run, api_key="secret")
     assert text.getvalue().count("POST /moved") == LINES
     assert "NAMED" not in text.getvalue()

@@ -16,8 +16,8 @@ from pdserve.router.client_answer import ClientAnswer
 from pdserve.router.dispatcher import Dispatcher, RoutedRequest
 from pdserve.router.request_body import RequestBody
 from pdserve.runtime.web.errors import without_frames
-from pdserve.server.http import engine_response
-from pdserve.server.http.submission import Submission
+from pdserve.server.http.engine.submission import Submission
+from pdserve.server.http.generation import engine_response
 
 
 @pytest.fixture(autouse=True)

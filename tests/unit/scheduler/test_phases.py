@@ -22,7 +22,7 @@ from support.world.world import World
 from pdserve.messages.outputs import FinishType, Phase, PhaseTime, ReqTokens, Timing
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.phases import PhaseClock
-from pdserve.server.http.timing import timing
+from pdserve.server.http.generation.timing import timing
 
 DURATION = st.floats(-5, 1e4)
 

@@ -8,8 +8,8 @@ import pytest
 from support.fake_engine import FakeEngine, events, with_engine
 
 from pdserve.messages.outputs import NamedLogprob, ReqText
-from pdserve.server.http import submission
-from pdserve.server.http.submission import Choice, Delta
+from pdserve.server.http.engine import submission
+from pdserve.server.http.engine.submission import Choice, Delta
 
 PIECE = "word "
 

@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.server.http.app import ORDERS
+from pdserve.server.http.bodies.field_names import (
+    MAX_FIELDS,
+    MAX_HEADER,
+    MAX_LOGGED,
+    MAX_NAMED,
+    FieldNames,
+    UnknownFields,
+)
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.field_names import MAX_FIELDS, MAX_HEADER, MAX_LOGGED, MAX_NAMED, FieldNames, UnknownFields
-from pdserve.server.http.generate_schemas import GenerateBody
-from pdserve.server.http.openai_schemas import ChatBody, CompletionBody
+from pdserve.server.http.native.schemas import GenerateBody
+from pdserve.server.http.openai.schemas import ChatBody, CompletionBody
 
 HEADER = "x-pdserve-ignored"
 USER = {"role": "user", "content": "hi"}
 CHAT = "/v1/chat/completions"
 ONE_TOKEN = {"max_new_tokens": 1}
-LOGGER = "pdserve.server.http.field_names"
+LOGGER = "pdserve.server.http.bodies.field_names"
 
 
 def post(path: str, body: dict[str, Any], unknown: UnknownFields = "warn") -> httpx.Response:

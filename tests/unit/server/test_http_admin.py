@@ -21,9 +21,9 @@ from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.question import Question, Refused, TextQuestion
 from pdserve.runtime.web.errors import error_type
-from pdserve.server.http import health as health_module
 from pdserve.server.http.answers import KVHashesAnswer, MemoryReleased, MemoryResumed, TransfersAnswer
 from pdserve.server.http.docs_page import render
+from pdserve.server.http.engine import health_check as health_module
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 

@@ -16,7 +16,7 @@ from support.fake_engine import FakeEngine, events, with_engine
 from pdserve.messages.outputs import FinishReason, FinishType, ReqError, TextBatch
 from pdserve.server.http.answers import ErrorAnswer, MetricsText
 from pdserve.server.http.app import ORDERS, QUESTIONS, STREAMS
-from pdserve.server.http.fields import Body, inner_bodies
+from pdserve.server.http.bodies.fields import Body, inner_bodies
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
 NATIVE_LOGPROBS = {

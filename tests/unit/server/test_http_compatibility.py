@@ -15,10 +15,10 @@ from support.fake_engine import CONTEXT_LENGTH, FakeEngine, events, with_engine
 from pdserve.messages.conversation import ChatMessage
 from pdserve.messages.requests import TokenizeReq
 from pdserve.model_files.sampling_defaults import SamplingDefaults
-from pdserve.server.http import models
 from pdserve.server.http.app import make_app
-from pdserve.server.http.fields import MAX_FREE_CHARACTERS, MAX_FREE_VALUES
+from pdserve.server.http.bodies.fields import MAX_FREE_CHARACTERS, MAX_FREE_VALUES
 from pdserve.server.http.served_model import ServedModel
+from pdserve.server.http.text import models
 
 DEEP: Any = 1
 for _ in range(200):

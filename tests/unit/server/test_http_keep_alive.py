@@ -12,8 +12,8 @@ from support.machine import limit
 
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
 from pdserve.runtime.web.ports import listen
-from pdserve.server.http import engine_response
-from pdserve.server.http.submission import Submission
+from pdserve.server.http.engine.submission import Submission
+from pdserve.server.http.generation import engine_response
 
 STREAM = {"prompt": "a", "stream": True}
 COMMENT = ": keep-alive"

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from pdserve.messages.outputs import NamedLogprob, PromptText
-from pdserve.server.http.logprob_lists import EncodedList, LogprobLists
+from pdserve.server.http.native.logprob_lists import EncodedList, LogprobLists
 
 
 def entries(*ids: int) -> list[NamedLogprob]:

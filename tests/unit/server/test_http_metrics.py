@@ -10,7 +10,7 @@ from support.fake_engine import PROMPT_TOKENS, FakeEngine, events, with_engine
 from support.scrape import Page, scheduler_metrics
 
 from pdserve.messages.outputs import FinishType, ReqError, ReqText, TextBatch
-from pdserve.server.http.metric_aliases import Growth
+from pdserve.server.http.metrics.metric_aliases import Growth
 
 VLLM_DASHBOARD = """
 vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum vllm:e2e_request_latency_seconds_count

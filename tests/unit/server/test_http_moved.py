@@ -20,9 +20,9 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.answer_keys import AnswerKeys
 from pdserve.runtime.web.client import events
 from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
-from pdserve.server.http import moved_answers
+from pdserve.server.http.engine import moved_answers
+from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.plan import Prompt, PromptPlan
 
 KEY = "k" * 32
 FOLLOWS = {FOLLOW.decode(): "1"}

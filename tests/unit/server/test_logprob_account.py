@@ -11,9 +11,9 @@ import pytest
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.messages.outputs import TextBatch
-from pdserve.server.http import logprob_account
+from pdserve.server.http.engine import logprob_account
+from pdserve.server.http.engine.logprob_account import LogprobAccount
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.logprob_account import LogprobAccount
 
 
 class Answer:

@@ -20,7 +20,7 @@ from pdserve.scheduler.info import Verdict, server_info
 from pdserve.server import cluster
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
-from pdserve.server.http.admin import FOR_USERS
+from pdserve.server.http.admin.admin import FOR_USERS
 from pdserve.server.http.served_model import ServedModel
 from pdserve.server.instance import run_instance
 from pdserve.server.pinned_model import pin_model

@@ -21,10 +21,12 @@ from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
 from pdserve.runtime.options import DEFAULT_MAX_LOGPROBS
 from pdserve.runtime.web.aside import Aside
-from pdserve.server.http import engine_response, large_bodies, request_batch
-from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
+from pdserve.server.http.bodies import large_bodies
+from pdserve.server.http.bodies.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
+from pdserve.server.http.engine import request_batch
+from pdserve.server.http.engine.request_batch import SLICE_CHOICES
+from pdserve.server.http.generation import engine_response
 from pdserve.server.http.parsing import parse_json
-from pdserve.server.http.request_batch import SLICE_CHOICES
 from pdserve.server.request_tokenizer import RequestTokenizer
 
 UNSET = 2**31 - 1

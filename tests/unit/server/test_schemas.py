@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pdserve.runtime.options import ServerOptions
-from pdserve.server.http.admin_schemas import AbortBody
-from pdserve.server.http.bootstrap_gate import BootstrapGate
-from pdserve.server.http.completions import read_prompts
+from pdserve.server.http.admin.schemas import AbortBody
+from pdserve.server.http.bodies.field_names import FieldNames
+from pdserve.server.http.bodies.fields import Body
+from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.field_names import FieldNames
-from pdserve.server.http.fields import Body
-from pdserve.server.http.generate import is_batch, plan_generate
-from pdserve.server.http.generate_schemas import GenerateBody, SamplingParamsBody
-from pdserve.server.http.openai_schemas import ChatBody, CompletionBody
+from pdserve.server.http.native.generate import is_batch, plan_generate
+from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
+from pdserve.server.http.openai.completions import read_prompts
+from pdserve.server.http.openai.schemas import ChatBody, CompletionBody
 from pdserve.server.http.parsing import parse_json
 from pdserve.server.http.parsing import validate as validate_types
 

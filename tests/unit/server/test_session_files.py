@@ -17,8 +17,8 @@ from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.messages.base import pack_i32
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.sessions import SessionState
-from pdserve.server.http import session_files
-from pdserve.server.http.session_files import Limits, SessionError, SessionFiles, SessionInfo
+from pdserve.server.http.session_store import session_files
+from pdserve.server.http.session_store.session_files import Limits, SessionError, SessionFiles, SessionInfo
 
 STATE = SessionState(
     running=RunningRequest(make_generate("r", [1, 2, 3], max_new_tokens=9), pack_i32([4, 5]), 9, 0.0),
@@ -230,7 +230,7 @@ import itertools, sys, time
 from pathlib import Path
 import msgspec
 from pdserve.messages.sessions import SessionState
-from pdserve.server.http.session_files import Limits, SessionFiles, SessionInfo
+from pdserve.server.http.session_store.session_files import Limits, SessionFiles, SessionInfo
 
 files = SessionFiles(Path(sys.argv[1]), Limits(1 << 40, 1 << 40, 100.0))
 state = msgspec.msgpack.decode(Path(sys.argv[2]).read_bytes(), type=SessionState)

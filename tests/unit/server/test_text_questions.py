@@ -18,9 +18,9 @@ from pdserve.messages.base import Message
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.runtime.web.keys import SCOPE_KEY, Caller
+from pdserve.server.http.engine.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
 from pdserve.server.http.errors import ApiError
-from pdserve.server.http.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
-from pdserve.server.http.text_schemas import MAX_CHARACTERS
+from pdserve.server.http.text.schemas import MAX_CHARACTERS
 from pdserve.server.prompt_encoder import PIECE_CHARACTERS, PromptEncoder
 from pdserve.server.question_thread import FAILED, QuestionThread
 from pdserve.server.text_questions import MAX_TOKENS, TextQuestions

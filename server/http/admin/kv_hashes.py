@@ -1,0 +1,74 @@
+"""``POST /kv/hashes``, for admins: what the KV pool holds of a prompt, as hashes of each layer's keys and values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.base import pack_i32
+from ....messages.kv_debug import HashedGroup, KVHashesReq
+from ....messages.text import EncodeReq
+from ....runtime.web.json_response import json_response
+from ..bodies.fields import Body, FieldError, PromptIds
+from ..errors import bad_request
+from ..parsing import parse_body
+from ..state import HttpState
+from ..text.schemas import MAX_CHARACTERS
+
+SECONDS = 30.0
+"""Timeout for the tokenizer, and for the worker, which answers after the steps under way."""
+
+
+class KVHashesBody(Body):
+    """``POST /kv/hashes``: a prompt. ``extra_key``: the namespace of its KV; without it, that which has most of it."""
+
+    text: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = None
+    input_ids: PromptIds | None = None
+    extra_key: Annotated[str, Field(max_length=2048)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> KVHashesBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise FieldError("text", 'give exactly one of "text" and "input_ids"')
+        return self
+
+
+async def kv_hashes(request: Request) -> Response:
+    """501 without ``--kv-debug``."""
+    state, body = HttpState.of(request), await parse_body(request, KVHashesBody)
+    questions = state.engine.questions
+    token_ids = body.input_ids
+    if token_ids is None:
+        text = body.text or ""
+        ask = lambda: questions.ask(EncodeReq([text]), SECONDS)  # noqa: E731
+        read = await state.questions.ask(request, len(text), ask)
+        if read.error is not None:
+            raise bad_request(read.field, read.error)
+        [token_ids] = read.token_ids
+    packed = pack_i32(token_ids)
+    told = await questions.ask(KVHashesReq(packed, body.extra_key), SECONDS)
+    layers = [layer for group in told.groups if group.layers for layer in _layers(group)]
+    return json_response(
+        {
+            "tokens": len(token_ids),
+            "cached_tokens": told.cached_tokens,
+            "page_size": told.page_size,
+            "order": told.order,
+            "extra_key": told.extra_key,
+            "layers": sorted(layers, key=lambda layer: layer["layer"]),
+        }
+    )
+
+
+def _layers(group: HashedGroup) -> list[dict[str, Any]]:
+    """Return each layer with the hashes of its pages, by part; null for a page that is not in the pool."""
+    hashes = np.frombuffer(group.hashes, dtype="<u8").reshape(-1, len(group.layers), len(group.parts))
+    return [
+        {"layer": layer}
+        | {part: [f"{h:016x}" if h else None for h in hashes[:, i, j].tolist()] for j, part in enumerate(group.parts)}
+        for i, layer in enumerate(group.layers)
+    ]

@@ -1,0 +1,151 @@
+"""Orders that change what an instance does and where its requests run.
+
+``POST /migrate``, ``/drain`` and ``/role`` are for admins, ``POST /moved`` for other instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.control import RoleReq
+from ....messages.moves import MigrateReq, MigrateResult
+from ....messages.outputs import ReqText
+from ....messages.sampling import SamplingParams
+from ....runtime.cluster_secret import addresses
+from ....runtime.web.json_response import json_response
+from ....runtime.web.keys import Caller
+from ....runtime.web.sse import DATA_PREFIX, EVENT_END
+from ..bodies.fields import Body, Rid
+from ..engine.plan import Prompt, PromptPlan
+from ..engine.question_client import NoAnswer, QuestionRefused
+from ..engine.submission import Choice, Delta
+from ..errors import ApiError, bad_request
+from ..generation.engine_response import EngineResponse
+from ..generation.tickets import ticket_of
+from ..parsing import parse_body
+from ..state import HttpState
+
+ROLE_SECONDS = 5.0
+MOVE_SECONDS = 120.0
+"""Timeout of a migration. While a request waits for memory at the target, it runs on here."""
+
+
+class MigrateBody(Body):
+    """``POST /migrate``: which request, and the bootstrap address of the instance that shall go on with it."""
+
+    rid: Rid
+    bootstrap_host: Annotated[str, Field(min_length=1, max_length=253)]
+    bootstrap_port: Annotated[int, Field(ge=1, le=65535)]
+
+
+async def migrate(request: Request) -> Response:
+    """Let a running request go on at another instance; 409 with the reason where it stays."""
+    state, body = HttpState.of(request), await parse_body(request, MigrateBody)
+    if refusal := state.gate.move_refusal([(body.bootstrap_host, body.bootstrap_port)]):
+        raise ApiError(403, f"bootstrap_host: {refusal}", param="bootstrap_host")
+    rids = state.engine.running(body.rid, Caller.of(request.scope))
+    if not rids:
+        raise ApiError(404, f'rid: no request "{body.rid}" is running here', param="rid")
+
+    async def ask(rid: str) -> MigrateResult | QuestionRefused:
+        try:
+            question = MigrateReq(rid, body.bootstrap_host, body.bootstrap_port)
+            return await state.engine.questions.ask(question, MOVE_SECONDS)
+        except QuestionRefused as e:
+            return e
+
+    try:
+        results = await asyncio.gather(*map(ask, rids))
+    except NoAnswer:
+        raise ApiError(503, f"it was not moved within {MOVE_SECONDS:g} s, and may yet be") from None
+    moved = [result for result in results if isinstance(result, MigrateResult)]
+    stays = [result for result in results if isinstance(result, QuestionRefused)]
+    if stays:
+        raise ApiError(409, f"{len(stays)} of {len(results)} answers stay here: {stays[0].message}")
+    return json_response({"moved": len(moved), "paused_ms": [round(result.paused_ms, 3) for result in moved]})
+
+
+class DrainBody(Body):
+    """``POST /drain``: who goes on with what runs, as HOST:PORT of bootstrap servers; nobody: it is finished here."""
+
+    may_be_left_out: ClassVar[bool] = True
+    refuses_unknown: ClassVar[bool] = True
+    to: list[str] = Field(default_factory=list)
+
+
+async def drain(request: Request) -> Response:
+    """Stop admitting, hand over what runs, and exit when nothing is left; answers at once."""
+    engine, body = HttpState.of(request).engine, await parse_body(request, DrainBody)
+    try:
+        to = sorted(addresses("to", ",".join(body.to)))
+    except ValueError as e:
+        raise bad_request("to", str(e).removeprefix("to ")) from None
+    if to and not HttpState.of(request).options.hands_over:
+        raise bad_request("to", "this instance exchanges no KV; start it with --handover on, or leave this out")
+    if refusal := HttpState.of(request).gate.move_refusal(to):
+        raise ApiError(403, f"to: {refusal}", param="to")
+    engine.drain(to)
+    return json_response({"draining": engine.live_requests})
+
+
+class RoleBody(Body):
+    """``POST /role``: what the instance is to be offered from now on."""
+
+    role: Literal["unified", "prefill", "decode"]
+
+
+async def role(request: Request) -> Response:
+    """Change the role, without a restart; what runs goes on, what is cached stays."""
+    engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
+    try:
+        result = await engine.questions.ask(RoleReq(body.role), ROLE_SECONDS)
+    except QuestionRefused as e:
+        raise ApiError(409, e.message) from None
+    return json_response({"role": result.role, "before": result.before})
+
+
+async def moved(request: Request) -> Response:
+    """Send the rest of an answer that goes on here to the instance that has its client."""
+    ticket = ticket_of(request.scope)
+    if ticket is None:
+        raise bad_request(None, "this path is for instances, which send a ticket")
+    plan = PromptPlan(Prompt(), SamplingParams(seed=0), 1, ticket.rid, True, None, None, "")
+    return EngineResponse(HttpState.of(request).engine, [plan], ItemRenderer(), stream=True)
+
+
+class ItemRenderer:
+    """Writes the engine's output as ``ReqText`` messages, unchanged."""
+
+    field_names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def created(self) -> int:
+        """Return 0: the time is not reported here."""
+        return 0
+
+    @property
+    def repeats(self) -> bool:
+        """Return False: each event holds only what is new."""
+        return False
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        """Raise ``AssertionError``: a moved answer is always read as a stream."""
+        raise AssertionError("a moved answer is read as a stream")
+
+    def events(self, delta: Delta) -> bytes:
+        """Return one ``ReqText`` as an event."""
+        choice = delta.choice
+        prompt, logprobs = choice.prompt if delta.is_first else None, delta.logprobs or None
+        item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt)
+        return DATA_PREFIX + msgspec.json.encode(item) + EVENT_END
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return nothing: no event follows the last choice's end."""
+        return b""

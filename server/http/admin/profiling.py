@@ -1,0 +1,126 @@
+"""``POST /start_profile`` and ``/stop_profile``, SGLang's names: traces of what the model workers compute.
+
+Both are an admin's.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.profiling import (
+    ALL_ACTIVITIES,
+    MAX_STACK_STEPS,
+    MAX_STEPS,
+    ProfileActivity,
+    ProfileResult,
+    StartProfileReq,
+    StopProfileReq,
+)
+from ....messages.question import Question
+from ....runtime.web.json_response import json_response
+from ..bodies import unserved
+from ..bodies.fields import Body, FieldError
+from ..bodies.unserved import Unserved
+from ..engine.question_client import NoAnswer
+from ..errors import ApiError
+from ..parsing import parse_body
+from ..state import HttpState
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+START_SECONDS = 60.0
+"""Maximum time until the worker records: it may be in a long step, and a GPU's first profile loads CUPTI."""
+STOP_SECONDS = 300.0
+"""Maximum time until the files are written."""
+
+
+def _check_name(name: str) -> str:
+    if not PLAIN_NAME.fullmatch(name):
+        raise ValueError(
+            "must be a plain name (letters, digits, '.', '_' and '-', 64 at most): it is made in the folder of "
+            "--profile-dir"
+        )
+    return name
+
+
+class StartProfileBody(Body):
+    """``POST /start_profile``: what is recorded of the next ``num_steps`` steps, and in which folder.
+
+    ``activities``: none means all that the device has. ``num_steps``: by default, as many as there may be.
+    """
+
+    may_be_left_out: ClassVar[bool] = True
+    refuses_unknown: ClassVar[bool] = True
+    unserved: ClassVar[Unserved] = unserved.START_PROFILE
+
+    output_dir: Annotated[str, AfterValidator(_check_name)] | None = None
+    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None
+    activities: Annotated[list[ProfileActivity], Field(max_length=len(ALL_ACTIVITIES))] = Field(default_factory=list)
+    with_stack: bool = False
+    record_shapes: bool = False
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> StartProfileBody:
+        if self.with_stack and self.num_steps is not None and self.num_steps > MAX_STACK_STEPS:
+            raise FieldError("num_steps", f"must be at most {MAX_STACK_STEPS} with with_stack, not {self.num_steps}")
+        return self
+
+
+class StopProfileBody(Body):
+    """``POST /stop_profile``: nothing."""
+
+    may_be_left_out: ClassVar[bool] = True
+    refuses_unknown: ClassVar[bool] = True
+
+
+async def start_profile(request: Request) -> Response:
+    """Begin a profile; 409 while one runs, and for a name that is taken."""
+    body = await parse_body(request, StartProfileBody)
+    steps = body.num_steps or (MAX_STACK_STEPS if body.with_stack else MAX_STEPS)
+    name = body.output_dir or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+    result = await _ask(
+        request,
+        StartProfileReq(name, steps, body.activities, body.with_stack, body.record_shapes),
+        START_SECONDS,
+    )
+    return json_response(
+        {
+            "folder": result.folder,
+            "files": result.files,
+            "activities": result.activities,
+            "num_steps": result.steps,
+            "seconds": result.seconds,
+        }
+    )
+
+
+async def stop_profile(request: Request) -> Response:
+    """End the profile and name its files, or those of the last one; 409 where there has been none."""
+    await parse_body(request, StopProfileBody)
+    result = await _ask(request, StopProfileReq(), STOP_SECONDS)
+    return json_response(
+        {
+            "folder": result.folder,
+            "files": result.files,
+            "bytes": result.nbytes,
+            "activities": result.activities,
+            "steps": result.steps,
+            "seconds": result.seconds,
+            "ended_by": result.ended_by,
+        }
+    )
+
+
+async def _ask(request: Request, question: Question[ProfileResult], seconds: float) -> ProfileResult:
+    """Return the scheduler's answer if it is good. Raises ``ApiError``."""
+    try:
+        return await HttpState.of(request).engine.questions.ask(question, seconds)
+    except NoAnswer:
+        text = f"the model worker did not answer within {seconds:g} s; /server_info tells the profile's state"
+        raise ApiError(503, text) from None

@@ -1,0 +1,427 @@
+"""The HTTP process's side of the ring: sends requests, and receives text and answers.
+
+A request is live from ``submit`` until the engine ends it. If its client has gone, it is aborted. Its wire id stays
+known, without an owner, until the engine has ended it too. So a new request of the same name can't get its text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+
+from ....messages.base import Message
+from ....messages.channel import AsyncReceiver, FrameTooLarge, SendsMessages, UndeclaredMessage
+from ....messages.control import Drained, StopAsked
+from ....messages.error_codes import BATCH_TOO_LARGE
+from ....messages.metrics import SchedulerMetrics
+from ....messages.moves import ReqArrived, ReqMoved
+from ....messages.outputs import ReqError, TextBatch
+from ....messages.requests import AbortReq
+from ....messages.routes import ToHttp
+from ....messages.sessions import ReleaseReq, ResumeReq, SessionState
+from ....messages.too_large import explain
+from ....runtime.answer_keys import AnswerKeys
+from ....runtime.web.cluster_auth import ClusterClient
+from ....runtime.web.keys import ANYBODY, Caller
+from ....runtime.web.moved_answer import Ticket
+from ..errors import AnswerMoved, ApiError, bad_request
+from .logprob_account import LogprobAccount
+from .moved_answers import MovedAnswers
+from .plan import PromptPlan
+from .question_client import QuestionClient
+from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
+from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
+from .running_names import RunningNames
+from .submission import Choice, Kind, Submission
+
+ABORTED = "aborted by the client"
+MAX_HELD_BYTES = 1 << 30
+"""Maximum total length of the messages of all running requests: the engine keeps each prompt in some form until its
+request ends.
+"""
+log = logging.getLogger(__name__)
+
+
+class AbortCount(NamedTuple):
+    """``aborted``: requests that were running. ``legs``: how many of these another instance answers."""
+
+    aborted: int
+    legs: int
+
+
+class _Live(NamedTuple):
+    choice: Choice
+    owner: Submission
+
+
+class EngineClient:
+    """Submits requests and delivers each answer to its waiter; ``questions`` asks. Event-loop thread only."""
+
+    def __init__(
+        self,
+        tokenizer: SendsMessages,
+        supervisor: SendsMessages | None = None,
+        mode: str = "unified",
+        *,
+        cache_by_key: bool = False,
+        answer_keys: AnswerKeys | None = None,
+        cluster: ClusterClient | None = None,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        max_logprobs: int | None = None,
+        max_requests: int | None = None,
+    ) -> None:
+        """Make a client of the tokenizer and the supervisor. ``max_requests``: maximum answers queued and running at a
+        time.
+
+        A batch of more answers than that is refused.
+        """
+        self.metrics = RequestMetrics()
+        self.scheduler_metrics: SchedulerMetrics | None = None
+        """The scheduler's latest report, None while it is still loading."""
+        self._tokenizer = tokenizer
+        self._supervisor = supervisor
+        self._mode = mode
+        self._live: dict[str, _Live | None] = {}
+        self._max_request_bytes = max_request_bytes
+        self._max_held_bytes = max_held_bytes
+        self.logprobs = LogprobAccount(max_logprobs)
+        self.held_bytes = 0
+        """Total length of the messages of all submissions that have not ended."""
+        self._cache_by_key = cache_by_key
+        self._names = RunningNames()
+        self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
+        self.questions = QuestionClient(self._send)
+        self._ids = itertools.count(1)
+        self._max_requests = max_requests
+        self._closed: str | None = None
+
+    @property
+    def role(self) -> str:
+        """Return the instance's current role as last reported; before the first report, the configured mode."""
+        return self.scheduler_metrics.role if self.scheduler_metrics is not None else self._mode
+
+    @property
+    def live_requests(self) -> int:
+        """Return how many requests the engine has not ended, abandoned ones included."""
+        return len(self._live)
+
+    def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
+        """Return whether a running request of ``caller`` has this name."""
+        return (caller.name, name) in self._names
+
+    # --- requests ---
+
+    async def submit(
+        self,
+        plans: Sequence[PromptPlan],
+        *,
+        streaming: bool,
+        group: str | None = None,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
+        keeps_told: bool = True,
+    ) -> Submission:
+        """Send one request for each prompt.
+
+        ``group``: a name for all answers, beside those in ``plans``. ``follows``: the client can read the rest of an
+        answer elsewhere. ``keeps_told``: see ``Choice``. Raises ``ApiError``:
+        - 400 if a name is in use;
+        - 413 if the prompts are too large;
+        - 429 if too much is running already;
+        - 503 after ``close``.
+        """
+        self._check_open()
+        self._check_batch(plans)
+        if self._cache_by_key:
+            # No key's name contains "\\0", so no client can ask for prefixes of another one.
+            plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
+        is_prefill = self.role == "prefill"
+        asker = Asker(caller.name, streaming, group, is_prefill, keeps_told, self._max_request_bytes)
+        batch = await make_batch(plans, asker)
+        # No await from here on: no answer can come, and no name be taken, before all are known.
+        self._check_open()
+        choices = batch.choices
+        taken = next((name for name in batch.named if self.is_named(name, caller)), None)
+        if taken is not None:
+            raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
+        rids = {choice.rid for choice in choices}
+        if len(rids) != len(choices):
+            raise bad_request("rid", "two answers of the batch would share an id; choose others")
+        if any(rid in self._live for rid in rids):
+            for choice in choices:
+                choice.wire_rid = self._wire_rid(choice.rid, rids if choice.rid in self._live else ())
+            batch.rename()
+        submission = Submission(
+            choices,
+            owner=caller.name,
+            names=list(batch.named),
+            streaming=streaming,
+            follows=follows and len(choices) == 1,
+            nbytes=batch.nbytes,
+            account=self.logprobs,
+        )
+        self._check_held(batch.nbytes)
+        # Send first: a request that can't be sent must leave no name behind.
+        self._send(*batch.requests)
+        self.held_bytes += batch.nbytes
+        self._names.add(caller.name, batch.named)
+        self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
+        return submission
+
+    def _check_held(self, nbytes: int) -> None:
+        """Raise ``ApiError`` 429 if requests of ``nbytes`` and those that run would exceed the limit."""
+        if self.held_bytes + nbytes > self._max_held_bytes:
+            raise ApiError(
+                429,
+                f"{nbytes} bytes of prompts beside {self.held_bytes} of running requests are more than the limit of "
+                f"{self._max_held_bytes}; try again later",
+            )
+
+    def _send(self, *messages: Message) -> None:
+        """Send to the tokenizer. If no frame can hold a message, send none and raise ``ApiError`` 413."""
+        try:
+            self._tokenizer.send(*messages)
+        except FrameTooLarge as e:
+            raise ApiError(413, explain(e)) from None
+
+    def _check_batch(self, plans: Sequence[PromptPlan]) -> None:
+        """Raise ``ApiError`` 413 for a batch with more answers than may ever be queued and running."""
+        answers = sum(plan.n for plan in plans)
+        if self._max_requests is not None and answers > self._max_requests:
+            text = f"the batch asks for {answers} answers, and {self._max_requests} may be queued or running at a time"
+            raise ApiError(413, f"{text}; split it", code=BATCH_TOO_LARGE)
+
+    async def adopt(
+        self,
+        ticket: Ticket,
+        plans: Sequence[PromptPlan],
+        *,
+        streaming: bool,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
+        keeps_told: bool = True,
+    ) -> Submission:
+        """Take over the answer that began at another instance and goes on here.
+
+        Raises ``ApiError`` if there is none.
+        """
+        self._check_open()
+        if len(plans) != 1 or plans[0].n != 1:
+            raise bad_request(None, "a ticket is for one answer")
+        submission = await self.moved.take(ticket, plans[0], streaming=streaming, keeps_told=keeps_told)
+        choice, names = submission.choices[0], []
+        if not self.is_named(plans[0].rid, caller):
+            names = [plans[0].rid]
+            self._names.add(caller.name, {names[0]: [choice]})
+        submission.owner, submission.names, submission.follows = caller.name, names, follows
+        return submission
+
+    def resume(
+        self,
+        state: SessionState,
+        owner: str,
+        *,
+        streaming: bool,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
+        keeps_told: bool = True,
+    ) -> Submission:
+        """Continue a session of ``owner`` under the name that its request has now.
+
+        Raises ``ApiError`` if the name is in use, and after ``close``.
+        """
+        self._check_open()
+        request, arrival = state.running.request, time.monotonic()
+        if self.is_named(request.rid, caller):
+            raise bad_request("rid", f'"{request.rid}" is in use by a running request; choose another')
+        wire_rid = self._wire_rid(request.rid, ())
+        kind = Kind.STREAM if streaming else Kind.WHOLE
+        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, keeps_told=keeps_told)
+        choice.replay = bool(state.running.output)
+        key = request.extra_key
+        if self._cache_by_key and not key.startswith(f"{owner}\0"):
+            key = f"{owner}\0{key}"  # it was saved by a server that shares prefixes between keys
+        # The old time limit was that of another client's request.
+        fields = {"stream": streaming, "extra_key": key, "key_name": owner, "timeout_s": 0.0}
+        request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, **fields)
+        running = msgspec.structs.replace(state.running, request=request)
+        names = {choice.rid: [choice]}
+        nbytes = len(state.token_ids)
+        submission = Submission(
+            [choice],
+            owner=caller.name,
+            names=list(names),
+            streaming=streaming,
+            follows=follows,
+            nbytes=nbytes,
+            account=self.logprobs,
+        )
+        self._check_held(nbytes)
+        self._send(ResumeReq(msgspec.structs.replace(state, running=running)))
+        self.held_bytes += nbytes
+        self._names.add(caller.name, names)
+        self._live[wire_rid] = _Live(choice, submission)
+        return submission
+
+    def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
+        """Release the stored KV of these tokens (int32) except the first ``shared``."""
+        self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
+
+    def end(self, submission: Submission) -> None:
+        """Forget a submission, and abort whatever of it still runs."""
+        self.held_bytes -= submission.nbytes
+        self.logprobs.drop(submission)
+        self._names.remove(submission.owner, submission.names)
+        why = CLIENT_GONE if submission.is_abandoned else ERROR
+        for choice in submission.choices:
+            if self.moved.leave(choice.wire_rid):
+                self._live.pop(choice.wire_rid, None)  # the engine has ended it already
+            elif self._live.get(choice.wire_rid) is not None:
+                self.metrics.dropped(choice, why)
+        self._abort(submission.choices, "the client is gone")
+        for choice in submission.choices:
+            if choice.wire_rid in self._live:
+                self._live[choice.wire_rid] = None
+
+    def abort(self, rid: str, caller: Caller = ANYBODY) -> AbortCount:
+        """End the running requests that ``caller`` calls ``rid`` (every choice of it)."""
+        return self._abort(self._names.find(caller, rid), ABORTED)
+
+    def abort_all(self, caller: Caller = ANYBODY) -> AbortCount:
+        """End every running request, for a caller other than the admin only its own."""
+        if not caller.is_admin:
+            return self._abort(self._names.owned(caller), ABORTED)
+        legs = sum(live is not None and live.choice.kind is Kind.LEG for live in self._live.values())
+        running = AbortCount(len(self._live), legs)
+        self.moved.abort_all(ABORTED)
+        self._tokenizer.send(AbortReq(rid=""))
+        return running
+
+    def running(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
+        """Return the wire ids of the running requests that ``caller`` calls ``rid``."""
+        choices = self._names.find(caller, rid)
+        return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
+
+    def known(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
+        """Return the wire ids of the running requests that ``caller`` calls ``rid``, else of those that ended last."""
+        return self.running(rid, caller) or self._names.find_ended(caller, rid)
+
+    def _abort(self, choices: Iterable[Choice], reason: str) -> AbortCount:
+        running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]
+        self.moved.abort(running, reason)
+        self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
+        return AbortCount(len(running), sum(choice.kind is Kind.LEG for choice in running))
+
+    def _wire_rid(self, rid: str, taken: Container[str]) -> str:
+        """Return ``rid``, with a number appended if it is in use.
+
+        Another caller's request may have it, an abandoned one, or one of the same submission (``taken``). A numbered
+        name may be in use as well.
+        """
+        wire_rid = rid
+        while wire_rid in self._live or wire_rid in taken:
+            wire_rid = f"{rid}~{next(self._ids)}"
+        return wire_rid
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ApiError(503, self._closed)
+
+    # --- answers ---
+
+    async def run(self, receiver: AsyncReceiver[Any]) -> NoReturn:
+        """Receive what the engine sends, for ever. A frame that is not declared is logged and dropped."""
+        while True:
+            try:
+                messages = await receiver.recv()
+            except UndeclaredMessage as e:
+                log.error("%s", e)
+                continue
+            self.dispatch(messages)
+
+    def dispatch(self, messages: Iterable[ToHttp]) -> None:
+        """Deliver each message to its waiter; drop messages without one."""
+        for message in messages:
+            if isinstance(message, TextBatch):
+                self._on_text(message)
+            elif isinstance(message, ReqError):
+                live = self._live.pop(message.rid, None)
+                if live is not None:
+                    self.metrics.on_error(live.choice, message)
+                    live.owner.fail(_as_api_error(message, live))
+            elif isinstance(message, SchedulerMetrics):
+                self.scheduler_metrics = message
+            elif isinstance(message, ReqArrived):
+                self._on_arrived(message)
+            elif isinstance(message, ReqMoved):
+                self._on_moved(message)
+            elif isinstance(message, Drained):
+                # All earlier answers have been written to their clients' connections, but some go on elsewhere.
+                self.moved.when_quiet(functools.partial(self._report, message))
+            else:
+                self.questions.on_answer(message)
+
+    def drain(self, to: list[tuple[str, int]]) -> None:
+        """Stop the instance as by SIGTERM. The instances at these bootstrap addresses continue what runs."""
+        self._report(StopAsked(to))
+
+    def _report(self, message: Drained | StopAsked) -> None:
+        if self._supervisor is not None:
+            self._supervisor.send(message)
+
+    def _on_text(self, batch: TextBatch) -> None:
+        now = time.monotonic()
+        for item in batch.items:
+            live = self._live.get(item.rid)
+            if item.finish is not None:
+                self._live.pop(item.rid, None)
+            if live is None:
+                continue
+            if live.choice.replay:
+                # These tokens were counted where they were generated. The gap to the next one is no latency.
+                live.choice.replay = False
+                live.choice.first_token_at = live.choice.last_token_at = now
+            elif not self.moved.is_away(item.rid):  # the instance where it goes on counts it
+                self.metrics.on_text(live.choice, item, now)
+            live.owner.update(live.choice, item, now)
+
+    def _on_arrived(self, message: ReqArrived) -> None:
+        submission = self.moved.park(message, self.end)
+        self._live[message.rid] = _Live(submission.choices[0], submission)
+
+    def _on_moved(self, message: ReqMoved) -> None:
+        live = self._live.get(message.rid)
+        if live is None:
+            self._live.pop(message.rid, None)  # its client has gone: the answer stays unread there
+            return
+        self.metrics.dropped(live.choice, MOVED)
+        if live.owner.follows:
+            self._live.pop(message.rid)
+            live.owner.fail(AnswerMoved(message.epoch, message.host, message.port, message.key))
+        else:
+            self.moved.relay(message, live.choice, live.owner, self._on_text)
+
+    def close(self, reason: str, code: str | None = None) -> None:
+        """Fail everything that waits, and all later requests, with a 503.
+
+        ``code``: error code of requests under way.
+        """
+        self._closed = reason
+        for owner in {live.owner for live in self._live.values() if live is not None}:
+            owner.fail(ApiError(503, reason, code=code))
+        self.questions.close(reason)
+
+
+def _as_api_error(error: ReqError, live: _Live) -> ApiError:
+    api_error = ApiError.from_engine(error)
+    if live.owner.choices[-1].prompt_index:
+        api_error.message = f"prompt {live.choice.prompt_index} of the batch: {api_error.message}"
+    return api_error

@@ -1,0 +1,138 @@
+"""The queue of questions about text (``/tokenize``, ``/detokenize``), in front of the tokenizer process.
+
+    arrived ──turn──▶ sent ──answer──▶ done
+       ├── too many wait: 429
+       └── the client goes: dropped, which costs nothing
+
+The tokenizer gets one long question at a time, so a client that repeatedly asks and disconnects can't keep more than
+one busy. Short ones do not wait for long ones here. API keys take turns, and none of them can fill the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from ....runtime.web.keys import Caller
+from ...key_queue import KeyQueue
+from ...key_shares import KeyShares
+from ..errors import ApiError
+
+A = TypeVar("A")
+SHORT = 1 << 12
+"""Maximum work of a short question, in characters or token ids: a few milliseconds."""
+SHORT_AT_ONCE = 8
+"""Maximum number of short questions at the tokenizer."""
+MAX_WAITING = 1 << 11
+"""Maximum number of questions that wait for their turn, half of them of one API key."""
+MAX_WAITING_WORK = 1 << 24
+"""Maximum work of the questions that wait, in characters or token ids: some 64 MiB, and some 10 s of the tokenizer.
+
+One API key may have half of it.
+"""
+
+
+class _Turns:
+    """A number of turns, and the questions that wait for one."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
+        self._waiting: KeyQueue[asyncio.Future[None]] = KeyQueue()
+
+    def take(self) -> bool:
+        """Take a turn if one is free; return whether it was."""
+        if self._free:
+            self._free -= 1
+            return True
+        return False
+
+    def wait(self, key: str) -> asyncio.Future[None]:
+        """Return a future that is done when a turn of ``key`` has come."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(key, turn)
+        return turn
+
+    def withdraw(self, key: str, turn: asyncio.Future[None]) -> None:
+        """Give up a turn that was waited for, whether it has come or not."""
+        if turn.done():
+            self.give_back()
+        else:
+            self._waiting.remove(key, turn)
+
+    def give_back(self) -> None:
+        """End a turn: the next question has it."""
+        if self._waiting:
+            self._waiting.pop().set_result(None)
+        else:
+            self._free += 1
+
+
+class QuestionQueue:
+    """Lets questions through to the tokenizer: those of one API key in the order of their arrival, keys in rotation."""
+
+    def __init__(self) -> None:
+        self._short = _Turns(SHORT_AT_ONCE)
+        self._long = _Turns(1)
+        self._count = KeyShares(MAX_WAITING)
+        self._work = KeyShares(MAX_WAITING_WORK)
+
+    @property
+    def waiting(self) -> int:
+        """Questions that wait for their turn."""
+        return self._count.held
+
+    @property
+    def waiting_work(self) -> int:
+        """Work of the questions that wait for their turn, in characters or token ids."""
+        return self._work.held
+
+    async def ask(self, request: Request, work: int, ask: Callable[[], Awaitable[A]]) -> A:
+        """Return what ``ask`` returns, called when it is this question's turn. The body must have been read.
+
+        Raises ``ApiError`` 429 if too many questions wait, ``ClientDisconnect`` if the client goes before its turn.
+        """
+        turns = self._short if work <= SHORT else self._long
+        if not turns.take():
+            await self._wait(turns, request, work)
+        answer = asyncio.ensure_future(ask())
+        # The turn lasts until the tokenizer is done, even if its answer is no longer awaited.
+        answer.add_done_callback(lambda _: turns.give_back())
+        return await asyncio.shield(answer)
+
+    async def _wait(self, turns: _Turns, request: Request, work: int) -> None:
+        key = Caller.of(request.scope).name
+        self._check(self._count, key, 1, "questions about text")
+        self._check(self._work, key, work, "characters and token ids of questions about text")
+        self._count.take(key, 1)
+        self._work.take(key, work)
+        turn, gone = turns.wait(key), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not turn.done():
+                raise ClientDisconnect
+        except BaseException:  # cancelled, or the client has gone: the turn must not be lost
+            turns.withdraw(key, turn)
+            raise
+        finally:
+            gone.cancel()
+            self._count.give_back(key, 1)
+            self._work.give_back(key, work)
+
+    @staticmethod
+    def _check(shares: KeyShares, key: str, amount: int, what: str) -> None:
+        """Raise ``ApiError`` 429 if ``key`` may not have ``amount`` more."""
+        if not shares.has_room(key, amount):
+            raise ApiError(
+                429,
+                f"{shares.of(key)} {what} of this API key wait, {shares.held} of all keys; the limit is {shares.most}, "
+                "of which a key may have as many as it leaves free; try again later",
+            )
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

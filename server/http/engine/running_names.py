@@ -1,0 +1,81 @@
+"""Clients' names of requests. Each caller has names of its own, which stand for its own requests.
+
+Names of ended requests are kept a little longer, so that such a request can still be saved (``sessions.py``). An ended
+request is forgotten when its wire id is given to another one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ....runtime.web.keys import Caller
+from .submission import Choice
+
+MAX_ENDED = 256
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A submission that is over: its names, with the wire ids of its choices.
+
+    ``still_its_own``: those of the wire ids that have not been given to another request.
+    """
+
+    owner: str
+    names: dict[str, list[str]]
+    still_its_own: set[str]
+
+
+class RunningNames:
+    """Maps callers' names of running requests to their choices; a name may stand for several."""
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[str, str], list[Choice]] = {}
+        self._ended: deque[_Ended] = deque()
+        self._ended_by_wire_rid: dict[str, _Ended] = {}
+
+    def __contains__(self, name: tuple[str, str]) -> bool:
+        """Return whether the caller named by the first item has a running request named by the second."""
+        return name in self._choices
+
+    def add(self, owner: str, named: Mapping[str, list[Choice]]) -> None:
+        """Add the names of choices that run now; none of the names may be in use."""
+        self._choices.update(((owner, name), choices) for name, choices in named.items())
+        for choices in named.values():
+            for choice in choices:
+                ended = self._ended_by_wire_rid.pop(choice.wire_rid, None)
+                if ended is not None:
+                    ended.still_its_own.discard(choice.wire_rid)
+
+    def remove(self, owner: str, names: Iterable[str]) -> None:
+        """Remove the names of a submission that no longer runs."""
+        removed = {name: [choice.wire_rid for choice in self._choices.pop((owner, name))] for name in names}
+        ended = _Ended(owner, removed, {wire_rid for wire_rids in removed.values() for wire_rid in wire_rids})
+        self._ended.append(ended)
+        self._ended_by_wire_rid.update(dict.fromkeys(ended.still_its_own, ended))
+        if len(self._ended) > MAX_ENDED:
+            for wire_rid in self._ended.popleft().still_its_own:
+                del self._ended_by_wire_rid[wire_rid]
+
+    def find(self, caller: Caller, name: str) -> list[Choice]:
+        """Return the choices that ``caller`` calls ``name``.
+
+        The admin means those of every caller, others their own.
+        """
+        if not caller.is_admin:
+            return self._choices.get((caller.name, name), [])
+        return [choice for (_, known), choices in self._choices.items() if known == name for choice in choices]
+
+    def find_ended(self, caller: Caller, name: str) -> list[str]:
+        """Return the wire ids of the last ended choices that ``caller`` called ``name``."""
+        for ended in reversed(self._ended):
+            if name in ended.names and (caller.is_admin or ended.owner == caller.name):
+                return [wire_rid for wire_rid in ended.names[name] if wire_rid in ended.still_its_own]
+        return []
+
+    def owned(self, caller: Caller) -> list[Choice]:
+        """Return every choice of ``caller``, once."""
+        mine = (choices for (owner, _), choices in self._choices.items() if owner == caller.name)
+        return list({choice.wire_rid: choice for choices in mine for choice in choices}.values())

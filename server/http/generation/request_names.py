@@ -1,0 +1,34 @@
+"""Names requests without a ``rid`` after their HTTP request, so that one id finds them everywhere."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from ....runtime.web.access_log import AccessRecord
+from ....runtime.web.keys import Caller
+from ..bodies.request_fields import RequestFields
+from ..state import HttpState
+from .tickets import ticket_of
+
+B = TypeVar("B", bound=RequestFields)
+
+
+def named(request: Request, body: B, prefix: str = "") -> B:
+    """Return ``body`` with a ``rid``: its own, else ``prefix`` and the HTTP request's ``x-request-id``.
+
+    An answer that goes on here keeps the name that it has from its first instance. A ``rid`` in use is the client's
+    error. An ``x-request-id`` may be in use because of a retry: then eight digits are appended. Submit before anything
+    is awaited, or the name may be taken meanwhile.
+    """
+    if body.rid is not None:
+        return body
+    ticket = ticket_of(request.scope)
+    if ticket is not None:
+        return body.model_copy(update={"rid": ticket.rid})
+    rid = prefix + AccessRecord.of(request.scope).request_id
+    if HttpState.of(request).engine.is_named(rid, Caller.of(request.scope)):
+        rid = f"{rid}-{secrets.token_hex(4)}"
+    return body.model_copy(update={"rid": rid})

@@ -1,0 +1,114 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.conversation import Conversation
+from ....messages.outputs import NamedLogprob
+from ....messages.requests import LogprobOptions
+from ..bodies.fields import INT32_MAX
+from ..engine.plan import Prompt
+from ..engine.submission import Choice, Delta
+from ..errors import bad_request
+from ..generation.engine_response import EngineResponse
+from ..generation.request_names import named
+from ..generation.request_terms import timed
+from ..generation.tickets import ticket_of
+from ..parsing import parse_body
+from ..state import HttpState
+from .common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, usage
+from .conversation import read_conversation
+from .schemas import ChatBody
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, plain or streaming."""
+    state = HttpState.of(request)
+    body = named(request, timed(request, await parse_body(request, ChatBody)), "chatcmpl-")
+    check_model(body.model, state.model)
+    # Without a limit the answer ends with the context: the engine lowers the number to what fits.
+    max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
+    if body.min_tokens > max_tokens:
+        raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
+    logprobs = LogprobOptions(start_len=-1, top_num=body.top_logprobs) if body.logprobs else None
+    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state)
+    names = TokenNames(body.return_tokens_as_token_ids) if body.logprobs else None
+    renderer = ChatRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), names)
+    return EngineResponse(state.engine, plans, renderer, stream=body.stream)
+
+
+def chat_of(body: ChatBody) -> Conversation:
+    """Return the conversation that the body asks to answer."""
+    args = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        args.setdefault("reasoning_effort", body.reasoning_effort)
+    return read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
+
+
+class ChatRenderer(EnvelopeRenderer):
+    """Writes messages, or deltas of them; ``names`` is None if no logprobs are wanted."""
+
+    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return a ``chat.completion`` object."""
+        rendered = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text},
+                "logprobs": self._logprobs(choice.logprobs),
+                **ending(choice.finish),
+                **self._envelope.ids(choice.token_ids),
+            }
+            for choice in choices
+        ]
+        return {**self._envelope.wrap(KIND, rendered), **self._prompt_ids(choices[0]), "usage": usage(choices)}
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the role first, then what is new; nothing for tokens that show no text yet."""
+        choice, opening = delta.choice, b""
+        if delta.is_first:
+            start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            opening = self._envelope.chunk(CHUNK_KIND, choice, start, self._prompt_ids(choice))
+        if not (delta.text or delta.logprobs or delta.finish or self._envelope.token_ids):
+            return opening
+        fields = {
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.logprobs),
+            **ending(delta.finish),
+            **self._envelope.ids(delta.token_ids),
+        }
+        return opening + self._envelope.chunk(CHUNK_KIND, choice, fields)
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the usage chunk if it was asked for, else nothing."""
+        return self._envelope.usage_chunk(CHUNK_KIND, choices)
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        if not self._envelope.token_ids or choice.prompt is None:
+            return {}
+        return {"prompt_token_ids": choice.prompt.token_ids}
+
+    def _logprobs(self, entries: list[NamedLogprob]) -> dict[str, Any] | None:
+        if self._names is None:
+            return None
+        content = [
+            {
+                **_entry(self._names, entry.token_id, entry.logprob, entry.data),
+                "top_logprobs": [_entry(self._names, *alternative) for alternative in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content}
+
+
+def _entry(names: TokenNames, token_id: int, logprob: float | None, data: bytes) -> dict[str, Any]:
+    return {"token": names.name(token_id, data), "logprob": logprob, "bytes": list(data)}

@@ -1,0 +1,197 @@
+"""Code that the OpenAI endpoints share: the model's name, usage, finish reasons, and token names in logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....messages.decode import shown
+from ....messages.outputs import FinishReason, FinishType, NamedLogprob
+from ....messages.requests import LogprobOptions
+from ....runtime.web.moved_answer import Ticket
+from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
+from ..engine.submission import Choice
+from ..errors import ApiError
+from ..generation.engine_response import event
+from ..generation.request_terms import terms_of
+from ..generation.timing import timing_of
+from ..served_model import ServedModel
+from ..state import HttpState
+from .schemas import OpenAIBody
+
+FINISH_REASONS = {
+    FinishType.STOP: "stop",
+    FinishType.LENGTH: "length",
+    # The answer is incomplete, and "length" is OpenAI's only word that says so.
+    FinishType.ABORT: "length",
+    FinishType.TIMEOUT: "length",
+    FinishType.DECLINED: "length",
+}
+"""OpenAI's word for each finish. Clients in languages with enums refuse an answer with any other ``finish_reason``."""
+
+
+def check_model(asked: str | None, model: ServedModel) -> None:
+    """Raise ``ApiError`` 404 if a client asks for a model that is not the one served."""
+    if not model.answers_to(asked):
+        message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def plan_openai(
+    body: OpenAIBody,
+    prompts: Sequence[Prompt],
+    batch: bool,
+    max_tokens: int,
+    logprobs: LogprobOptions | None,
+    state: HttpState,
+    *,
+    echo: bool = False,
+) -> list[PromptPlan]:
+    """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt."""
+    counts = [body.n] * len(prompts)
+    defaults, terms = state.model.defaults, terms_of(body, state.options)
+    namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
+    return [
+        PromptPlan(
+            prompt=prompt,
+            # If the client gives no seed, each prompt draws its own.
+            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults),
+            n=body.n,
+            rid=naming.rid,
+            keep_output=max_tokens > 0,
+            logprobs=logprobs,
+            bootstrap=naming.bootstrap,
+            extra_key=naming.extra_key,
+            add_special_tokens=body.add_special_tokens,
+            return_prompt=body.return_token_ids or (echo and prompt.text is None),
+            terms=terms,
+        )
+        for prompt, naming in zip(prompts, namings, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The fields around the choices of an answer or chunk, and optional fields of its choices and chunks."""
+
+    id: str
+    model: str
+    include_usage: bool
+    continuous_usage: bool
+    token_ids: bool
+    created: int
+
+    @staticmethod
+    def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel, ticket: Ticket | None = None) -> Envelope:
+        """Make the envelope of one request.
+
+        A batch is named by the client's rid, or by the first prompt's. ``ticket``: of an answer that began at another
+        instance.
+        """
+        stream_options = body.stream_options
+        return Envelope(
+            id=body.rid if isinstance(body.rid, str) else plans[0].rid,
+            model=model.name,
+            include_usage=stream_options is not None and stream_options.include_usage,
+            continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
+            token_ids=body.return_token_ids,
+            created=ticket.created if ticket is not None else int(time.time()),
+        )
+
+    def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Wrap ``choices`` in an object of type ``kind``."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def ids(self, token_ids: list[int]) -> dict[str, Any]:
+        """Return ``token_ids`` as a field of a choice if it was asked for, else no field."""
+        return {"token_ids": token_ids} if self.token_ids else {}
+
+    def chunk(self, kind: str, choice: Choice, fields: dict[str, Any], around: dict[str, Any] | None = None) -> bytes:
+        """Encode the event of one choice's chunk; ``around``: more fields beside the choice."""
+        content = {**self.wrap(kind, [{"index": choice.index, **fields}]), **(around or {})}
+        if self.continuous_usage:
+            content["usage"] = usage([choice])
+        elif self.include_usage:
+            content["usage"] = None
+        return event(content)
+
+    def usage_chunk(self, kind: str, choices: list[Choice]) -> bytes:
+        """Encode the event with the usage and timing of the whole answer; nothing if it was not asked for."""
+        if not self.include_usage:
+            return b""
+        return event({**self.wrap(kind, []), "usage": usage(choices), **timing_of(choices)})
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Count the tokens of ``choices``; a prompt with several choices counts once."""
+    first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    prompt_tokens = sum(choice.prompt_tokens or 0 for choice in first_of_prompt)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens or 0 for choice in first_of_prompt)},
+    }
+
+
+def ending(finish: FinishReason | None) -> dict[str, Any]:
+    """Return how a choice ended, as fields of the choice.
+
+    - ``finish_reason`` is one of OpenAI's words.
+    - ``matched_stop`` is SGLang's: the token id or string that matched.
+    - ``pdserve_finish`` is there if OpenAI has no word for the end: the true ``type``, and a ``message``.
+    """
+    if finish is None:
+        return {"finish_reason": None}
+    fields: dict[str, Any] = {"finish_reason": FINISH_REASONS[finish.type], "matched_stop": finish.matched}
+    if finish.type.value != fields["finish_reason"]:
+        fields["pdserve_finish"] = {"type": finish.type.value, "message": finish.message}
+    return fields
+
+
+class TokenNames:
+    """What tokens are called in logprobs: by their text, or by their ids, which no two tokens share.
+
+    Bytes that are a part of a character are written as OpenAI does, ``bytes:\\xf0\\x9f``.
+    """
+
+    def __init__(self, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    def name(self, token_id: int, data: bytes) -> str:
+        """Return the token's name."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class EnvelopeRenderer:
+    """Common base of the renderers of OpenAI's answers; ``names`` is None if no logprobs are wanted."""
+
+    def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
+        self._envelope = envelope
+        self._names = names
+
+    @property
+    def created(self) -> int:
+        """Return the creation time in the envelope."""
+        return self._envelope.created
+
+    @property
+    def repeats(self) -> bool:
+        """Return False: each event holds only what is new."""
+        return False
+
+
+def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:
+    """Return the alternatives of a position, its own token among them; empty for a prompt's first token."""
+    if entry.logprob is None:
+        return []
+    own = (entry.token_id, entry.logprob, entry.data)
+    return entry.top if any(token_id == entry.token_id for token_id, _, _ in entry.top) else [*entry.top, own]

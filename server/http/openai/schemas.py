@@ -1,0 +1,168 @@
+"""What ``POST /v1/completions`` and ``POST /v1/chat/completions`` take: OpenAI's bodies and the usual extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from ....runtime.web.body import MAX_PROMPTS
+from ..bodies import unserved
+from ..bodies.fields import (
+    INT32_MAX,
+    INTEGRAL,
+    MANY,
+    ONE,
+    TAG,
+    Body,
+    FieldError,
+    PromptIdLists,
+    PromptIds,
+    TemplateArgs,
+)
+from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
+from ..bodies.unserved import Unserved
+
+MAX_OPENAI_LOGPROBS = 20
+MAX_PARTS = 4096
+"""Of one message's content."""
+MAX_MESSAGES = 4096
+TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
+DEFAULT_COMPLETION_TOKENS = 16
+
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), INTEGRAL]
+
+
+class StreamOptions(Body):
+    """``stream_options``. ``continuous_usage_stats`` puts the usage so far in every chunk."""
+
+    unserved: ClassVar[Unserved] = unserved.STREAM_OPTIONS
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIBody(RequestFields, SamplingFields):
+    """What both OpenAI bodies share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    min_tokens: Count = 0
+    add_special_tokens: bool | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    """vLLM's word for ``extra_key``."""
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> OpenAIBody:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
+            raise FieldError("stream_options", 'has a meaning only with "stream": true')
+        return self
+
+
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list):
+        return TEXT
+    first = value[0] if value else ""
+    return ID_LISTS if isinstance(first, list) else TEXTS if isinstance(first, str) else IDS
+
+
+Prompt = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(TEXTS)]
+    | Annotated[PromptIds, Tag(IDS)]
+    | Annotated[PromptIdLists, Tag(ID_LISTS)],
+    Discriminator(_prompt_kind),
+]
+
+
+class CompletionBody(OpenAIBody):
+    """``POST /v1/completions``."""
+
+    unserved: ClassVar[Unserved] = unserved.COMPLETION
+
+    prompt: Prompt
+    max_tokens: Count = DEFAULT_COMPLETION_TOKENS
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS), INTEGRAL] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_false_logprobs(cls, raw: Any) -> Any:
+        # The chat endpoint's word for none.
+        if isinstance(raw, dict) and raw.get("logprobs") is False:
+            return {**raw, "logprobs": None}
+        return raw
+
+
+class TextPart(Body):
+    """One part of a message's content."""
+
+    unserved: ClassVar[Unserved] = unserved.TEXT_PART
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
+
+    unserved: ClassVar[Unserved] = unserved.CHAT_MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
+        Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
+    ]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, raw: Any) -> Any:
+        # An assistant's turn that was all tool calls or thinking: clients send it back with null, or without.
+        if isinstance(raw, dict) and raw.get("role") == "assistant" and raw.get("content") is None:
+            return {**raw, "content": ""}
+        return raw
+
+    @property
+    def text(self) -> str:
+        """The content as plain text, parts joined by newlines."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class ChatBody(OpenAIBody):
+    """``POST /v1/chat/completions``."""
+
+    unserved: ClassVar[Unserved] = unserved.CHAT
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS), INTEGRAL] = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """Goes to the model's template, as ``chat_template_kwargs`` do."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", 'needs "logprobs": true')
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise FieldError("max_tokens", "differs from max_completion_tokens; give only the latter")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError("continue_final_message", "can't go with add_generation_prompt; give one of the two")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None: until the context is full."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

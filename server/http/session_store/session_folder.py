@@ -1,0 +1,57 @@
+"""The folder of sessions as the event loop uses it: few calls at a time, each in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ....runtime.options import ServerOptions
+from ..errors import ApiError
+from .session_files import Limits, SessionError, SessionFiles
+
+GB = 10**9
+HOUR = 3600.0
+MOST_AT_ONCE = 4
+"""Maximum number of files that are read or written at a time."""
+OFF = "sessions are off: start the server with --kv-sessions-dir FOLDER"
+
+T = TypeVar("T")
+
+
+def open_sessions(options: ServerOptions) -> SessionFiles | None:
+    """Open the folder that the options name; None if they name none. Raises ``SessionError``."""
+    if options.kv_sessions_dir is None:
+        return None
+    limits = Limits(
+        int(options.kv_sessions_size * GB), int(options.kv_sessions_quota * GB), options.kv_sessions_ttl * HOUR
+    )
+    try:
+        return SessionFiles(Path(options.kv_sessions_dir).expanduser(), limits)
+    except OSError as e:
+        raise SessionError(503, f"--kv-sessions-dir {options.kv_sessions_dir}: {e.strerror or e}") from e
+
+
+class Sessions:
+    """Access to the files from the event loop: ``run`` calls one of their methods in a thread."""
+
+    def __init__(self, files: SessionFiles | None) -> None:
+        self._files = files
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
+
+    @property
+    def files(self) -> SessionFiles:
+        """Return the files. Raises ``ApiError`` if sessions are off."""
+        if self._files is None:
+            raise ApiError(501, OFF)
+        return self._files
+
+    async def run(self, call: Callable[[SessionFiles], T]) -> T:
+        """Call ``call`` with the files, in a thread. A ``SessionError`` is raised as ``ApiError``."""
+        files = self.files
+        async with self._turns:
+            try:
+                return await asyncio.to_thread(call, files)
+            except SessionError as e:
+                raise ApiError(e.status, str(e)) from None

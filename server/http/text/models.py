@@ -1,0 +1,93 @@
+"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``: the model's names and limits, and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.text import DecodeReq, EncodeReq, Limits
+from ....runtime.web.json_response import json_response
+from ..errors import bad_request
+from ..openai.common import check_model
+from ..openai.conversation import read_conversation
+from ..parsing import parse_body
+from ..state import HttpState
+from .schemas import DetokenizeBody, TokenizeBody
+
+TIMEOUT_SECONDS = 30.0
+"""Timeout of the tokenizer's answer, from when it is asked."""
+
+
+async def list_models(request: Request) -> Response:
+    """The one model served, by each of its names, in OpenAI's list."""
+    state = HttpState.of(request)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
+    return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
+
+
+async def get_model(request: Request) -> Response:
+    """The model of that name; 404 when it is not the one served."""
+    state = HttpState.of(request)
+    name = request.path_params["name"]
+    check_model(name, state.model)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
+    return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, of several, or of a conversation as the model's template renders it."""
+    state = HttpState.of(request)
+    body = await parse_body(request, TokenizeBody)
+    check_model(body.model, state.model)
+    batch = isinstance(body.prompt, list)
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt] if body.prompt is not None else None
+    chat = None
+    if body.messages is not None:
+        args = body.chat_template_kwargs
+        chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
+    special, pieces = body.add_special_tokens, body.return_token_strs
+    question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces)
+    ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
+    told = await state.questions.ask(request, body.characters, ask)
+    if told.error is not None:
+        raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
+    limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
+    counts = [len(ids) for ids in told.token_ids]
+    content: dict[str, Any] = {
+        "count": counts if batch else counts[0],
+        "max_model_len": limits.context_length,
+        "tokens": told.token_ids if batch else told.token_ids[0],
+    }
+    if told.pieces is not None:
+        content["token_strs"] = told.pieces if batch else told.pieces[0]
+    return json_response(content)
+
+
+async def detokenize(request: Request) -> Response:
+    """What token ids read; ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
+    state = HttpState.of(request)
+    body = await parse_body(request, DetokenizeBody)
+    check_model(body.model, state.model)
+    batch = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: Any = body.tokens if batch else [body.tokens]
+    question = DecodeReq(lists, body.skip_special_tokens)
+    work = sum(map(len, lists))
+    told = await state.questions.ask(request, work, lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS))
+    if told.error is not None:
+        raise bad_request("tokens", told.error)
+    text = told.texts if batch else told.texts[0]
+    return json_response({"prompt": text, "text": text})
+
+
+def _card(state: HttpState, name: str, limits: Limits) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "pdserve",
+        "root": state.model.path,
+        "parent": None,
+        "max_model_len": limits.context_length,
+    }

@@ -1,0 +1,62 @@
+"""What ``POST /tokenize`` and ``POST /detokenize`` take: vLLM's and SGLang's shapes, which hardly differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
+
+from ..bodies.fields import Body, FieldError, OneOrMany, TemplateArgs, TokenIds
+from ..bodies.unserved import Unserved
+from ..openai.schemas import MAX_MESSAGES, Message
+
+MAX_CHARACTERS = 1 << 20
+MAX_IDS = 1 << 17
+"""Of one question. The tokenizer refuses texts with too many tokens (``text_questions.py``)."""
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: texts, or a conversation as the model's template renders it."""
+
+    unserved: ClassVar[Unserved] = {"chat_template": ("",), "mm_processor_kwargs": ({},), "tools": ([],)}
+
+    model: str | None = None
+    prompt: OneOrMany[str] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", 'give exactly one of "prompt" and "messages"')
+        if self.characters > MAX_CHARACTERS:
+            field = "prompt" if self.messages is None else "messages"
+            raise FieldError(field, f"holds {self.characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
+        return self
+
+    @property
+    def characters(self) -> int:
+        """How long all texts are together, those of what an assistant thought included."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
+        turns = self.messages or ()
+        given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
+        return given + sum(map(len, texts)) + sum(len(turn.text) + len(turn.reasoning_content or "") for turn in turns)
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_count(self) -> DetokenizeBody:
+        count = sum(len(ids) if isinstance(ids, list) else 1 for ids in self.tokens)
+        if count > MAX_IDS:
+            raise FieldError("tokens", f"holds {count} ids, the limit is {MAX_IDS}; ask in parts")
+        return self
