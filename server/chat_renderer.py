@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,21 +23,11 @@ import msgspec
 
 from ..messages.base import Message
 from ..messages.channel import SendsMessages
-from ..messages.outputs import (
-    FinishReason,
-    FinishType,
-    InstanceRole,
-    Phase,
-    PhaseTime,
-    ReqError,
-    ReqMeta,
-    ReqText,
-    TextBatch,
-    Timing,
-)
+from ..messages.outputs import InstanceRole, ReqError
 from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
 from ..messages.routes import ToTokenizer
 from ..model_files.text.errors import PromptError
+from .aborted_request import end_of_aborted
 from .key_queue import KeyQueue
 from .key_shares import KeyShares
 
@@ -156,7 +145,7 @@ class ChatRenderer:
     def _end(self, chat: _Chat, out: Sorted) -> None:
         """End a request with all answers aborted. Pass on other messages that name it."""
         self._forget(chat)
-        out.answers.append(self._end_of(chat))
+        out.answers.append(end_of_aborted(chat.req, chat.aborts, self._here))
         out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
 
     def _withdraw(self, chat: _Chat) -> bool:
@@ -165,17 +154,6 @@ class ChatRenderer:
             if not chat.is_started:
                 self._waiting.remove(chat.req.key_name, chat)
             return not chat.is_started
-
-    def _end_of(self, chat: _Chat) -> TextBatch:
-        """Return the end of an aborted request, as an instance tells it of one without output."""
-        ms = 1000 * max(0.0, time.monotonic() - chat.req.arrival)
-        timing = Timing(tokenize_ms=ms, here=self._here, phases=[PhaseTime(Phase.TOKENIZE, self._here, ms)])
-        return TextBatch(
-            [
-                ReqText(rid, "", [], FinishReason(FinishType.ABORT, message=reason), ReqMeta(0, 0, 0, timing))
-                for rid, reason in chat.aborts.items()
-            ]
-        )
 
     def _pass_on(self, chat: _Chat, out: Sorted) -> None:
         if chat.is_aborted:

@@ -5,6 +5,7 @@ request waits for all of that:
 
     arrived ──▶ handled in this turn: frames of little work, up to TURN_MESSAGES and SLICE_WORK
        └──────▶ parked: frames of much work; one slice of them a turn, in the order of their arrival
+                  └── all answers of a request are aborted: ended here, and its prompt is dropped
 
 Frames that come meanwhile overtake parked ones. Messages that name a parked request do not: an abort must never
 overtake the request that it ends.
@@ -12,12 +13,18 @@ overtake the request that it ends.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import deque
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from ..messages.base import Message
 from ..messages.channel import Receiver, UndeclaredMessage
+from ..messages.outputs import InstanceRole
 from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
 from ..messages.routes import ToTokenizer
+from .aborted_request import end_of_aborted
 
 logger = logging.getLogger(__name__)
 TURN_MESSAGES = 256
@@ -42,22 +49,46 @@ def work_of(message: ToTokenizer) -> int:
     return 0  # conversations to be rendered and questions about text have threads of their own
 
 
+class Turn(NamedTuple):
+    """What to do in one turn."""
+
+    messages: list[ToTokenizer]
+    """What to handle now, in this order."""
+    ended: list[Message]
+    """What to tell HTTP of requests that ended here."""
+
+
+@dataclass(eq=False)
+class _Parked:
+    """A request that is parked at the place ``number``."""
+
+    req: TokenizeReq
+    number: int
+    aborts: dict[str, str] = field(default_factory=dict)
+    """Reasons by the rid of each answer that is aborted."""
+    abort_numbers: list[int] = field(default_factory=list)
+    """Places of the aborts, which are parked behind it."""
+
+
 class TokenizerInbox:
-    """Turns of work from a channel."""
+    """Turns of work from a channel. ``here``: see ``Timing``."""
 
-    def __init__(self, receiver: Receiver[ToTokenizer]) -> None:
+    def __init__(self, receiver: Receiver[ToTokenizer], here: InstanceRole) -> None:
         self._receiver = receiver
-        self._aside: deque[ToTokenizer] = deque()
-        self._rids: set[str] = set()
-        """Rids of the answers of parked requests."""
+        self._here = here
+        self._aside: OrderedDict[int, ToTokenizer] = OrderedDict()
+        """Parked messages by their places, in the order of their arrival."""
+        self._numbers = itertools.count()
+        self._parked: dict[str, _Parked] = {}
+        """Parked requests, by the rid of each of their answers."""
 
-    def next_turn(self) -> list[ToTokenizer]:
-        """Return the messages to handle now, in this order. Waits while there is nothing to do."""
-        messages: list[ToTokenizer] = []
+    def next_turn(self) -> Turn:
+        """Return what to do now. Waits while there is nothing."""
+        turn = Turn([], [])
         work = 0
-        while len(messages) < TURN_MESSAGES and work < SLICE_WORK:
+        while len(turn.messages) < TURN_MESSAGES and work < SLICE_WORK:
             try:
-                arrived = self._receiver.recv(0 if messages or self._aside else -1)
+                arrived = self._receiver.recv(0 if turn.messages or turn.ended or self._aside else -1)
             except UndeclaredMessage as e:
                 logger.error("%s", e)
                 continue
@@ -69,32 +100,55 @@ class TokenizerInbox:
                 work += frame_work
             for message in arrived:
                 if isinstance(message, AbortReq) and not message.rid:
-                    # It aborts all requests. Parked ones are aborted as well, each in its place.
-                    self._aside.extend(AbortReq(rid, message.reason) for rid in sorted(self._rids))
-                    messages.append(message)
-                elif is_long or getattr(message, "rid", None) in self._rids:
-                    self._set_aside(message)
+                    turn.messages.append(message)
+                    for rid in sorted(self._parked):
+                        self._abort(AbortReq(rid, message.reason), turn)
+                elif isinstance(message, AbortReq) and message.rid in self._parked:
+                    self._abort(message, turn)
+                elif is_long or getattr(message, "rid", None) in self._parked:
+                    self._park(message)
                 else:
-                    messages.append(message)
-        messages += self._next_slice()
-        return messages
+                    turn.messages.append(message)
+        turn.messages.extend(self._next_slice())
+        return turn
 
-    def _set_aside(self, message: ToTokenizer) -> None:
-        self._aside.append(message)
+    def _park(self, message: ToTokenizer) -> int:
+        number = next(self._numbers)
+        self._aside[number] = message
         if isinstance(message, TokenizeReq):
-            self._rids.update(message.rids)
+            self._parked.update(dict.fromkeys(message.rids, _Parked(message, number)))
+        return number
+
+    def _abort(self, message: AbortReq, turn: Turn) -> None:
+        """Park the abort of an answer behind its request. The abort of the last answer ends the request."""
+        parked = self._parked.get(message.rid)
+        if parked is None or message.rid in parked.aborts:
+            return  # ended with another of its answers, or a client that repeats itself
+        parked.aborts[message.rid] = message.reason
+        if len(parked.aborts) < len(parked.req.rids):
+            parked.abort_numbers.append(self._park(message))
+            return
+        for number in (parked.number, *parked.abort_numbers):
+            del self._aside[number]
+        self._forget(parked.req)
+        turn.ended.append(end_of_aborted(parked.req, parked.aborts, self._here))
+
+    def _forget(self, req: TokenizeReq) -> None:
+        for rid in req.rids:
+            del self._parked[rid]
 
     def _next_slice(self) -> list[ToTokenizer]:
         """Return the first parked messages: as many as make a slice, but at least one."""
         messages: list[ToTokenizer] = []
         work = 0
         while self._aside and len(messages) < SLICE:
-            more = work_of(self._aside[0])
+            number, message = next(iter(self._aside.items()))
+            more = work_of(message)
             if messages and more and work + more > SLICE_WORK:
                 break
             work += more
-            message = self._aside.popleft()
+            del self._aside[number]
             if isinstance(message, TokenizeReq):
-                self._rids.difference_update(message.rids)
+                self._forget(message)
             messages.append(message)
         return messages

@@ -113,7 +113,8 @@ def main() -> None:
     started = time.monotonic()
     ctx = start_child(sys.argv)
     return_freed_memory()
-    inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer))
+    here = ctx.options.disaggregation_mode
+    inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer), here)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))
     try:
@@ -125,13 +126,14 @@ def main() -> None:
         tokenizer.render,
         Sender(ctx.zmq_ctx, ctx.address("tokenizer")),
         2 * ctx.options.max_queued_requests,
-        ctx.options.disaggregation_mode,
+        here,
     )
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        turn = renderer.sort(inbox.next_turn())
+        arrived = inbox.next_turn()
+        turn = renderer.sort(arrived.messages)
         routed = route(tokenizer, turn.messages, turn.texts)
-        routed.to_http.extend(turn.answers)
+        routed.to_http.extend(arrived.ended + turn.answers)
         for question in routed.questions:
             thread.ask(question)
         deliver(routed, scheduler, http)

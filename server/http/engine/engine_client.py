@@ -32,6 +32,7 @@ from ....runtime.web.cluster_auth import ClusterClient
 from ....runtime.web.keys import ANYBODY, Caller
 from ....runtime.web.moved_answer import Ticket
 from ..errors import AnswerMoved, ApiError, bad_request
+from .held_bytes import HeldBytes
 from .logprob_account import LogprobAccount
 from .moved_answers import MovedAnswers
 from .plan import PromptPlan
@@ -42,10 +43,6 @@ from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
 ABORTED = "aborted by the client"
-MAX_HELD_BYTES = 1 << 30
-"""Maximum total length of the messages of all running requests: the engine keeps each prompt in some form until its
-request ends.
-"""
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +71,6 @@ class EngineClient:
         answer_keys: AnswerKeys | None = None,
         cluster: ClusterClient | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
-        max_held_bytes: int = MAX_HELD_BYTES,
         max_logprobs: int | None = None,
         max_requests: int | None = None,
     ) -> None:
@@ -91,10 +87,8 @@ class EngineClient:
         self._mode = mode
         self._live: dict[str, _Live | None] = {}
         self._max_request_bytes = max_request_bytes
-        self._max_held_bytes = max_held_bytes
         self.logprobs = LogprobAccount(max_logprobs)
-        self.held_bytes = 0
-        """Total length of the messages of all submissions that have not ended."""
+        self.held = HeldBytes()
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
         self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
@@ -168,22 +162,13 @@ class EngineClient:
             nbytes=batch.nbytes,
             account=self.logprobs,
         )
-        self._check_held(batch.nbytes)
+        self.held.check(caller.name, batch.nbytes)
         # Send first: a request that can't be sent must leave no name behind.
         self._send(*batch.requests)
-        self.held_bytes += batch.nbytes
+        self.held.take(caller.name, batch.nbytes)
         self._names.add(caller.name, batch.named)
         self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
         return submission
-
-    def _check_held(self, nbytes: int) -> None:
-        """Raise ``ApiError`` 429 if requests of ``nbytes`` and those that run would exceed the limit."""
-        if self.held_bytes + nbytes > self._max_held_bytes:
-            raise ApiError(
-                429,
-                f"{nbytes} bytes of prompts beside {self.held_bytes} of running requests are more than the limit of "
-                f"{self._max_held_bytes}; try again later",
-            )
 
     def _send(self, *messages: Message) -> None:
         """Send to the tokenizer. If no frame can hold a message, send none and raise ``ApiError`` 413."""
@@ -264,9 +249,9 @@ class EngineClient:
             nbytes=nbytes,
             account=self.logprobs,
         )
-        self._check_held(nbytes)
+        self.held.check(caller.name, nbytes)
         self._send(ResumeReq(msgspec.structs.replace(state, running=running)))
-        self.held_bytes += nbytes
+        self.held.take(caller.name, nbytes)
         self._names.add(caller.name, names)
         self._live[wire_rid] = _Live(choice, submission)
         return submission
@@ -276,8 +261,7 @@ class EngineClient:
         self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
 
     def end(self, submission: Submission) -> None:
-        """Forget a submission, and abort whatever of it still runs."""
-        self.held_bytes -= submission.nbytes
+        """Forget a submission, and abort whatever of it still runs. Its bytes are held until that has ended."""
         self.logprobs.drop(submission)
         self._names.remove(submission.owner, submission.names)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
@@ -287,9 +271,9 @@ class EngineClient:
             elif self._live.get(choice.wire_rid) is not None:
                 self.metrics.dropped(choice, why)
         self._abort(submission.choices, "the client is gone")
-        for choice in submission.choices:
-            if choice.wire_rid in self._live:
-                self._live[choice.wire_rid] = None
+        running = [choice.wire_rid for choice in submission.choices if choice.wire_rid in self._live]
+        self._live.update(dict.fromkeys(running))
+        self.held.give_back(submission.owner, submission.nbytes, running)
 
     def abort(self, rid: str, caller: Caller = ANYBODY) -> AbortCount:
         """End the running requests that ``caller`` calls ``rid`` (every choice of it)."""
@@ -353,7 +337,7 @@ class EngineClient:
             if isinstance(message, TextBatch):
                 self._on_text(message)
             elif isinstance(message, ReqError):
-                live = self._live.pop(message.rid, None)
+                live = self._ended(message.rid)
                 if live is not None:
                     self.metrics.on_error(live.choice, message)
                     live.owner.fail(_as_api_error(message, live))
@@ -377,12 +361,17 @@ class EngineClient:
         if self._supervisor is not None:
             self._supervisor.send(message)
 
+    def _ended(self, rid: str) -> _Live | None:
+        """Forget a request that the engine has ended; return what waited for it."""
+        self.held.ended(rid)
+        return self._live.pop(rid, None)
+
     def _on_text(self, batch: TextBatch) -> None:
         now = time.monotonic()
         for item in batch.items:
             live = self._live.get(item.rid)
             if item.finish is not None:
-                self._live.pop(item.rid, None)
+                self._ended(item.rid)
             if live is None:
                 continue
             if live.choice.replay:
@@ -400,11 +389,11 @@ class EngineClient:
     def _on_moved(self, message: ReqMoved) -> None:
         live = self._live.get(message.rid)
         if live is None:
-            self._live.pop(message.rid, None)  # its client has gone: the answer stays unread there
+            self._ended(message.rid)  # its client has gone: the answer stays unread there
             return
         self.metrics.dropped(live.choice, MOVED)
         if live.owner.follows:
-            self._live.pop(message.rid)
+            self._ended(message.rid)
             live.owner.fail(AnswerMoved(message.epoch, message.host, message.port, message.key))
         else:
             self.moved.relay(message, live.choice, live.owner, self._on_text)

@@ -25,6 +25,7 @@ from pdserve.messages.kv_debug import KVHashes
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.outputs import (
     DetokenizeInit,
+    FinishType,
     PromptReport,
     ReqError,
     ReqTokens,
@@ -39,6 +40,10 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.sessions import SessionState, SnapshotResult
 from pdserve.messages.text import Decoded, Encoded
 from pdserve.messages.too_large import stand_ins
+from pdserve.runtime.web.keys import Caller
+from pdserve.server.http.engine.held_bytes import HeldBytes
+from pdserve.server.http.engine.plan import Prompt, PromptPlan
+from pdserve.server.http.errors import ApiError
 from pdserve.server.tokenizer_process import Routed, deliver
 
 LIMIT = 2000
@@ -125,7 +130,7 @@ def test_every_kind_of_prompt_and_all_choices_count(path: str, body: dict[str, A
         assert error["type"] == "request_too_large"
         assert str(LIMIT) in error["message"]
         assert "send fewer" in error["message"]
-        assert (engine.sent, engine.client.live_requests, engine.client.held_bytes) == ([], 0, 0)
+        assert (engine.sent, engine.client.live_requests, engine.client.held.nbytes) == ([], 0, 0)
         again = await engine.post("/generate", {"text": "x", "rid": "a"})
         assert again.status_code == 200
 
@@ -140,7 +145,7 @@ def test_a_frame_that_http_cannot_send_is_a_413_and_leaves_nothing_behind(path: 
         engine.client._tokenizer = Limited()
         response = await engine.post(path, {"rid": "a", **body} if path == "/generate" else body)
         assert response.status_code == 413
-        assert (engine.client.live_requests, engine.client.held_bytes, engine.client.questions._waiting) == (0, 0, {})
+        assert (engine.client.live_requests, engine.client.held.nbytes, engine.client.questions._waiting) == (0, 0, {})
         assert not engine.client.is_named("a")
 
     with_engine(check)
@@ -148,12 +153,12 @@ def test_a_frame_that_http_cannot_send_is_a_413_and_leaves_nothing_behind(path: 
 
 def test_prompts_of_running_requests_are_held_up_to_a_limit_until_they_end() -> None:
     async def check(engine: FakeEngine) -> None:
-        engine.client._max_held_bytes = 2 * LIMIT
+        engine.client.held = HeldBytes(4 * LIMIT)
         body = {"text": "x" * LIMIT, "stream": True}
         async with engine.http() as client:
             running = asyncio.create_task(client.post("/generate", json=body))
             await engine.wait_for(lambda: len(engine.sent) == 1)
-            assert LIMIT < engine.client.held_bytes < 2 * LIMIT
+            assert LIMIT < engine.client.held.nbytes < 2 * LIMIT
             refused = await engine.post("/generate", body)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
@@ -162,7 +167,48 @@ def test_prompts_of_running_requests_are_held_up_to_a_limit_until_they_end() -> 
             for request in engine.requests:
                 engine.step(request, 0)
             assert [(await task).status_code for task in (running, small)] == [200, 200]
-        assert engine.client.held_bytes == 0
+        assert engine.client.held.nbytes == 0
+
+    with_engine(check, hold=True)
+
+
+def plan(rid: str, size: int, n: int = 1) -> list[PromptPlan]:
+    prompt = Prompt(text="x" * size)
+    return [PromptPlan(prompt, SamplingParams(seed=1), n, rid, True, logprobs=None, bootstrap=None, extra_key="")]
+
+
+def test_one_key_can_hold_half_of_the_bytes_and_the_others_the_rest() -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.client.held = HeldBytes(10 * LIMIT)
+        greedy, other = Caller("greedy", is_admin=False), Caller("other", is_admin=False)
+        submit = engine.client.submit
+        first = [await submit(plan(f"a{i}", LIMIT), streaming=False, caller=greedy) for i in range(4)]
+        with pytest.raises(ApiError, match="of which a key may have as many as it leaves free"):
+            await submit(plan("a5", LIMIT), streaming=False, caller=greedy)
+        second = await submit(plan("b", 2 * LIMIT), streaming=False, caller=other)
+        with pytest.raises(ApiError, match="of this API key"):
+            await submit(plan("a6", 1), streaming=False, caller=greedy)
+        for submission in (*first, second):
+            engine.client.end(submission)
+        await engine.wait_for(lambda: not engine.client.live_requests)
+        assert engine.client.held.nbytes == 0
+
+    with_engine(check, hold=True)
+
+
+def test_prompts_of_clients_that_hang_up_are_held_until_the_engine_has_ended_them() -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.end_aborted = False
+        submission = await engine.client.submit(plan("a", LIMIT, n=2), streaming=False)
+        held = engine.client.held.nbytes
+        assert held > LIMIT
+        engine.client.end(submission)
+        assert {abort.rid for abort in engine.aborts} == {"a-0", "a-1"}
+        for request, left in zip(engine.requests, (held, 0), strict=True):
+            assert engine.client.held.nbytes == held
+            engine.client.dispatch([TextBatch([engine.text(request, "", [], FinishType.ABORT)])])
+            assert engine.client.held.nbytes == left
+        assert engine.client.live_requests == 0
 
     with_engine(check, hold=True)
 
@@ -276,5 +322,5 @@ def test_wherever_a_frame_is_too_large_its_requests_end_and_the_next_is_served(h
     # The first choice's error is the answer; by the end of the next request the other choices have ended, too.
     [after] = ring.post(small)
     assert after.json()["output_ids"] == beside.json()["output_ids"]
-    assert (ring.client.live_requests, ring.client.held_bytes) == (0, 0)
+    assert (ring.client.live_requests, ring.client.held.nbytes) == (0, 0)
     assert (dict(ring.scheduler.reqs), len(ring.detokenizer)) == ({}, 0)
