@@ -17,12 +17,6 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from ..benchmark.cache.options import CacheBenchOptions
-from ..benchmark.errors import BenchOptionsError
-from ..benchmark.kernel.options import KernelBenchOptions
-from ..benchmark.options import BenchOptions
-from ..benchmark.schedule.options import ScheduleBenchOptions
-from ..benchmark.transfer.options import TransferBenchOptions
 from ..model_runner.calibration.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
@@ -34,26 +28,16 @@ from ..runtime.web.ports import LOOPBACK
 from ..terminal.chat.options import ChatOptions, ChatOptionsError
 from ..terminal.check.options import CheckOptions, CheckOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
+from .commands import BENCH_HELP, Config, refuse
 
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
-BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
-CACHE_DEFAULTS, KERNEL_DEFAULTS = CacheBenchOptions(), KernelBenchOptions()
-TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS, CALIBRATE_DEFAULTS = (
-    TransferBenchOptions(),
-    ScheduleBenchOptions(),
-    CalibrateOptions(),
-)
+CHAT_DEFAULTS, CHECK_DEFAULTS, CALIBRATE_DEFAULTS = ChatOptions(), CheckOptions(), CalibrateOptions()
 
 
 def _show_default(value: Any) -> Any:
     """Format a default for ``--help``. A flag that is off, and an empty list, need no "[default: …]"."""
     return None if value is False or value == [] else value
 
-
-Config = Annotated[
-    Path | None,
-    Parameter(help="YAML file with any of these options (page-size: 16); the command line wins over it."),
-]
 
 app = App(
     name="pdserve",
@@ -74,7 +58,7 @@ def server(*, options: Annotated[ServerOptions, Parameter(name="*")] = SERVER_DE
     try:
         check_options(options)
     except OptionError as e:
-        return _refuse("server", e)
+        return refuse("server", e)
     from .instance import run_instance
 
     return run_instance(options)
@@ -86,7 +70,7 @@ def router(*, options: Annotated[RouterOptions, Parameter(name="*")] = ROUTER_DE
     try:
         options.check()
     except RouterOptionsError as e:
-        return _refuse("router", e)
+        return refuse("router", e)
     from ..router.process import run_router
 
     return run_router(options)
@@ -100,7 +84,7 @@ def up(*, options: Annotated[ClusterOptions, Parameter(name="*")] = CLUSTER_DEFA
         # Instances listen on this host alone, whatever the router does.
         check_options(options.instance_options(host=LOOPBACK))
     except (ClusterOptionsError, OptionError) as e:
-        return _refuse("up", e)
+        return refuse("up", e)
     from .cluster import run_cluster
 
     return run_cluster(options)
@@ -112,7 +96,7 @@ def chat(*, options: Annotated[ChatOptions, Parameter(name="*")] = CHAT_DEFAULTS
     try:
         options.check()
     except ChatOptionsError as e:
-        return _refuse("chat", e)
+        return refuse("chat", e)
     from ..terminal.chat.run import run_chat
 
     return run_chat(options)
@@ -124,7 +108,7 @@ def check(*, options: Annotated[CheckOptions, Parameter(name="*")] = CHECK_DEFAU
     try:
         options.check()
     except CheckOptionsError as e:
-        return _refuse("check", e)
+        return refuse("check", e)
     from ..terminal.check.run import run_check
 
     return run_check(options)
@@ -138,96 +122,13 @@ def calibrate(
     try:
         options.check()
     except CalibrateOptionsError as e:
-        return _refuse("calibrate", e)
+        return refuse("calibrate", e)
     from ..model_runner.calibration.calibrate import run_calibrate
 
     return run_calibrate(options)
 
 
-bench = App(name="bench", help="Measure a server, this one or another, or the parts of this one.")
-app.command(bench)
-
-
-@bench.command(name="serve")
-def bench_serve(
-    *, options: Annotated[BenchOptions, Parameter(name="*")] = BENCH_DEFAULTS, config: Config = None
-) -> int:
-    """Send a load to a server and report latencies, throughput and goodput."""
-    try:
-        options.check()
-    except BenchOptionsError as e:
-        return _refuse("bench serve", e)
-    from ..benchmark.serve import run_bench
-
-    return run_bench(options)
-
-
-@bench.command(name="transfer")
-def bench_transfer(
-    *, options: Annotated[TransferBenchOptions, Parameter(name="*")] = TRANSFER_DEFAULTS, config: Config = None
-) -> int:
-    """Measure how fast each transfer backend moves KV pages between two processes of this host.
-
-    Beside it: memcpy of the same bytes, and NIXL and Mooncake alone.
-    """
-    try:
-        options.check()
-    except BenchOptionsError as e:
-        return _refuse("bench transfer", e)
-    from ..benchmark.transfer.run import run_transfer_bench
-
-    return run_transfer_bench(options)
-
-
-@bench.command(name="schedule")
-def bench_schedule(
-    *, options: Annotated[ScheduleBenchOptions, Parameter(name="*")] = SCHEDULE_DEFAULTS, config: Config = None
-) -> int:
-    """Send a trace through the scheduler in virtual time: no model, no waiting.
-
-    Policies and rules of admission beside each other: times to the first token, retractions.
-    """
-    try:
-        options.check()
-    except BenchOptionsError as e:
-        return _refuse("bench schedule", e)
-    from ..benchmark.schedule.run import run_schedule_bench
-
-    return run_schedule_bench(options)
-
-
-@bench.command(name="cache")
-def bench_cache(
-    *, options: Annotated[CacheBenchOptions, Parameter(name="*")] = CACHE_DEFAULTS, config: Config = None
-) -> int:
-    """Measure the prefix tree, the queue in order of cached prefixes, and the allocator, without a model.
-
-    Beside it, where it is installed, vLLM's prefix cache. With --trace: hit rates by eviction policy and pool size.
-    """
-    try:
-        options.check()
-    except BenchOptionsError as e:
-        return _refuse("bench cache", e)
-    from ..benchmark.cache.run import run_cache_bench
-
-    return run_cache_bench(options)
-
-
-@bench.command(name="kernel")
-def bench_kernel(
-    *, options: Annotated[KernelBenchOptions, Parameter(name="*")] = KERNEL_DEFAULTS, config: Config = None
-) -> int:
-    """Measure one GPU kernel at one shape, with its own tile sizes or others.
-
-    Time, share of the roofline, registers and spills. Without a GPU the kernel is compiled, and its time is not known.
-    """
-    try:
-        options.check()
-    except BenchOptionsError as e:
-        return _refuse("bench kernel", e)
-    from ..benchmark.kernel.run import run_kernel_bench
-
-    return run_kernel_bench(options)
+app.command(f"{__package__}.bench_cli:bench", name="bench", help=BENCH_HELP)
 
 
 @app.command
@@ -242,7 +143,7 @@ def router_key(*, cluster_secret_file: Path) -> int:
     try:
         keys = RouterKeys.read(str(cluster_secret_file))
     except ClusterSecretError as e:
-        return _refuse("router-key", e)
+        return refuse("router-key", e)
     assert keys is not None
     print(keys.text(), end="")
     return 0
@@ -268,12 +169,6 @@ def version() -> int:
     """Print the version."""
     print(package_version("pdserve"))
     return 0
-
-
-def _refuse(command: str, error: ValueError) -> int:
-    for line in str(error).splitlines():
-        print(f"pdserve {command}: {line}", file=sys.stderr)
-    return EXIT_USAGE
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 FLOORS = (
     *("messages", "runtime", "model_files"),
-    *("mem_cache", "scheduler", "model_runner", "disaggregation", "detokenizer", "router", "benchmark", "terminal"),
-    *("server", "tools"),
+    *("mem_cache", "scheduler", "model_runner", "disaggregation", "detokenizer", "router", "terminal"),
+    *("benchmark", "server", "tools"),
 )
 """Folders from the ground up. ``server`` holds the command line, which starts all others; the product imports no tools.
 """

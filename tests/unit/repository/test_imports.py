@@ -27,6 +27,13 @@ def test_every_floor_is_there_and_read(arrows):
     assert {a.source.split(".")[0] for a in arrows} | {"messages"} == set(FLOORS)
 
 
+def test_only_the_bench_commands_import_the_benchmarks(arrows):
+    users = {a.source for a in arrows if a.target.split(".")[0] == "benchmark"}
+    assert {user for user in users if user.split(".")[0] not in ("benchmark", "tools")} == {"server.bench_cli"}
+    # The command line names it as text, and loads it when it is asked for.
+    assert not [str(a) for a in arrows if a.target == "server.bench_cli"]
+
+
 def made(root: Path, **files: str) -> Path:
     for name, text in files.items():
         path = root / (name.replace("__", "/") + ".py")
