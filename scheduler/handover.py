@@ -1,11 +1,11 @@
 """The scheduler's interface to hand-overs, so that it needs to know no more about them.
 
-``disaggregation/`` implements it. An instance that takes no part in hand-overs has none.
+``disaggregation/`` implements it. An instance that takes no part in hand-overs has ``NoHandovers``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.metrics import Family
@@ -13,26 +13,15 @@ from ..messages.moves import MigrateReq
 from ..messages.outputs import TokenLogprob
 from ..messages.requests import Bootstrap
 from ..messages.worker import SendPages, TransferEvent
+from .refusals import NO_EXCHANGE, Refusal
 from .req import Req
 
 
-class Handovers(Protocol):
-    """All hand-overs of an instance. Called from the scheduler's loop only; no call blocks."""
+class Membership(Protocol):
+    """This instance among others: whether they find it, and whether it exchanges KV now. No call blocks."""
 
-    def start(self, now: float) -> None:
-        """Register with peers."""
-
-    def problem(self, now: float) -> str | None:
-        """Return why this instance cannot serve although its processes are well, or None if it can."""
-
-    def warning(self, now: float) -> str | None:
-        """Return what an operator should look at although this instance can serve, or None."""
-
-    def found_at(self) -> tuple[str, int] | None:
-        """Return host and port of the bootstrap server by which peers find this instance; None before there is one.
-
-        A host of "" means the address at which this instance is reached.
-        """
+    def register(self) -> None:
+        """Let peers find this instance, with the scheduler's role as it is now."""
 
     def withdraw(self) -> None:
         """Let peers find this instance no more."""
@@ -47,18 +36,41 @@ class Handovers(Protocol):
     def is_closed(self) -> bool:
         """Whether peers can neither write here nor be written to."""
 
-    @property
-    def may_resize(self) -> bool:
-        """Whether memory of the KV pool may go back to the system while peers are connected."""
-
     def open(self) -> None:
         """Let peers find this instance again. Does nothing if it was not closed."""
+
+    def problem(self, now: float) -> str | None:
+        """Return why this instance cannot serve although its processes are well, or None if it can."""
+
+    def found_at(self) -> tuple[str, int] | None:
+        """Return host and port of the bootstrap server by which peers find this instance; None before there is one.
+
+        A host of "" means the address at which this instance is reached.
+        """
+
+    def refusal(self) -> Refusal | None:
+        """Return why requests with a hand-over are refused, or None if they are taken."""
 
     def names_here(self, where: Bootstrap) -> bool:
         """Return whether a request's bootstrap address is this instance's own."""
 
     def may_mean_here(self, where: Bootstrap) -> bool:
         """Return whether the address may be this instance's own, under a host name that is not known here."""
+
+
+class Handovers(Protocol):
+    """All hand-overs of an instance. Called from the scheduler's loop only; no call blocks."""
+
+    @property
+    def membership(self) -> Membership:
+        """The instance among others."""
+
+    @property
+    def may_resize(self) -> bool:
+        """Whether memory of the KV pool may go back to the system while peers are connected."""
+
+    def warning(self, now: float) -> str | None:
+        """Return what an operator should look at although this instance can serve, or None."""
 
     def add(self, req: Req, now: float) -> None:
         """Take over a request with phases that run on two instances."""
@@ -72,19 +84,16 @@ class Handovers(Protocol):
     def move_all(self, to: list[tuple[str, int]]) -> None:
         """Migrate everything that runs here to the instances at these bootstrap addresses."""
 
-    def role_changed(self) -> None:
-        """Report to others that the scheduler's role has changed."""
-
-    def finished(self, req: Req) -> None:
+    def on_finished(self, req: Req) -> None:
         """Note that a request here is about to end normally. It still has its memory."""
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """Return what the worker shall push of a prompt when the step that is about to be sent computes more of it."""
 
-    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """Note that an outgoing request's prompt is computed."""
+    def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """Note that an outgoing request's prompt is computed, and its first token drawn."""
 
-    def came_true(self, req: Req, now: float) -> None:
+    def on_first_token(self, req: Req, now: float) -> None:
         """Compare the time of a request's first token, now known, with its estimate."""
 
     def pinned(self) -> list[KVHold]:
@@ -99,10 +108,10 @@ class Handovers(Protocol):
     def flush(self) -> None:
         """Send what this tick has queued for peers."""
 
-    def timeout_ms(self) -> int:
-        """Return how long the loop may sleep, in milliseconds."""
+    def timeout_ms(self) -> int | None:
+        """Return how long the loop may sleep, in milliseconds. None: the hand-overs set no limit."""
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any] | None:
         """Return the ``disaggregation`` part of ``/server_info``."""
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
@@ -110,3 +119,103 @@ class Handovers(Protocol):
 
     def metrics(self) -> list[Family]:
         """Return the metrics of hand-overs, in both directions."""
+
+
+class NoMembership:
+    """The ``Membership`` of an instance that has no peers."""
+
+    is_closed = True
+
+    def register(self) -> None:
+        """Do nothing."""
+
+    def withdraw(self) -> None:
+        """Do nothing."""
+
+    def close(self, reason: str) -> None:
+        """Do nothing."""
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def problem(self, now: float) -> None:
+        """Return None: no peer needs to find this instance."""
+
+    def found_at(self) -> None:
+        """Return None: no bootstrap server knows this instance."""
+
+    def refusal(self) -> Refusal:
+        """Return that this instance exchanges no KV."""
+        return NO_EXCHANGE
+
+    def names_here(self, where: Bootstrap) -> bool:
+        """Return False."""
+        return False
+
+    def may_mean_here(self, where: Bootstrap) -> bool:
+        """Return False."""
+        return False
+
+
+class NoHandovers:
+    """The ``Handovers`` of an instance that takes no part in any: every request is computed here."""
+
+    membership: Membership = NoMembership()
+    may_resize = True
+
+    def warning(self, now: float) -> None:
+        """Return None."""
+
+    def add(self, req: Req, now: float) -> NoReturn:
+        """Raise ``AssertionError``: requests with a hand-over are refused."""
+        raise AssertionError(f"request {req.rid} was admitted for a hand-over, and this instance exchanges no KV")
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """Do nothing."""
+
+    def migrate(self, ask: MigrateReq, now: float) -> NoReturn:
+        """Raise ``AssertionError``: the order is refused before."""
+        raise AssertionError("a request was to be migrated, and this instance exchanges no KV")
+
+    def move_all(self, to: list[tuple[str, int]]) -> None:
+        """Do nothing."""
+
+    def on_finished(self, req: Req) -> None:
+        """Do nothing."""
+
+    def chunk_planned(self, req: Req) -> None:
+        """Return None: nothing is pushed."""
+
+    def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> NoReturn:
+        """Raise ``AssertionError``: no request is outgoing."""
+        raise AssertionError(f"the prompt of request {req.rid} was computed for a peer, and there are no peers")
+
+    def on_first_token(self, req: Req, now: float) -> None:
+        """Do nothing."""
+
+    def pinned(self) -> list[KVHold]:
+        """Return no memory."""
+        return []
+
+    def on_transfer_event(self, event: TransferEvent, now: float) -> None:
+        """Do nothing."""
+
+    def poll(self, now: float) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def timeout_ms(self) -> None:
+        """Return None."""
+
+    def info(self) -> None:
+        """Return None."""
+
+    def transfers(self, now: float) -> list[dict[str, Any]]:
+        """Return no hand-overs."""
+        return []
+
+    def metrics(self) -> list[Family]:
+        """Return no metrics."""
+        return []

@@ -40,7 +40,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
     """Return pools (tokens), queues (requests), counters since the start, peers and options, JSON-ready."""
     worker, counters = scheduler.worker, scheduler.counters
     states = Counter(str(r.state) for r in scheduler.reqs.values())
-    manager, itl = scheduler.handovers, scheduler.planner.budget.itl
+    itl = scheduler.planner.budget.itl
     return {
         "status": "draining" if scheduler.draining else "ready",
         "epoch": epoch,
@@ -70,7 +70,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
         "counters": counters.info() | {"cached_tokens": scheduler.planner.cached_tokens},
         "cost_model": _cost_model(scheduler),
         "itl_budget": itl.info() if itl is not None else None,
-        "disaggregation": manager.info() if manager is not None else None,
+        "disaggregation": scheduler.handovers.info(),
         "load_seconds": worker.load_seconds,
         "options": {name: _masked(name, value) for name, value in msgspec.to_builtins(scheduler.options).items()},
     }

@@ -123,17 +123,16 @@ class MemorySaver:
     def advance(self, now: float) -> None:
         """Advance the change that is under way, once a tick."""
         self.resize.advance(now)
-        scheduler, handovers = self._scheduler, self._scheduler.handovers
+        scheduler, peers = self._scheduler, self._scheduler.handovers.membership
         if self.state is MemoryState.EMPTYING:
             if not self._is_quiet:
                 if now >= self._until:
                     self._stay(f"{self._running()}; wait for them (wait_s), abort them, or drain the instance")
                 return
             self.state, self._until = MemoryState.PARTING, now + PARTING_SECONDS
-            if handovers is not None:
-                handovers.close("its memory was given back")
+            peers.close("its memory was given back")
         if self.state is MemoryState.PARTING:
-            if handovers is not None and not handovers.is_closed:
+            if not peers.is_closed:
                 if now >= self._until:
                     self._stay(f"a peer did not let go of this instance's KV memory within {PARTING_SECONDS:.0f} s")
                 return
@@ -147,8 +146,8 @@ class MemorySaver:
         assert order is not None
         self.released = changed.released
         self.state = MemoryState.RELEASED if self.released else MemoryState.HELD
-        if self.state is MemoryState.HELD and self._scheduler.handovers is not None:
-            self._scheduler.handovers.open()
+        if self.state is MemoryState.HELD:
+            self._scheduler.handovers.membership.open()
         log.info("%s of %s: %s", ORDERS[order.release], ", ".join(self._tags), changed.error or "done")
         done = MemoryResult(self.released, changed.nbytes, changed.seconds)
         self._answer(order, Refused(503, changed.error) if changed.error else done)
@@ -189,8 +188,7 @@ class MemorySaver:
     @property
     def _is_quiet(self) -> bool:
         """Whether nothing computes, and no hand-over has memory of this instance."""
-        handovers = self._scheduler.handovers
-        return self._scheduler.is_idle and not (handovers is not None and handovers.pinned())
+        return self._scheduler.is_idle and not self._scheduler.handovers.pinned()
 
     def _running(self) -> str:
         count = len(self._scheduler.reqs)
@@ -215,8 +213,7 @@ class MemorySaver:
         order, self._order = self._order, None
         assert order is not None
         self.state, self._until = MemoryState.HELD, math.inf
-        if self._scheduler.handovers is not None:
-            self._scheduler.handovers.open()
+        self._scheduler.handovers.membership.open()
         self._answer(order, Refused(409, why))
 
     def _answer(self, order: MemoryReq, result: MemoryResult | Refused) -> None:

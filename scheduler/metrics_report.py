@@ -51,7 +51,7 @@ class MetricsReport:
 
 def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
     """Read the metrics of the scheduler and of all its parts."""
-    planned, handovers, tiers = scheduler.planner, scheduler.handovers, scheduler.tiers
+    planned, tiers = scheduler.planner, scheduler.tiers
     families: list[Family] = [
         *read(METRICS, scheduler),
         *read(memory_terms.METRICS, scheduler.memory.usage()),
@@ -60,7 +60,7 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         *read(shared_prompts.METRICS, planned.shared_prompts),
         *read(itl_budget.METRICS, planned.budget.itl),
         *read(cost_model.METRICS, scheduler.estimator.model),
-        *(handovers.metrics() if handovers is not None else ()),
+        *scheduler.handovers.metrics(),
         *(tiers.metrics() if tiers is not None else ()),
         *read(kv_debug.METRICS, scheduler.memory.debug),
     ]

@@ -160,7 +160,7 @@ class PoolResize:
         worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options
         if self._order is not None:
             return Refused(409, "a resize of the pool is under way; ask again when it is done")
-        if self._scheduler.handovers is not None and not self._scheduler.handovers.may_resize:
+        if not self._scheduler.handovers.may_resize:
             backend = options.disaggregation_transfer_backend
             text = f"{backend} has registered the pool's memory as it is; use --disaggregation-transfer-backend tcp"
             return Refused(409, text)

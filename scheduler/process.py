@@ -51,7 +51,7 @@ from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime import gc_control
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
-from .handover import Handovers
+from .handover import Handovers, NoHandovers
 from .info import Verdict, server_info
 from .kv_event_feed import KVEventFeed
 from .kv_hashes import answer_hashes
@@ -81,12 +81,17 @@ MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
 """Factory of the hand-overs. They register what they wait for with the loop's poller."""
 
 
+def no_handovers(scheduler: Scheduler, poller: zmq.Poller) -> Handovers:
+    """Return the hand-overs of an instance that exchanges no KV."""
+    return NoHandovers()
+
+
 class SchedulerProcess:
     """Owner of the sockets; see the module. Without ``make_handovers`` the instance exchanges no KV."""
 
     def __init__(self, ctx: ChildContext, make_handovers: MakeHandovers | None = None) -> None:
         self._ctx = ctx
-        self._make_handovers = make_handovers
+        self._make_handovers = make_handovers or no_handovers
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
         self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
         self._outbox = Outbox(
@@ -100,7 +105,6 @@ class SchedulerProcess:
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
-        self._handovers: Handovers | None = None
         self._occupation: MemorySaver | None = None
         self._profiling: Profiling | None = None
         self._report: MetricsReport | None = None
@@ -125,8 +129,8 @@ class SchedulerProcess:
             self._on_worker_event(event, now)
         for message in self._next_messages():
             self._on_message(message, now)
-        if self._handovers is not None:
-            self._handovers.poll(now)
+        if self._scheduler is not None:
+            self._scheduler.handovers.poll(now)
         if self._occupation is not None:
             self._occupation.advance(now)
         if self._scheduler is not None:
@@ -139,8 +143,8 @@ class SchedulerProcess:
         if self._kv_feed is not None:
             self._kv_feed.turn()
         # Flush peers first: "drained" is sent with the outbox, and what peers wait for must be sent by then.
-        if self._handovers is not None:
-            self._handovers.flush()
+        if self._scheduler is not None:
+            self._scheduler.handovers.flush()
         ended = self._outbox.flush()
         if self._scheduler is not None:
             for rid in ended:
@@ -167,12 +171,11 @@ class SchedulerProcess:
         return ms if math.isinf(left) else min(math.ceil(left * 1000), ms if ms >= 0 else MAX_SLEEP_MS)
 
     def _wake_ms(self) -> int:
-        if self._handovers is not None:
-            is_awaited = self._scheduler is not None and self._scheduler.has_freed
-            return 0 if is_awaited else self._handovers.timeout_ms()
-        if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
-            return int(IDLE_CHECK_INTERVAL * 1000)
-        return -1
+        if self._scheduler is None:
+            return -1
+        if (limit := self._scheduler.handovers.timeout_ms()) is not None:
+            return 0 if self._scheduler.has_freed else limit
+        return int(IDLE_CHECK_INTERVAL * 1000) if self._scheduler.counters.steps != self._checked_step else -1
 
     def _next_messages(self) -> list[Any]:
         """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``.
@@ -218,15 +221,15 @@ class SchedulerProcess:
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.on_event(event, now)
-        elif self._handovers is not None:
-            self._handovers.on_transfer_event(event, now)
+        else:
+            self._scheduler.handovers.on_transfer_event(event, now)
 
     def _start(self, worker: WorkerReady, now: float) -> None:
-        self._scheduler = Scheduler(self._ctx.options, worker, self._outbox)
-        if self._make_handovers is not None:
-            self._handovers = self._make_handovers(self._scheduler, self._poller)
-            self._scheduler.handovers = self._handovers
-            self._handovers.start(now)
+        self._scheduler = Scheduler(
+            *(self._ctx.options, worker, self._outbox),
+            lambda scheduler: self._make_handovers(scheduler, self._poller),
+        )
+        self._scheduler.handovers.membership.register()
         self._occupation = MemorySaver(self._scheduler)
         memory = self._scheduler.memory
         self._profiling = Profiling(self._outbox, lambda: memory.newest_step)
@@ -270,20 +273,19 @@ class SchedulerProcess:
         elif isinstance(message, KVHashesReq):
             answer_hashes(message, scheduler.memory, scheduler.worker.layout, self._outbox)
         elif isinstance(message, TransfersReq):
-            rooms = self._handovers.transfers(now) if self._handovers is not None else []
+            rooms = scheduler.handovers.transfers(now)
             rooms.sort(key=lambda room: -room["seconds"])
             self._outbox.reply(message, Transfers(len(rooms), rooms[:MAX_TRANSFERS]))
-        elif isinstance(message, MigrateReq) and self._handovers is not None:
-            self._handovers.migrate(message, now)
+        elif isinstance(message, MigrateReq) and scheduler.handovers.membership.refusal() is None:
+            scheduler.handovers.migrate(message, now)
         elif isinstance(message, MigrateReq):
             text = "this instance exchanges no KV; start it with --handover on"
             self._outbox.reply(message, Refused(409, text))
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True
-            if self._handovers is not None:
-                self._handovers.withdraw()
-                self._handovers.move_all(message.to)
+            scheduler.handovers.membership.withdraw()
+            scheduler.handovers.move_all(message.to)
         elif isinstance(message, RoleReq):
             self._outbox.reply(message, self._change_role(scheduler, message))
         elif isinstance(message, MemoryReq) and self._occupation is not None:
@@ -305,11 +307,11 @@ class SchedulerProcess:
 
     def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult | Refused:
         before = scheduler.role
-        if self._handovers is None:
+        if scheduler.handovers.membership.refusal() is not None:
             text = "this instance exchanges no KV, so it can only be unified; start it with --handover on"
             return Refused(409, text)
         scheduler.planner.budget.role = message.role
-        self._handovers.role_changed()
+        scheduler.handovers.membership.register()
         log.info("role changed from %s to %s", before, message.role)
         return RoleResult(message.role, before)
 
@@ -320,15 +322,16 @@ class SchedulerProcess:
         return FlushCacheResult(scheduler.memory.flush())
 
     def _pong(self, now: float) -> Pong:
-        scheduler, handovers = self._scheduler, self._handovers
+        scheduler = self._scheduler
         if scheduler is None:
             return Pong(False, "the model is still loading")
         problem = self._problem(scheduler, now)
-        warning = (handovers.warning(now) if handovers is not None else None) or self._kv_problem(scheduler, now)
-        host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
+        warning = scheduler.handovers.warning(now) or self._kv_problem(scheduler, now)
+        peers = scheduler.handovers.membership
+        host, port = peers.found_at() or ("", None)
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
         # Only an instance with automatic placement may be chosen for prompts that it was not named for.
-        is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
+        is_free = peers.refusal() is None and scheduler.options.disaggregation_threshold == "auto"
         pace = scheduler.estimator.pace(now) if is_free else None
         return Pong(problem is None, problem or warning or "", identity, pace)
 
@@ -345,7 +348,7 @@ class SchedulerProcess:
         since = scheduler.in_flight_since
         if since is not None and now - since > self._ctx.options.watchdog_timeout:
             return f"the model worker has been busy with one step for {now - since:.0f} s"
-        return self._handovers.problem(now) if self._handovers is not None else None
+        return scheduler.handovers.membership.problem(now)
 
     def _tell_drained(self, scheduler: Scheduler) -> None:
         # After all requests have ended, the result of a step under way has no reader: don't wait for it.

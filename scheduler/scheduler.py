@@ -33,13 +33,13 @@ from .deadlines import Deadlines
 from .estimates.cost_model import make_cost_model
 from .estimates.estimator import Estimator
 from .forks import Forks
-from .handover import Handovers
+from .handover import Handovers, NoHandovers
 from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
 from .memory_terms import PoolSizes
 from .outbox import Outbox, meta_of, news_interval
 from .planner import StepPlanner
-from .refusals import DRAINING, NO_EXCHANGE, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
@@ -51,7 +51,13 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Owner of all requests of this instance; the module describes its loop."""
 
-    def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        options: ServerOptions,
+        worker: WorkerReady,
+        outbox: Outbox,
+        make_handovers: Callable[[Scheduler], Handovers] = lambda scheduler: NoHandovers(),
+    ) -> None:
         self.options, self.worker, self.outbox = options, worker, outbox
         self.tiers = KVTiers(options, worker) if worker.host_pages else None
         self.kv_events = make_event_log(options, worker)
@@ -66,7 +72,6 @@ class Scheduler:
         self.now = 0.0
         """``time.monotonic()`` at the current tick."""
         self.withheld: Callable[[], Refusal | None] = lambda: None  # set by ``memory_saver.py`` while memory is away
-        self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
         self.deadlines = Deadlines()
@@ -77,6 +82,7 @@ class Scheduler:
         Hand-overs get memory before steps are planned, so memory of preempted and expired requests serves them in the
         next tick only. That tick should come at once.
         """
+        self.handovers = make_handovers(self)
 
     @property
     def role(self) -> DisaggregationMode:
@@ -116,7 +122,6 @@ class Scheduler:
         elif route is Route.LOCAL:
             self.enqueue(req, now)
         else:
-            assert self.handovers is not None
             req.state = ReqState.BOOTSTRAPPING
             if route is Route.INCOMING:
                 self.planner.arriving[req.rid] = req
@@ -140,11 +145,11 @@ class Scheduler:
         An explicit leg decides. Otherwise the bootstrap address does, or the role if the address may mean this
         instance.
         """
-        assert self.handovers is not None
         # The leg holds whatever the role is now: the role may have changed since the request was sent.
         if where.leg:
             return Route.OUTGOING if where.leg == "prefill" else Route.INCOMING
-        is_sender = self.handovers.names_here(where) or (self.role == "prefill" and self.handovers.may_mean_here(where))
+        here = self.handovers.membership
+        is_sender = here.names_here(where) or (self.role == "prefill" and here.may_mean_here(where))
         return Route.OUTGOING if is_sender else Route.INCOMING
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
@@ -155,8 +160,8 @@ class Scheduler:
             return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
             return refusal
-        if (where := msg.bootstrap) is not None and self.handovers is None:
-            return NO_EXCHANGE
+        if (where := msg.bootstrap) is not None and (closed := self.handovers.membership.refusal()) is not None:
+            return closed
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
         waiting = self.planner.waiting
@@ -219,8 +224,7 @@ class Scheduler:
             self._cancel(req, "a stop string was found")
 
     def _cancel(self, req: Req, reason: str) -> None:
-        if self.handovers is not None:
-            self.handovers.cancel(req, reason)
+        self.handovers.cancel(req, reason)
 
     # --- requests out ---
 
@@ -232,8 +236,8 @@ class Scheduler:
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
             return
-        if state is ReqState.FINISHED and self.handovers is not None and req.route is not Route.OUTGOING:
-            self.handovers.finished(req)
+        if state is ReqState.FINISHED and req.route is not Route.OUTGOING:
+            self.handovers.on_finished(req)
         self.leave(req, state)
         if finish is not None:
             self.outbox.tokens(req, finish, self.meta(req))
@@ -315,9 +319,8 @@ class Scheduler:
             if step is None:
                 self._end_stuck(now)
                 break
-            if self.handovers is not None:
-                pushes = [self.handovers.chunk_planned(req) for req in step.prefilled]
-                step.message.pushes = [push for push in pushes if push is not None]
+            pushes = [self.handovers.chunk_planned(req) for req in step.prefilled]
+            step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
             self._move_pages(now)
@@ -399,8 +402,7 @@ class Scheduler:
         if req.timing.timeline is not None and not req.timing.timeline.first_step:
             req.timing.timeline.first_step = (now - req.times.arrival) * 1000
         if req.route is Route.OUTGOING:
-            assert self.handovers is not None
-            self.handovers.first_token(req, token, logprob)
+            self.handovers.on_prompt_computed(req, token, logprob)
         else:
             self.on_newest_token(req, token, now)
 
@@ -413,8 +415,8 @@ class Scheduler:
         self.counters.generation_tokens += 1
         if (shares := self.planner.waiting.shares) is not None:
             shares.output(req.tenant, 1)
-        if req.foreseen is not None and self.handovers is not None:
-            self.handovers.came_true(req, now)
+        if req.foreseen is not None:
+            self.handovers.on_first_token(req, now)
         finish = None
         if token in req.stop_ids:
             finish = FinishReason(FinishType.STOP, matched=token)
@@ -525,7 +527,5 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Check that memory is consistent and every hold has an owner. Raises ``InvariantViolation``."""
-        users = [r.hold for r in self.reqs.values() if r.hold is not None]
-        if self.handovers is not None:
-            users += self.handovers.pinned()
+        users = [r.hold for r in self.reqs.values() if r.hold is not None] + self.handovers.pinned()
         self.memory.check_invariants(users)

@@ -12,26 +12,11 @@ from functools import partial
 from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
-from ...messages.base import Message
-from ...messages.handover import (
-    Abort,
-    AbortAck,
-    Declined,
-    FirstToken,
-    Forecast,
-    ForecastRequest,
-    Progress,
-    RoomQueued,
-    TransferDone,
-    TransferFailed,
-    TransferRequest,
-    Withdraw,
-    Withdrawn,
-)
+from ...messages.base import HandoverId
+from ...messages.handover import FirstToken
 from ...messages.metrics import Family
-from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
+from ...messages.moves import MigrateReq, MoveCommit, MoveOffer
 from ...messages.outputs import TokenLogprob
-from ...messages.requests import Bootstrap
 from ...messages.worker import (
     ConnectPeer,
     PagesVerified,
@@ -45,17 +30,16 @@ from ...runtime.answer_keys import AnswerKeys
 from ...runtime.metrics import Metrics, counter, read
 from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
-from ...runtime.web.ports import is_loopback, means_this_host
+from ...runtime.web.ports import is_loopback
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
-from ..bootstrap.registration import Registration
-from .control.frames import LONG_FRAME_BYTES
-from .greeting import Greeting, digest
+from .greeting import Greeting
 from .limits import HandoverLimits
+from .membership import InstanceMembership
 from .migration.migration_source import MigrationSource
 from .migration.migration_target import MigrationTarget
 from .network import Network
-from .peer import Peer
+from .peer_router import PeerRouter
 from .peers import METRICS as PEER_METRICS
 from .peers import Peers
 from .placement_policy import METRICS as PLACEMENT_METRICS
@@ -71,8 +55,6 @@ log = logging.getLogger(__name__)
 IDLE_TIMEOUT_MS = 1000
 LOOKS = 4
 """Polls per heartbeat interval. Silence is noticed at most 1/``LOOKS`` of an interval late."""
-LEASE_SECONDS = 6.0
-"""Lifetime of a registration at the bootstrap server, in seconds."""
 
 
 class KVManager:
@@ -82,8 +64,7 @@ class KVManager:
         self, epoch: str, scheduler: Scheduler, network: Network, answer_keys: AnswerKeys | None = None
     ) -> None:
         options = scheduler.options
-        limits = HandoverLimits.of(options)
-        self._epoch = epoch
+        limits, router = HandoverLimits.of(options), PeerRouter()
         self._options = options
         self._scheduler = scheduler
         self._network = network
@@ -95,7 +76,7 @@ class KVManager:
             network.port,
             network.find,
             self._tell_worker,
-            self,
+            router,
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
         self._choice = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
@@ -107,82 +88,26 @@ class KVManager:
             *(scheduler, limits, self._peers, self.receivers, options.port, answer_keys or AnswerKeys()),
             knows_peers=network.port.is_sealed,
         )
-
-    def start(self, now: float) -> None:
-        """See ``Handovers``."""
-        self._register()
-
-    def role_changed(self) -> None:
-        """See ``Handovers``."""
-        self._register()
-
-    def _register(self) -> None:
-        if self._peers.closed is not None or self._scheduler.draining:
-            return  # the bootstrap server refuses a withdrawn registration for ever
-        worker = self._scheduler.worker
-        registration = Registration(
-            epoch=self._epoch,
-            control_port=self._network.port.port,
-            fingerprint=worker.fingerprint,
-            layout=worker.layout,
-            backend=self._options.disaggregation_transfer_backend,
-            pool=digest(worker.backend_metadata),
-            ttl=LEASE_SECONDS,
-            role=self._scheduler.role,
-            host=self._options.advertise_host or "",
+        self.membership = InstanceMembership(epoch, scheduler, network, self._peers)
+        # The receivers come last, because the other sides may free memory. Migrations come first: they claim theirs.
+        moves_out, too_long = self.moves_out, self.moves_out.on_too_long
+        router.register(
+            *(moves_out.handlers(), moves_out.on_gone),
+            claims=moves_out.knows,
+            too_long={MoveOffer: too_long, MoveCommit: too_long},
         )
-        self._network.register(registration)
-
-    def withdraw(self) -> None:
-        """See ``Handovers``."""
-        self._network.withdraw()
-
-    def close(self, reason: str) -> None:
-        """See ``Handovers``."""
-        self._network.pause()
-        self._peers.close(reason)
-
-    @property
-    def is_closed(self) -> bool:
-        """See ``Handovers``."""
-        return self._peers.closed is not None and not self._peers.lingering
+        router.register(self.moves_in.handlers(), self.moves_in.on_gone)
+        router.register(self.senders.handlers(), self.senders.on_gone, too_long={FirstToken: self.senders.on_too_long})
+        router.register(self.receivers.handlers(), self.receivers.on_gone, on_down=self.receivers.on_down)
 
     @property
     def may_resize(self) -> bool:
         """See ``Handovers``."""
         return not BACKENDS[self._options.disaggregation_transfer_backend].pins_pool
 
-    def open(self) -> None:
-        """See ``Handovers``."""
-        if self._peers.closed is not None:
-            self._peers.closed = None
-            self._register()
-
-    def problem(self, now: float) -> str | None:
-        """See ``Handovers``."""
-        # Other instances must find a prefill instance; every other role can serve without a registration.
-        return self._network.lost(now) if self._scheduler.role == "prefill" else None
-
     def warning(self, now: float) -> str | None:
         """See ``Handovers``."""
         return self.receivers.warning(now)
-
-    def found_at(self) -> tuple[str, int] | None:
-        """See ``Handovers``."""
-        port = self._network.bootstrap_port
-        return None if port is None else (self._options.advertise_host or "", port)
-
-    # --- the scheduler's side ---
-
-    def names_here(self, where: Bootstrap) -> bool:
-        """Return whether a request's bootstrap address is this instance's own."""
-        if where.port != self._network.bootstrap_port:
-            return False
-        return where.host in (self._options.host, self._options.advertise_host) or means_this_host(where.host)
-
-    def may_mean_here(self, where: Bootstrap) -> bool:
-        """See ``Handovers``."""
-        return where.port == self._network.bootstrap_port
 
     def add(self, req: Req, now: float) -> None:
         """Open a hand-over for a request with its prefill and decode on two instances."""
@@ -193,7 +118,7 @@ class KVManager:
 
     def cancel(self, req: Req, reason: str) -> None:
         """Abandon every hand-over and migration of a request that ended here before they were complete."""
-        self._choice.never_came(req, self._now)
+        self._choice.on_cancelled(req, self._now)
         self.moves_out.cancel(req, reason)
         self.moves_in.cancel(req, reason)
         self.senders.cancel(req, reason)
@@ -203,7 +128,7 @@ class KVManager:
         """See ``Handovers``."""
         self.moves_out.migrate(ask, now)
 
-    def finished(self, req: Req) -> None:
+    def on_finished(self, req: Req) -> None:
         """See ``Handovers``."""
         if self._options.return_kv:
             self.moves_out.give_back(req)
@@ -216,13 +141,13 @@ class KVManager:
         """See ``Handovers``."""
         return self.senders.chunk_planned(req)
 
-    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """Pass on the first token of an outgoing request, now that its prompt is computed."""
-        self.senders.first_token(req, token, logprob)
-
-    def came_true(self, req: Req, now: float) -> None:
+    def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """See ``Handovers``."""
-        self._choice.learn(req, now)
+        self.senders.on_prompt_computed(req, token, logprob)
+
+    def on_first_token(self, req: Req, now: float) -> None:
+        """See ``Handovers``."""
+        self._choice.on_first_token(req, now)
 
     def pinned(self) -> list[KVHold]:
         """See ``Handovers``."""
@@ -230,17 +155,18 @@ class KVManager:
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """Pass an event of the worker's transfer engine to the side that it concerns."""
-        if isinstance(event, SendEnded) and self.moves_out.knows(event.handover):
-            self.moves_out.on_send_ended(event)
-        elif isinstance(event, SendEnded):
-            self.senders.on_send_ended(event)
-        elif isinstance(event, SendProgress):
-            side = self.moves_out if self.moves_out.knows(event.handover) else self.senders
-            side.on_progress(event)
-        elif isinstance(event, PagesVerified):
-            self.receivers.on_verified(event, now)
-        else:
-            self._peers.on_event(event, now)
+        match event:
+            case SendEnded():
+                self._pushing_side(event.handover).on_send_ended(event)
+            case SendProgress():
+                self._pushing_side(event.handover).on_progress(event)
+            case PagesVerified():
+                self.receivers.on_verified(event, now)
+            case _:
+                self._peers.on_event(event, now)
+
+    def _pushing_side(self, handover: HandoverId) -> MigrationSource | SenderTable:
+        return self.moves_out if self.moves_out.knows(handover) else self.senders
 
     def poll(self, now: float) -> None:
         """Run one tick: read messages of peers, advance rooms and enforce deadlines."""
@@ -300,76 +226,6 @@ class KVManager:
         # ConnectPeer queues after the steps: pages meant for the previous link must not be sent over the next one.
         outbox = self._scheduler.outbox
         (outbox.to_worker if isinstance(command, ConnectPeer) else outbox.to_transfer)(command)
-
-    # --- the peers' side ---
-
-    def on_message(self, peer: Peer, message: Any, now: float) -> None:
-        """See ``PeerOwner``."""
-        match message:
-            case TransferRequest() if self.moves_out.knows(message.handover):
-                self.moves_out.on_request(peer, message)
-            case Abort() if self.moves_out.knows(message.handover):
-                self.moves_out.on_abort(peer, message)
-            case RoomQueued() if self.moves_out.knows(message.handover):
-                pass  # nothing to do: the offer came from this instance
-            case TransferRequest():
-                self.senders.on_request(peer, message, now)
-            case RoomQueued():
-                self.senders.on_queued(peer, message, now)
-            case Withdraw():
-                self.senders.on_withdraw(peer, message, now)
-            case Abort():
-                self.senders.on_abort(peer, message, now)
-            case ForecastRequest():
-                self.senders.on_forecast_request(peer, message, now)
-            case Declined():
-                self.senders.on_declined(peer, message, now)
-            case Forecast():
-                self.receivers.on_forecast(peer, message)
-            case Progress():
-                self.receivers.on_progress(peer, message, now)
-            case FirstToken():
-                self.receivers.on_first_token(peer, message, now)
-            case TransferDone():
-                self.receivers.on_done(peer, message)
-            case TransferFailed():
-                self.receivers.on_failed(peer, message)
-            case Withdrawn():
-                self.receivers.on_withdrawn(peer, message, now)
-            case AbortAck():
-                self.receivers.on_abort_ack(peer, message)
-            case MoveOffer():
-                self.moves_in.on_offer(peer, message, now)
-            case MoveCommit():
-                self.moves_in.on_commit(peer, message, now)
-            case MoveReady():
-                self.moves_out.on_ready(peer, message)
-            case MoveTaken():
-                self.moves_out.on_taken(peer, message, now)
-            case MoveRefused() if self.moves_out.knows(message.handover):
-                self.moves_out.on_refused(peer, message)
-            case MoveRefused():
-                self.moves_in.on_refused(peer, message)
-
-    def on_gone(self, peer: Peer) -> None:
-        """See ``PeerOwner``."""
-        self.moves_out.on_gone(peer)
-        self.moves_in.on_gone(peer)
-        self.senders.on_gone(peer)
-        self.receivers.on_gone(peer)
-
-    def on_down(self, peer: Peer) -> None:
-        """See ``PeerOwner``."""
-        self.receivers.on_down(peer)
-
-    def on_too_long(self, peer: Peer, message: Message) -> None:
-        """See ``PeerOwner``."""
-        # All other messages have limits of their own.
-        if isinstance(message, MoveOffer | MoveCommit):
-            self.moves_out.on_too_long(peer, message.handover)
-        elif isinstance(message, FirstToken):
-            text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
-            self.senders.give_up(message.handover, 400, text)
 
 
 def asks_nobody(options: ServerOptions) -> bool:

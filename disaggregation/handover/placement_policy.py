@@ -69,7 +69,7 @@ class _Place:
         """Actual time from the decision to the first token, of prompts with a first token."""
         self._errors: deque[float] = deque(maxlen=RECENT)
 
-    def came_out(self, foreseen_ms: float, ms: float) -> None:
+    def learn(self, foreseen_ms: float, ms: float) -> None:
         self.predicted_seconds += foreseen_ms / 1000
         self.actual_seconds += ms / 1000
         self._errors.append(abs(ms - foreseen_ms) / max(foreseen_ms, ms, 1e-3))
@@ -134,17 +134,17 @@ class PlacementPolicy:
         here = lambda tokens: self._own.at(self._estimator.first_token_ms(req, tokens, now), now)  # noqa: E731
         return Prospects(here, learned.first_token.at(there_ms, now), lag)
 
-    def learn(self, req: Req, now: float) -> None:
+    def on_first_token(self, req: Req, now: float) -> None:
         """Learn from the actual time to a request's first token."""
         foreseen, req.foreseen = req.foreseen, None
         if foreseen is None:
             return
         ms = (now - foreseen.at) * 1000
         here = foreseen.prefill is None
-        (self.here if here else self.there).came_out(foreseen.ms, ms)
+        (self.here if here else self.there).learn(foreseen.ms, ms)
         self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
 
-    def never_came(self, req: Req, now: float) -> None:
+    def on_cancelled(self, req: Req, now: float) -> None:
         """Learn from a request that ended without a first token, if its estimate was exceeded.
 
         Otherwise an instance that hangs would count as fast for as long as it hangs.

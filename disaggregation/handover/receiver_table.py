@@ -65,6 +65,7 @@ from .kv_receiver import KVReceiver, Newcomer, ReceiverState, StoreStage, first_
 from .kv_sender import digest_of
 from .limits import HandoverLimits
 from .peer import Peer
+from .peer_router import Handlers
 from .placement_policy import PlacementPolicy
 from .store_first import StoreFirst
 
@@ -155,7 +156,19 @@ class ReceiverTable:
 
     # --- here or there ---
 
-    def on_forecast(self, peer: Peer, msg: Forecast) -> None:
+    def handlers(self) -> Handlers:
+        """Return the handlers of the messages that the senders of KV send."""
+        return {
+            Forecast: self.on_forecast,
+            Progress: self.on_progress,
+            FirstToken: self.on_first_token,
+            TransferDone: self.on_done,
+            TransferFailed: self.on_failed,
+            Withdrawn: self.on_withdrawn,
+            AbortAck: self.on_abort_ack,
+        }
+
+    def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
         """Record the prefill's forecast of its time to the first token, in milliseconds."""
         receiver = self._known(peer, msg.handover)
         # A room that gave its memory back is QUEUED and still takes the forecast: a prefill sends one for each room.
@@ -367,7 +380,7 @@ class ReceiverTable:
         req.cached_beyond = msg.cached_beyond
         self._scheduler.take_first_token(req, msg.token, logprob, now)
 
-    def on_done(self, peer: Peer, msg: TransferDone) -> None:
+    def on_done(self, peer: Peer, msg: TransferDone, now: float) -> None:
         """Have the worker check that the landed pages are what the prefill sent."""
         receiver = self._known(peer, msg.handover)
         if receiver is None:
@@ -422,7 +435,7 @@ class ReceiverTable:
             take_times(receiver, there, now)
             self._scheduler.start_landed(req, now)
 
-    def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
+    def on_failed(self, peer: Peer, msg: TransferFailed, now: float) -> None:
         """End a room that the prefill gave up. The prefill writes no more."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is ReceiverState.DECLINED:
@@ -440,7 +453,7 @@ class ReceiverTable:
                 return
             self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
-    def on_abort_ack(self, peer: Peer, msg: AbortAck) -> None:
+    def on_abort_ack(self, peer: Peer, msg: AbortAck, now: float) -> None:
         """Free the memory of an aborted hand-over, now that the prefill writes no more."""
         receiver = self._known(peer, msg.handover)
         if receiver is not None and receiver.state is ReceiverState.DRAINING:
@@ -523,7 +536,7 @@ class ReceiverTable:
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return
-        self._choice.never_came(req, self._now)
+        self._choice.on_cancelled(req, self._now)
         if receiver.newcomer is not None:
             receiver.newcomer.lost(req, reason)
         elif receiver.begun:

@@ -47,9 +47,11 @@ from ...runtime.metrics import Metrics, counter, gauge
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_AHEAD_BYTES, PROGRESS_SECONDS
+from .control.frames import LONG_FRAME_BYTES
 from .kv_sender import KVSender, SenderState, digest_of, landed_pages, timing_for_decode
 from .limits import HandoverLimits
 from .peer import Peer
+from .peer_router import Handlers
 from .placement_policy import PlacementPolicy
 from .prefill_estimates import PrefillEstimates
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
@@ -121,6 +123,17 @@ class SenderTable:
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
         self.foretelling.tell(sender, now)
+
+    def handlers(self) -> Handlers:
+        """Return the handlers of the messages that the receivers of KV send."""
+        return {
+            RoomQueued: self.on_queued,
+            ForecastRequest: self.on_forecast_request,
+            Declined: self.on_declined,
+            TransferRequest: self.on_request,
+            Withdraw: self.on_withdraw,
+            Abort: self.on_abort,
+        }
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
         """Note that a decode will ask for this room when it has memory. The decode limits how long that may take."""
@@ -272,7 +285,7 @@ class SenderTable:
             self._scheduler.outbox.to_worker(push)
         if sender.first is not None:
             req.phases.enter(Phase.TRANSFER, now)
-            self.first_token(req, *sender.first)
+            self.on_prompt_computed(req, *sender.first)
 
     def _leaves_whole(self, req: Req) -> bool:
         """Return whether a prompt's KV is too small to be pushed layer by layer.
@@ -319,7 +332,7 @@ class SenderTable:
         sender.next_page = max(start, end)
         return SendPages(sender.handover, [pack_i32(pages) for pages in src], dst, last, sender.request.checksum)
 
-    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+    def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """Send the first token of a computed prompt to the decode, so that its client need not wait for the KV."""
         sender = self._of(req)
         if sender is None or sender.state is SenderState.DRAINING:
@@ -414,11 +427,12 @@ class SenderTable:
         if sender is not None:
             self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
 
-    def give_up(self, handover: HandoverId, status: int, reason: str) -> None:
-        """Fail a hand-over with an HTTP status and a reason."""
-        sender = self.rooms.get(handover.room)
-        if sender is not None and sender.handover == handover:
-            self._drain(sender, status, reason)
+    def on_too_long(self, peer: Peer, msg: FirstToken) -> None:
+        """Fail a hand-over with logprobs that exceed the peer's frame limit."""
+        sender = self.rooms.get(msg.handover.room)
+        if sender is not None and sender.handover == msg.handover:
+            text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
+            self._drain(sender, 400, text)
 
     def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
         """End a room that the decode gives up, and acknowledge it when nothing is written any more."""

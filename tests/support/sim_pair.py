@@ -89,17 +89,21 @@ class SimSide(SimInstance):
         reach = lambda host, port, now: pair.link if pair.is_closing else pair.open_link()  # noqa: E731
         self.receivers = ReceiverTable(self.scheduler, mode, LIMITS, reach, self.choice)
         self.scheduler.handovers = self
+        self.membership = self
 
     @property
     def rooms(self):
         """Those of the direction that this side is for."""
         return self.senders if self.scheduler.role == "prefill" else self.receivers
 
+    def refusal(self) -> None:
+        """See ``Membership``: hand-overs are taken."""
+
     def names_here(self, where) -> bool:
         """See ``KVManager``: by their role alone."""
         return self.scheduler.role == "prefill"
 
-    def finished(self, req) -> None:
+    def on_finished(self, req) -> None:
         """See ``KVManager``: nothing is given back."""
 
     def add(self, req, now) -> None:
@@ -110,9 +114,9 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         self.rooms.cancel(req, reason)
 
-    def came_true(self, req, now) -> None:
+    def on_first_token(self, req, now) -> None:
         """See ``KVManager``."""
-        self.choice.learn(req, now)
+        self.choice.on_first_token(req, now)
 
     def pinned(self):
         """See ``KVManager``."""
@@ -122,9 +126,9 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         return self.senders.chunk_planned(req)
 
-    def first_token(self, req, token, logprob) -> None:
+    def on_prompt_computed(self, req, token, logprob) -> None:
         """See ``KVManager``."""
-        self.senders.first_token(req, token, logprob)
+        self.senders.on_prompt_computed(req, token, logprob)
 
     def metrics(self):
         """See ``KVManager``, whose peers these are not."""
@@ -241,17 +245,17 @@ class SimPair:
         if isinstance(message, FirstToken):
             receivers.on_first_token(self.link, message, self.now)
         elif isinstance(message, TransferDone):
-            receivers.on_done(self.link, message)
+            receivers.on_done(self.link, message, self.now)
         elif isinstance(message, TransferFailed):
-            receivers.on_failed(self.link, message)
+            receivers.on_failed(self.link, message, self.now)
         elif isinstance(message, AbortAck):
-            receivers.on_abort_ack(self.link, message)
+            receivers.on_abort_ack(self.link, message, self.now)
         elif isinstance(message, Withdrawn):
             receivers.on_withdrawn(self.link, message, self.now)
         elif isinstance(message, Progress):
             receivers.on_progress(self.link, message, self.now)
         elif isinstance(message, Forecast):
-            receivers.on_forecast(self.link, message)
+            receivers.on_forecast(self.link, message, self.now)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:

@@ -27,7 +27,15 @@ from ....mem_cache.base_prefix_cache import KVHold
 from ....mem_cache.page_run import PageRun
 from ....messages.base import REASON_CHARS, HandoverId, pack_i32
 from ....messages.decode import shown
-from ....messages.handover import Abort, AbortAck, Progress, TransferDone, TransferFailed, TransferRequest
+from ....messages.handover import (
+    Abort,
+    AbortAck,
+    Progress,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from ....messages.moves import (
     MigrateReq,
     MigrateResult,
@@ -47,6 +55,7 @@ from ....scheduler.scheduler import Scheduler
 from ..kv_sender import digest_of, landed_pages
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
+from ..peer_router import Handlers, ignore
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +294,18 @@ class MigrationSource:
         move = self._rooms.get(handover.room)
         return move is not None and move.handover == handover
 
-    def on_request(self, peer: Peer, msg: TransferRequest) -> None:
+    def handlers(self) -> Handlers:
+        """Return the handlers of the messages that the targets of migrations send."""
+        return {
+            TransferRequest: self.on_request,
+            Abort: self.on_abort,
+            RoomQueued: ignore,  # the offer came from this instance
+            MoveReady: self.on_ready,
+            MoveTaken: self.on_taken,
+            MoveRefused: self.on_refused,
+        }
+
+    def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
         """Push the KV to the other instance, which has memory and asks for it."""
         move = self._of(peer, msg.handover)
         if move is None or move.state is not MigrationState.OFFERED:
@@ -357,7 +377,7 @@ class MigrationSource:
                 self.given += 1
                 self._forget(move)
 
-    def on_ready(self, peer: Peer, msg: MoveReady) -> None:
+    def on_ready(self, peer: Peer, msg: MoveReady, now: float) -> None:
         """Pause the request here: the other instance is ready to continue it."""
         move = self._of(peer, msg.handover)
         if move is None:
@@ -405,19 +425,19 @@ class MigrationSource:
 
     # --- the ways out ---
 
-    def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
+    def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
         """Fail a migration that the other instance refuses."""
         move = self._of(peer, msg.handover)
         if move is not None and move.state is not MigrationState.DRAINING:
             self._fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
 
-    def on_too_long(self, peer: Peer, handover: HandoverId) -> None:
+    def on_too_long(self, peer: Peer, msg: MoveOffer | MoveCommit) -> None:
         """Fail a migration with a message that exceeds the peer's frame limit."""
-        move = self._of(peer, handover)
+        move = self._of(peer, msg.handover)
         if move is not None:
             self._fail(move, "its tokens or logprobs are more than one message may hold")
 
-    def on_abort(self, peer: Peer, msg: Abort) -> None:
+    def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
         """Fail a migration that the other instance aborts, and acknowledge it when nothing is written any more."""
         move = self._of(peer, msg.handover)
         if move is None or move.hold is None:

@@ -33,6 +33,7 @@ from ....scheduler.scheduler import Scheduler
 from ..kv_receiver import is_sound
 from ..limits import HandoverLimits
 from ..peer import Peer
+from ..peer_router import Handlers
 from ..peers import Peers
 from ..receiver_table import ReceiverTable
 
@@ -90,6 +91,10 @@ class MigrationTarget:
         self.done = 0
         self.failed = 0
         self.kept = 0
+
+    def handlers(self) -> Handlers:
+        """Return the handlers of the messages that the sources of migrations send."""
+        return {MoveOffer: self.on_offer, MoveCommit: self.on_commit, MoveRefused: self.on_refused}
 
     def on_offer(self, peer: Peer, msg: MoveOffer, now: float) -> None:
         """Accept or refuse a request, or a finished request's KV, that another instance offers."""
@@ -218,7 +223,7 @@ class MigrationTarget:
 
     # --- the ways out ---
 
-    def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
+    def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
         """Drop a request that stays at the other instance or has ended."""
         arrival = self._of(peer, msg.handover)
         if arrival is not None:

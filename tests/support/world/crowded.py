@@ -151,7 +151,7 @@ class CrowdedRooms:
         options |= {"enable_priority_scheduling": has_priorities}
         node = Node(self.world, "abc"[i], PORT + i, make_options(**options), foresees=lambda req: 0.0)
         node.computes_in_no_time = True
-        node.manager.came_true = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
+        node.manager.on_first_token = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
         return node
 
     def _submit(self, rid: str, request: HandedOver, room: int) -> None:

@@ -230,7 +230,7 @@ class Node:
         """Whether time passes in this world, but not while a step is computed."""
         self.open: set[str] = set()
         """Requests that are to end yet."""
-        self.manager.start(world.now)
+        self.manager.membership.register()
 
     # --- the scheduler's process ---
 
@@ -289,14 +289,14 @@ class Node:
     def drain(self, to: list[tuple[str, int]]) -> None:
         """Do what SIGTERM does: take nothing in, and move what runs to the instances at these bootstrap addresses."""
         self.scheduler.draining = True
-        self.manager.withdraw()
+        self.manager.membership.withdraw()
         self.manager.move_all(to)
         self.turn()
 
     def change_role(self, role: DisaggregationMode) -> None:
         """Do what ``POST /role`` does."""
         self.scheduler.planner.budget.role = role
-        self.manager.role_changed()
+        self.manager.membership.register()
         self.turn()
 
     def migrate(self, rid: str, bootstrap_port: int) -> None:

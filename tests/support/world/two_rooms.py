@@ -120,7 +120,7 @@ class TwoRooms:
     def _node(self, epoch: str, mode: str, port: int, pool: int, *, lets_go: bool) -> Node:
         options = make_options(**(self._options | {"disaggregation_mode": mode, "max_total_tokens": pool}))
         node = Node(self.world, epoch, port, options, lets_go=lets_go, window=self._window, foresees=self._foresee)
-        node.manager.came_true = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
+        node.manager.on_first_token = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
         return node
 
     def _foresee(self, req: Req) -> float:

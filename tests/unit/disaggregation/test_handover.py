@@ -514,9 +514,9 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     assert second == named(1, 2, "decode")
     receivers, senders = pair.decode.receivers, pair.prefill.senders
     receivers.on_first_token(pair.link, FirstToken("decode", first, 5, 0, Timing()), pair.now)
-    receivers.on_done(pair.link, TransferDone("decode", first, [], Timing()))
-    receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"))
-    receivers.on_abort_ack(pair.link, AbortAck("decode", first))
+    receivers.on_done(pair.link, TransferDone("decode", first, [], Timing()), pair.now)
+    receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"), pair.now)
+    receivers.on_abort_ack(pair.link, AbortAck("decode", first), pair.now)
     pair.decode.rooms.rooms[1].checking = True
     receivers.on_verified(PagesVerified(first, ok=False), pair.now)
     pair.decode.rooms.rooms[1].checking = False
@@ -547,7 +547,7 @@ def test_a_first_token_that_no_frame_holds_fails_its_request_once_nothing_is_wri
         rng.choice(pair.moves())()
     (message,) = (m for m in pair.to_decode if isinstance(m, FirstToken))
     pair.to_decode.remove(message)
-    pair.prefill.senders.give_up(message.handover, 400, "too long")
+    pair.prefill.senders.on_too_long(pair.peer, message)
     run_until_idle(pair)
     assert (pair.decode.ends["a"].status, pair.prefill.ends["a"].status) == (400, 400)
     assert_all_returned(pair)

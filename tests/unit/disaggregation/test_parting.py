@@ -58,19 +58,19 @@ def test_peers_part_and_find_each_other_again(who: str, lets_go: bool) -> None:
         pair.run()
         assert pair.handed_over() == 1
         manager = pair.nodes[who].manager
-        manager.close("its memory was given back")
+        manager.membership.close("its memory was given back")
         # Not before the last link is down: until then a peer might write.
-        assert manager.is_closed == (not manager.info()["peers"])
+        assert manager.membership.is_closed == (not manager.info()["peers"])
         pair.nodes[who].turn()
         pair.run()
-        assert manager.is_closed
+        assert manager.membership.is_closed
         assert pair.peers() == [0, 0]
         with pytest.raises(NotRegistered, match="memory was given back"):
             pair.world.registries[HOST, PORTS[who]].current()
-        manager.role_changed()  # which must not bring it back
+        manager.membership.register()  # which must not bring it back
         with pytest.raises(NotRegistered):
             pair.world.registries[HOST, PORTS[who]].current()
-        manager.open()
+        manager.membership.open()
         pair.nodes[who].turn()
         pair.ask()
         pair.run()
@@ -83,7 +83,7 @@ def test_an_instance_that_drains_is_not_registered_again_for_a_new_role() -> Non
     pair = Pair(1, lets_go=False)
     prefill = pair.nodes["p"]
     prefill.scheduler.draining = True
-    prefill.manager.withdraw()
+    prefill.manager.membership.withdraw()
     prefill.change_role("decode")
     assert prefill.scheduler.role == "decode"
     assert prefill.network.registration is None
@@ -100,17 +100,17 @@ def test_who_comes_meanwhile_is_hung_up_on_and_not_for_good(seed: int) -> None:
     pair.world.answers[rid] = reference_output(prompt, 4)
     decode.submit(rid, prompt, 99, PORTS["p"], max_new_tokens=4)
     pair.run(most=seed)
-    prefill.manager.close("its memory was given back")
+    prefill.manager.membership.close("its memory was given back")
     prefill.turn()
     pair.run()
-    assert prefill.manager.is_closed
+    assert prefill.manager.membership.is_closed
     assert prefill.manager.info()["peers"] == []
     if (end := pair.world.ends.get(("d", rid))) is not None:
         # Of who is away for now, and not of who can never be had.
         assert end.status == 503
     else:
         decode.abort(rid)
-    prefill.manager.open()
+    prefill.manager.membership.open()
     prefill.turn()
     pair.ask()
     pair.run()

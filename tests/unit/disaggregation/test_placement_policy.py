@@ -88,7 +88,7 @@ def test_forecasts_are_corrected_by_how_they_came_out():
     for _ in range(60):
         here = choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
         # Whatever is said, there it takes twice as long.
-        choice.learn(req, 1.0 + (0.1 if here else 0.16))
+        choice.on_first_token(req, 1.0 + (0.1 if here else 0.16))
         assert req.foreseen is None
     assert choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
     assert not choice.is_here(req, "another", 80.0, 0, 0, now=1.0)
@@ -122,11 +122,11 @@ def test_who_hangs_is_not_thought_fast():
     choice, req = PlacementPolicy("auto", Fixed(ms=100.0)), a_req()
     for _ in range(20):
         choice.is_here(req, "p", 50.0, 0, 0, now=1.0)
-        choice.never_came(req, 1.04)  # its client left early: that says nothing
+        choice.on_cancelled(req, 1.04)  # its client left early: that says nothing
     assert not choice.is_here(req, "p", 50.0, 0, 0, now=1.0)
     tries = 0
     while not choice.is_here(req, "p", 50.0, 0, 0, now=1.0):
-        choice.never_came(req, 9.0)
+        choice.on_cancelled(req, 9.0)
         assert req.foreseen is None
         tries += 1
     assert 0 < tries < 10

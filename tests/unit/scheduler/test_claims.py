@@ -199,7 +199,7 @@ class Swaps(Campaign):
             for slot in self._slots:
                 slot.mode = "decode" if slot.mode == "prefill" else "prefill"
                 slot.node.scheduler.planner.budget.role = slot.mode
-                slot.node.manager.role_changed()
+                slot.node.manager.membership.register()
 
 
 @pytest.mark.parametrize("seed", range(1, 7))

@@ -29,6 +29,7 @@ class Peers:
         self.closed = False
         self.is_closed = False
         self.memory: list[object] = []
+        self.membership = self
 
     def pinned(self) -> list[object]:
         return self.memory

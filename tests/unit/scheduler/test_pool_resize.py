@@ -17,6 +17,7 @@ from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeRe
 from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
+from pdserve.scheduler.handover import NoHandovers
 from pdserve.scheduler.memory_saver import MemorySaver, MemoryState
 from pdserve.scheduler.req import Req, ReqState, Route
 
@@ -363,7 +364,7 @@ def test_who_cannot_is_told_why() -> None:
     result = sim.order(128)
     assert result is not None
     assert (result.status, "has registered the pool's memory" in result.text) == (409, True)
-    sim.scheduler.handovers = None
+    sim.scheduler.handovers = NoHandovers()
     sim.order(64)
     sim.resize._host = lambda: Memory(1 << 40, 100)
     result = sim.order(256)

@@ -141,9 +141,9 @@ def test_the_next_turn_comes_at_once_where_memory_came_free_after_hand_overs_wer
         def timeout_ms(self) -> int:
             return 50
 
-    monkeypatch.setattr(loop.process, "_handovers", Waiting())
+    monkeypatch.setattr(scheduler, "handovers", Waiting())
     for has_freed in (False, True):
         scheduler.has_freed = has_freed
         timeouts.append(loop.process._timeout_ms())
-    monkeypatch.setattr(loop.process, "_handovers", None)
+    monkeypatch.undo()
     assert timeouts == [50, 0]
