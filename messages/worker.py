@@ -115,7 +115,7 @@ PagesByGroup = list[bytes]
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured step. The counts are those of ``scheduler/estimates/step_shape.py``."""
+    """A measured step. The counts are those of ``scheduler/estimates/cost_model.py``."""
 
     decodes: int
     kv_tokens: int

@@ -1,7 +1,7 @@
 """How much memory to reserve for tokens that admitted requests will still generate, when another request wants some.
 
 Reserving everything that they *may* generate wastes the pool, as most stop early. Reserving nothing makes them retract
-each other. So their use of pages is simulated ahead (``page_forecast.py``) with learned output lengths
+each other. So their use of pages is simulated ahead (``estimates/page_forecast.py``) with learned output lengths
 (``output_lengths.py``). A request is admitted if the estimated use never exceeds the pool.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .estimates.output_lengths import OutputLengths
+from .estimates.page_forecast import Held, extra_slots, moments
 from .kv_memory import KVMemory
-from .output_lengths import OutputLengths
-from .page_forecast import Held, extra_slots, moments
 from .req import Req, ReqState, Route
 
 SPREAD = 1.0

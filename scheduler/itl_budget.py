@@ -21,8 +21,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..runtime.metrics import Metrics, counter
-from .estimates.cost_model import CostModel
-from .estimates.step_shape import StepShape
+from .estimates.cost_model import CostModel, StepShape
 
 STRETCH, MOST_STRETCH, STRETCH_GAIN = 1.5, 6.0, 1.1
 """Factors on the time of a step. It may take ``STRETCH`` times what its decodes alone take.

@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from .estimates.cost_model import CostModel
-from .estimates.step_shape import StepShape
+from .estimates.cost_model import CostModel, StepShape
 from .policies.by_remaining import left_of
 from .req import Req, Route
 from .step_budget import StepBudget, StepRoom

@@ -21,8 +21,7 @@ from ..runtime.metrics import Metrics, counter
 from ..runtime.options import ServerOptions
 from .admission import Admission
 from .claims import Claims
-from .estimates.cost_model import CostModel
-from .estimates.step_shape import StepShape
+from .estimates.cost_model import CostModel, StepShape
 from .fairness import FairShares
 from .joint_start import JointStart
 from .kv_memory import KVMemory

@@ -31,7 +31,7 @@ from ..runtime.options import DisaggregationMode, ServerOptions
 from .counters import Counters
 from .deadlines import Deadlines
 from .estimates.cost_model import make_cost_model
-from .estimates.estimator import Estimator
+from .estimator import Estimator
 from .forks import Forks
 from .handover import Handovers, NoHandovers
 from .kv_debug import make_kv_debug

@@ -22,8 +22,7 @@ import math
 from dataclasses import dataclass
 
 from ..runtime.options import DisaggregationMode, ServerOptions
-from .estimates.cost_model import CostModel
-from .estimates.step_shape import StepShape
+from .estimates.cost_model import CostModel, StepShape
 from .itl_budget import ItlBudget
 
 ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")

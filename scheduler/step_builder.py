@@ -9,7 +9,7 @@ import numpy as np
 
 from ..messages.base import I32, pack_i32
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
-from .estimates.step_shape import StepShape
+from .estimates.cost_model import StepShape
 from .itl_budget import Promise
 from .req import Req
 

@@ -6,8 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-from pdserve.scheduler.estimates.cost_model import CostModel
-from pdserve.scheduler.estimates.step_shape import StepShape
+from pdserve.scheduler.estimates.cost_model import CostModel, StepShape
 
 STEPS, ROUNDS = 2000, 7
 MICRO = 1e6

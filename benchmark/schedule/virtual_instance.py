@@ -17,7 +17,7 @@ from ...messages.requests import GenerateReq
 from ...messages.sampling import SamplingParams
 from ...messages.worker import ForwardStep, KVGroup, KVLayout, MeasuredStep, RowInit, StepResult, WorkerReady
 from ...runtime.options import ServerOptions
-from ...scheduler.estimates.step_shape import StepShape
+from ...scheduler.estimates.cost_model import StepShape
 from ...scheduler.outbox import Outbox
 from ...scheduler.scheduler import Scheduler
 from ..errors import BenchError

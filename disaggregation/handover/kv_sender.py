@@ -13,7 +13,7 @@ from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
 from ...messages.outputs import Phase, Timeline, Timing, TokenLogprob
 from ...messages.worker import KVLayout, SendEnded
-from ...scheduler.estimates.first_token import NOTHING, Load
+from ...scheduler.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from .peer import Peer
 

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...runtime.metrics import Metrics, counter
-from ...scheduler.estimates.estimator import Estimator
 from ...scheduler.estimates.outcomes import Line
+from ...scheduler.estimator import Estimator
 from ...scheduler.req import Foreseen, Req
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}

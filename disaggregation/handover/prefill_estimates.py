@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...messages.handover import MAX_DURATION_MS, Forecast
-from ...scheduler.estimates.estimator import Estimator
-from ...scheduler.estimates.first_token import NOTHING, Load
+from ...scheduler.estimator import Estimator
+from ...scheduler.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from ...scheduler.tiers import KVTiers
 from .kv_sender import KVSender, SenderState

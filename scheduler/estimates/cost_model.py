@@ -47,7 +47,6 @@ import numpy as np
 from ...messages.worker import MeasuredStep, WorkerReady
 from ...runtime.metrics import Metrics, gauge
 from .non_negative import F64, solve_non_negative
-from .step_shape import StepShape
 
 KNOTS = (0, 8, 16, 32, 48, 49, 64, 128, 256, 512, 2048)
 """Knots of the piecewise linear function, in tokens. After the last one the function continues straight."""
@@ -89,6 +88,35 @@ MIN_MS = 1e-3
 _STARTS = np.array(KNOTS, dtype=np.float64)
 _LENGTHS = np.array(LENGTHS, dtype=np.float64)
 _CAPS = np.array([1.0] * (SEGMENTS - 1) + [np.inf])
+
+
+class StepShape(NamedTuple):
+    """A step in four counts, whatever its entries.
+
+    ``decodes``: requests that compute one token. ``kv_tokens``: tokens of KV that their attention reads.
+    ``prompt_tokens``: tokens of all prompt pieces. ``prompt_pairs``: query-key pairs of the pieces' attention, which
+    are ``q * (start + q / 2)`` for ``q`` tokens from position ``start`` on.
+    """
+
+    decodes: int = 0
+    kv_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Rows that go through the linear layers."""
+        return self.decodes + self.prompt_tokens
+
+    @property
+    def decodes_alone(self) -> StepShape:
+        """This step without its prompt pieces."""
+        return StepShape(self.decodes, self.kv_tokens)
+
+    def with_piece(self, start: int, length: int) -> StepShape:
+        """Return this step with ``length`` more prompt tokens, from position ``start`` of their prompt on."""
+        pairs = self.prompt_pairs + length * (start + length / 2)
+        return StepShape(self.decodes, self.kv_tokens, self.prompt_tokens + length, pairs)
 
 
 class _Outcome(NamedTuple):

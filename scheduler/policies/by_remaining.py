@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..estimates.cost_model import CostModel
-from ..estimates.step_shape import StepShape
+from ..estimates.cost_model import CostModel, StepShape
 from ..kv_memory import KVMemory
 from ..req import Req, ReqState
 from .by_prefix import F64, ByRank, Ranker

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.worker import ForwardStep, MeasuredStep
-from pdserve.scheduler.estimates.step_shape import StepShape
+from pdserve.scheduler.estimates.cost_model import StepShape
 from support.sim import SimInstance, make_options
 
 CONTEXT = 4096

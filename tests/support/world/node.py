@@ -31,8 +31,8 @@ from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, Tran
 from pdserve.runtime.options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.estimates.cost_model import CostModel
-from pdserve.scheduler.estimates.estimator import Estimator
-from pdserve.scheduler.estimates.first_token import NOTHING, Load
+from pdserve.scheduler.estimator import Estimator
+from pdserve.scheduler.first_token import NOTHING, Load
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req

@@ -16,9 +16,9 @@ from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQ
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
-from pdserve.scheduler.estimates.first_token import NOTHING, Load
 from pdserve.scheduler.estimates.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.fairness import FairShares
+from pdserve.scheduler.first_token import NOTHING, Load
 from pdserve.scheduler.req import Req, ReqState
 
 FAR = 1e6

@@ -15,8 +15,8 @@ from pdserve.router.health import _told
 from pdserve.router.instance import Answering, HealthState, Instance, Pace, Role, Told
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
-from pdserve.scheduler.estimates.pace import MEMORY_SECONDS
-from pdserve.scheduler.estimates.step_shape import StepShape
+from pdserve.scheduler.estimates.cost_model import StepShape
+from pdserve.scheduler.pace import MEMORY_SECONDS
 from pdserve.scheduler.step_builder import Foresight
 
 BODY = RequestBody.parse(b"{}")

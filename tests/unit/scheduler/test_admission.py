@@ -15,8 +15,8 @@ from support.sim import SimInstance, make_options, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.scheduler.admission import Admission
-from pdserve.scheduler.output_lengths import CLIP, MEMORY, OutputLengths
-from pdserve.scheduler.page_forecast import Held, extra_slots, moments
+from pdserve.scheduler.estimates.output_lengths import CLIP, MEMORY, OutputLengths
+from pdserve.scheduler.estimates.page_forecast import Held, extra_slots, moments
 from pdserve.scheduler.req import Req, Route
 from pdserve.scheduler.retraction import choose_victim
 from pdserve.scheduler.tiers import KVTiers

@@ -13,9 +13,8 @@ from support.sim import make_options, make_worker_ready
 from support.sim_machine import Machine, Noise
 
 from pdserve.messages.worker import MeasuredStep
-from pdserve.scheduler.estimates.cost_model import KNOTS, CostModel, make_cost_model
+from pdserve.scheduler.estimates.cost_model import KNOTS, CostModel, StepShape, make_cost_model
 from pdserve.scheduler.estimates.non_negative import solve_non_negative
-from pdserve.scheduler.estimates.step_shape import StepShape
 
 PIECES = (4, 16, 27, 40, 64, 100, 128, 300, 512)
 BATCHES = (0, 1, 4, 8, 16, 64)

@@ -10,8 +10,7 @@ from support.sim import make_options, reference_output
 from support.sim_machine import AddedUp, Machine, Noise, TimedSim
 
 from pdserve.messages.worker import MeasuredStep
-from pdserve.scheduler.estimates.cost_model import CostModel
-from pdserve.scheduler.estimates.step_shape import StepShape
+from pdserve.scheduler.estimates.cost_model import CostModel, StepShape
 from pdserve.scheduler.info import Verdict, server_info
 from pdserve.scheduler.itl_budget import MOST_STRETCH, STRETCH, STRETCH_GAIN, ItlBudget, Promise
 from pdserve.scheduler.step_budget import CPU_ALONE_MS, LEAST_PIECE, PATIENCE, StepBudget

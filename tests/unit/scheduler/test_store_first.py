@@ -21,7 +21,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.messages.tiers import FetchPages, FindPages
 from pdserve.messages.worker import VerifyPages
 from pdserve.scheduler import store_link
-from pdserve.scheduler.estimates.first_token import NOTHING, Load
+from pdserve.scheduler.first_token import NOTHING, Load
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.req import Req, ReqState
 from pdserve.scheduler.store_index import LOOK_SECONDS, StoreIndex

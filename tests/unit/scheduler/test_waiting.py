@@ -22,7 +22,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
-from pdserve.scheduler.estimates.pace import PaceMeter
+from pdserve.scheduler.pace import PaceMeter
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...messages.control import Pace
-from ..planner import StepPlanner
-from ..req import Req, Route
-from ..step_builder import Foresight
-from .cost_model import CostModel
-from .step_shape import StepShape
+from ..messages.control import Pace
+from .estimates.cost_model import CostModel, StepShape
+from .planner import StepPlanner
+from .req import Req, Route
+from .step_builder import Foresight
 
 MEMORY_SECONDS = 10.0
 """Time constant of the average share of time that prompts take, as prompts come in bursts."""

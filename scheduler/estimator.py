@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...messages.control import Pace
-from ...messages.worker import StepResult
-from ..itl_budget import ItlBudget
-from ..kv_memory import KVMemory
-from ..planner import StepPlanner
-from ..req import Req
-from ..step_builder import InFlightStep
-from .cost_model import CostModel
+from ..messages.control import Pace
+from ..messages.worker import StepResult
+from .estimates.cost_model import CostModel
+from .estimates.queue_rate import QueueRate
 from .first_token import NOTHING, FirstTokenForecast, Load
+from .itl_budget import ItlBudget
+from .kv_memory import KVMemory
 from .pace import PaceMeter
-from .queue_rate import QueueRate
+from .planner import StepPlanner
+from .req import Req
+from .step_builder import InFlightStep
 
 
 class Estimator:

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kv_memory import KVMemory
-from ..planner import StepPlanner
-from ..policies.by_remaining import left_of
-from ..req import Req, ReqState
-from ..step_budget import LEAST_PIECE, PATIENCE
-from ..step_builder import InFlightStep
-from .cost_model import CostModel
+from .estimates.cost_model import CostModel
+from .kv_memory import KVMemory
+from .planner import StepPlanner
+from .policies.by_remaining import left_of
+from .req import Req, ReqState
+from .step_budget import LEAST_PIECE, PATIENCE
+from .step_builder import InFlightStep
 
 MOST_AHEAD = 256
 """Maximum number of waiting requests that an estimate looks at; the rest is extrapolated."""
