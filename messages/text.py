@@ -25,6 +25,8 @@ class EncodeReq(TextQuestion[Encoded]):
     """Whether special tokens are added, as in ``TokenizeReq``."""
     pieces: bool = False
     """Whether the answer contains the text of each token."""
+    key_name: str = ""
+    """Name of the API key that came with the question; "" without one."""
 
 
 class Decoded(TextAnswer):

@@ -1,13 +1,15 @@
-"""Renders the conversations of requests on a thread of its own, so that a template holds up nothing but conversations.
+"""Renders conversations on a thread of its own, so that a template holds up nothing but conversations.
 
     TokenizeReq ──▶ waits ──▶ is rendered ──ChatRendered──▶ passed on, with its text
                 ├── too many wait: 429
                 └── all its answers are aborted: ended here
+    EncodeReq ──▶ waits ──▶ is rendered ──▶ thread that encodes and answers it
 
 API keys take turns, and none can fill the queue. Messages that name a request which is here are held, and follow it:
 an abort must never overtake the request that it ends.
 
-The tokenizer's loop calls ``sort``. The thread sends a ``ChatRendered`` on the loop's own channel to wake it up.
+The tokenizer's loop calls ``sort`` and ``ask``. To wake the loop up, the thread sends a ``ChatRendered`` on the loop's
+own channel. If it can't, it answers the request itself.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,6 +28,7 @@ from ..messages.channel import SendsMessages
 from ..messages.outputs import InstanceRole, ReqError
 from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
 from ..messages.routes import ToTokenizer
+from ..messages.text import EncodeReq
 from ..model_files.text.errors import PromptError
 from .aborted_request import end_of_aborted
 from .key_queue import KeyQueue
@@ -33,6 +36,8 @@ from .key_shares import KeyShares
 
 logger = logging.getLogger(__name__)
 FAILED = "the tokenizer failed on this conversation; the server's log says why"
+QUESTIONS_OF = "\0"
+"""Precedes the key's name in the queue's name of its questions. No name of a key contains it."""
 Rendered = str | PromptError
 """A conversation as the model's template renders it, or why its request is refused."""
 
@@ -68,30 +73,54 @@ class _Chat:
         return len(self.aborts) == len(self.req.rids)
 
 
+class AsksWithText(Protocol):
+    """The thread that answers questions with conversations; ``QuestionThread`` is one."""
+
+    def ask(self, question: EncodeReq, rendered: Rendered) -> None:
+        """Have the question answered. Does not wait."""
+
+
+class Exits(NamedTuple):
+    """Where the renderer's thread sends what it has rendered. It alone uses the channels."""
+
+    loop: SendsMessages
+    """The loop's own channel."""
+    http: SendsMessages
+    questions: AsksWithText
+
+
 class ChatRenderer:
     """Requests with conversations, from their arrival until they are rendered. Their rids are unique.
 
-    ``render`` runs on the thread. ``loop`` leads to the loop's own channel and is used by the thread alone.
-    ``most_waiting``: maximum number of requests here, half of them of one API key. ``here``: see ``Timing``.
+    ``render`` runs on the thread. ``most_waiting``: maximum number of requests here, half of them of one API key.
+    ``here``: see ``Timing``.
     """
 
     def __init__(
-        self, render: Callable[[TokenizeReq], Rendered], loop: SendsMessages, most_waiting: int, here: InstanceRole
+        self,
+        render: Callable[[TokenizeReq | EncodeReq], Rendered],
+        exits: Exits,
+        most_waiting: int,
+        here: InstanceRole,
     ) -> None:
         self._render = render
-        self._loop = loop
+        self._exits = exits
         self._here = here
         self._chats: dict[str, _Chat] = {}
         """Requests that are here, by the rid of each of their answers."""
         self._shares = KeyShares(most_waiting)
         self._lock = threading.Lock()
-        self._waiting: KeyQueue[_Chat] = KeyQueue()
-        """Requests that the thread has not taken. Guarded by the lock."""
+        self._waiting: KeyQueue[_Chat | EncodeReq] = KeyQueue()
+        """Requests and questions that the thread has not taken. Guarded by the lock."""
+        self._answered: list[_Chat] = []
+        """Requests that the thread has answered, because it could not wake the loop up. Guarded by the lock."""
         self._thread = ThreadPoolExecutor(1, "chat-renderer")
+        self._thread.submit(int)  # The thread starts now, where a failure is seen.
 
     def sort(self, messages: Sequence[ToTokenizer]) -> Sorted:
         """Return what is to be done now, and take in what is not. Does not wait."""
         out = Sorted([], {}, [])
+        self._forget_answered(out)
         for message in messages:
             if isinstance(message, TokenizeReq) and message.chat is not None:
                 self._take(message, out)
@@ -106,6 +135,15 @@ class ChatRenderer:
             else:
                 out.messages.append(message)
         return out
+
+    def ask(self, question: EncodeReq) -> None:
+        """Have the conversation of a question rendered, and the question answered. Does not wait.
+
+        Questions of a key have a place of their own in the rotation: their client waits, and sends one at a time.
+        """
+        with self._lock:
+            self._waiting.append(QUESTIONS_OF + question.key_name, question)
+        self._thread.submit(self._render_next)
 
     def close(self) -> None:
         """Wait until every conversation is rendered."""
@@ -165,6 +203,13 @@ class ChatRenderer:
         out.texts[chat.req.rid] = chat.rendered
         out.messages.extend(chat.held)
 
+    def _forget_answered(self, out: Sorted) -> None:
+        with self._lock:
+            answered, self._answered = self._answered, []
+        for chat in answered:
+            self._forget(chat)
+            out.messages.extend(message for message in chat.held if not isinstance(message, AbortReq))
+
     def _forget(self, chat: _Chat) -> None:
         for rid in chat.req.rids:
             del self._chats[rid]
@@ -176,12 +221,29 @@ class ChatRenderer:
         with self._lock:
             if not self._waiting:
                 return  # one was withdrawn
-            chat = self._waiting.pop()
-            chat.is_started = True
+            taken = self._waiting.pop()
+            if isinstance(taken, _Chat):
+                taken.is_started = True
+        if isinstance(taken, _Chat):
+            taken.rendered = self._rendered(taken.req)
+            self._announce(taken)
+        else:
+            self._exits.questions.ask(taken, self._rendered(taken))
+
+    def _rendered(self, req: TokenizeReq | EncodeReq) -> Rendered:
         try:
-            chat.rendered = self._render(chat.req)
+            return self._render(req)
         except Exception:  # the tokenizer library raises plain ones, and no conversation may stop this thread
-            logger.exception("a conversation can't be rendered", extra={"rid": chat.req.rid})
-            chat.rendered = PromptError("messages", FAILED)
+            logger.exception("a conversation can't be rendered", extra={"rid": getattr(req, "rid", "")})
+            return PromptError("messages", FAILED)
+
+    def _announce(self, chat: _Chat) -> None:
+        """Wake the loop up to pass a request on. If that fails, answer it with an error: the loop might never look."""
         size = len(chat.rendered) if isinstance(chat.rendered, str) else 0
-        self._loop.send(ChatRendered(chat.req.rid, size))
+        try:
+            self._exits.loop.send(ChatRendered(chat.req.rid, size))
+        except Exception:  # whatever it is, the client waits
+            logger.exception("the tokenizer's loop can't be woken up", extra={"rid": chat.req.rid})
+            with self._lock:
+                self._answered.append(chat)
+            self._exits.http.send(*(ReqError(rid, 500, FAILED, "server_error") for rid in chat.req.rids))

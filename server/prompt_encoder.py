@@ -41,15 +41,18 @@ class PromptEncoder:
     def encode(
         self,
         texts: Sequence[str] | None,
-        chat: Conversation | None,
+        rendered: str | None,
         add_special_tokens: bool | None,
         max_tokens: int,
     ) -> list[list[int]]:
-        """Return the ids of each text, or of the conversation: ``max_tokens`` of them in all, or ``PromptError``."""
-        field = "text" if chat is None else "messages"
-        checked = [self.chat_text(chat)] if chat is not None else [self.checked(field, text) for text in texts or ()]
+        """Return the ids of each text, or of a conversation that ``chat_text`` has ``rendered``.
+
+        Raises ``PromptError``, also for more than ``max_tokens`` in all.
+        """
+        field = "text" if rendered is None else "messages"
+        checked = [rendered] if rendered is not None else [self.checked(field, text) for text in texts or ()]
         if add_special_tokens is None:
-            add_special_tokens = chat is None
+            add_special_tokens = rendered is None
         too_many = PromptError(field, f"{field} has more than {max_tokens} tokens in all; ask in parts")
         encoded: list[list[int]] = []
         left = max_tokens

@@ -1,8 +1,8 @@
-"""The thread that answers questions about text in the tokenizer process.
+"""The threads that answer questions about text in the tokenizer process: one for texts, one for conversations.
 
 A question may take a large part of a second. The tokenizer library lets other threads run meanwhile. So requests and
 health checks wait for a few milliseconds at most, until this thread has built a list of ids. The HTTP process limits
-the number of questions that wait here (``http/question_queue.py``).
+the number of questions that wait here (``http/engine/question_queue.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..messages.channel import SendsMessages
 from ..messages.text import Decoded, DecodeReq, Encoded, EncodeReq
 from ..messages.too_large import send_or_explain
+from ..model_files.text.errors import PromptError
 from .text_questions import TextQuestions
 
 logger = logging.getLogger(__name__)
@@ -27,17 +28,17 @@ class QuestionThread:
         self._http = http
         self._thread = ThreadPoolExecutor(1, "text-questions")
 
-    def ask(self, question: EncodeReq | DecodeReq) -> None:
-        """Have the question answered. Does not wait."""
-        self._thread.submit(self._answer, question)
+    def ask(self, question: EncodeReq | DecodeReq, rendered: str | PromptError | None = None) -> None:
+        """Have the question answered. Does not wait. ``rendered``: see ``TextQuestions.answer``. Any thread may ask."""
+        self._thread.submit(self._answer, question, rendered)
 
     def close(self) -> None:
         """Wait until every question is answered."""
         self._thread.shutdown()
 
-    def _answer(self, question: EncodeReq | DecodeReq) -> None:
+    def _answer(self, question: EncodeReq | DecodeReq, rendered: str | PromptError | None) -> None:
         try:
-            answer = self._questions.answer(question)
+            answer = self._questions.answer(question, rendered)
         except Exception:  # the tokenizer library raises plain ones, and no text may end the instance
             logger.exception("a question about text failed")
             kind = Encoded if isinstance(question, EncodeReq) else Decoded

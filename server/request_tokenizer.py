@@ -15,6 +15,7 @@ from ..messages.base import pack_i32
 from ..messages.outputs import ReqError
 from ..messages.requests import GenerateReq, TokenizeReq
 from ..messages.sampling import SamplingParams
+from ..messages.text import EncodeReq
 from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
@@ -46,15 +47,16 @@ class RequestTokenizer:
         # A tokenizer may know ids that the model has no weights for; ending on one would never happen.
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
-    def render(self, req: TokenizeReq) -> str | PromptError:
-        """Return the conversation of a request as the model's template renders it, or why the request is refused.
+    def render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
+        """Return the conversation of a request or question as the model's template renders it, or why it is refused.
 
         May run on another thread than ``tokenize``.
         """
         assert req.chat is not None, "only a conversation can be rendered"
         try:
-            self._check_sampling(req.sampling)
-            self._check_one_prompt(req)
+            if isinstance(req, TokenizeReq):
+                self._check_sampling(req.sampling)
+                self._check_one_prompt(req)
             return self._encoder.chat_text(req.chat)
         except PromptError as e:
             return e

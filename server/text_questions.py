@@ -40,18 +40,22 @@ class TextQuestions:
         self._limits = limits
         self._read = _TokenTexts(tokenizer)
 
-    def answer(self, question: EncodeReq | DecodeReq | LimitsReq) -> TextAnswer:
-        """Answer one question."""
+    def answer(
+        self, question: EncodeReq | DecodeReq | LimitsReq, rendered: str | PromptError | None = None
+    ) -> TextAnswer:
+        """Answer one question. ``rendered``: its conversation as the chat template renders it, or why it is refused."""
         if isinstance(question, LimitsReq):
             return Limits(self._limits.context_length, self._limits.vocab_size, id=question.id)
         if isinstance(question, DecodeReq):
             return self._decode(question)
-        return self._encode(question)
+        return self._encode(question, rendered)
 
-    def _encode(self, question: EncodeReq) -> Encoded:
+    def _encode(self, question: EncodeReq, rendered: str | PromptError | None) -> Encoded:
         most = MAX_TOKENS if question.pieces else max(MAX_TOKENS, self._limits.context_length)
         try:
-            token_ids = self._encoder.encode(question.texts, question.chat, question.add_special_tokens, most)
+            if isinstance(rendered, PromptError):
+                raise rendered
+            token_ids = self._encoder.encode(question.texts, rendered, question.add_special_tokens, most)
         except PromptError as e:
             return Encoded(error=str(e), field=e.field, id=question.id)
         pieces = None

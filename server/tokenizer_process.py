@@ -36,7 +36,7 @@ from ..model_files.text.load import find_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.options import ServerOptions
-from .chat_renderer import ChatRenderer, Rendered
+from .chat_renderer import ChatRenderer, Exits, Rendered
 from .question_thread import QuestionThread
 from .request_tokenizer import NOTHING_RENDERED, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
@@ -122,9 +122,10 @@ def main() -> None:
     except (TextError, ModelError) as e:
         sys.exit(f"tokenizer: {e}")
     thread = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
+    with_chats = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
     renderer = ChatRenderer(
         tokenizer.render,
-        Sender(ctx.zmq_ctx, ctx.address("tokenizer")),
+        Exits(Sender(ctx.zmq_ctx, ctx.address("tokenizer")), Sender(ctx.zmq_ctx, ctx.address("http")), with_chats),
         2 * ctx.options.max_queued_requests,
         here,
     )
@@ -135,7 +136,10 @@ def main() -> None:
         routed = route(tokenizer, turn.messages, turn.texts)
         routed.to_http.extend(arrived.ended + turn.answers)
         for question in routed.questions:
-            thread.ask(question)
+            if isinstance(question, EncodeReq) and question.chat is not None:
+                renderer.ask(question)
+            else:
+                thread.ask(question)
         deliver(routed, scheduler, http)
 
 

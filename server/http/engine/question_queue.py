@@ -6,6 +6,9 @@
 
 The tokenizer gets one long question at a time, so a client that repeatedly asks and disconnects can't keep more than
 one busy. Short ones do not wait for long ones here. API keys take turns, and none of them can fill the queue.
+
+Questions with a conversation wait for the chat template, which may take a second for each. Each key has one of them at
+the tokenizer, where keys take turns. No other question waits for them.
 """
 
 from __future__ import annotations
@@ -39,8 +42,13 @@ class _Turns:
     """A number of turns, and the questions that wait for one."""
 
     def __init__(self, at_once: int) -> None:
-        self._free = at_once
+        self._at_once = self._free = at_once
         self._waiting: KeyQueue[asyncio.Future[None]] = KeyQueue()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all turns are free."""
+        return self._free == self._at_once
 
     def take(self) -> bool:
         """Take a turn if one is free; return whether it was."""
@@ -56,11 +64,8 @@ class _Turns:
         return turn
 
     def withdraw(self, key: str, turn: asyncio.Future[None]) -> None:
-        """Give up a turn that was waited for, whether it has come or not."""
-        if turn.done():
-            self.give_back()
-        else:
-            self._waiting.remove(key, turn)
+        """Give up a turn that is waited for."""
+        self._waiting.remove(key, turn)
 
     def give_back(self) -> None:
         """End a turn: the next question has it."""
@@ -76,6 +81,8 @@ class QuestionQueue:
     def __init__(self) -> None:
         self._short = _Turns(SHORT_AT_ONCE)
         self._long = _Turns(1)
+        self._chats: dict[str, _Turns] = {}
+        """Turns of questions with conversations, by API key."""
         self._count = KeyShares(MAX_WAITING)
         self._work = KeyShares(MAX_WAITING_WORK)
 
@@ -89,21 +96,30 @@ class QuestionQueue:
         """Work of the questions that wait for their turn, in characters or token ids."""
         return self._work.held
 
-    async def ask(self, request: Request, work: int, ask: Callable[[], Awaitable[A]]) -> A:
+    async def ask(self, request: Request, work: int, ask: Callable[[], Awaitable[A]], *, has_chat: bool = False) -> A:
         """Return what ``ask`` returns, called when it is this question's turn. The body must have been read.
+
+        ``has_chat``: whether it is about a conversation.
 
         Raises ``ApiError`` 429 if too many questions wait, ``ClientDisconnect`` if the client goes before its turn.
         """
+        key = Caller.of(request.scope).name
         turns = self._short if work <= SHORT else self._long
+        if has_chat:
+            turns = self._chats.setdefault(key, _Turns(1))
         if not turns.take():
-            await self._wait(turns, request, work)
+            await self._wait(turns, key, request, work)
         answer = asyncio.ensure_future(ask())
         # The turn lasts until the tokenizer is done, even if its answer is no longer awaited.
-        answer.add_done_callback(lambda _: turns.give_back())
+        answer.add_done_callback(lambda _: self._give_back(turns, key))
         return await asyncio.shield(answer)
 
-    async def _wait(self, turns: _Turns, request: Request, work: int) -> None:
-        key = Caller.of(request.scope).name
+    def _give_back(self, turns: _Turns, key: str) -> None:
+        turns.give_back()
+        if turns.is_idle and self._chats.get(key) is turns:
+            del self._chats[key]
+
+    async def _wait(self, turns: _Turns, key: str, request: Request, work: int) -> None:
         self._check(self._count, key, 1, "questions about text")
         self._check(self._work, key, work, "characters and token ids of questions about text")
         self._count.take(key, 1)
@@ -114,7 +130,10 @@ class QuestionQueue:
             if not turn.done():
                 raise ClientDisconnect
         except BaseException:  # cancelled, or the client has gone: the turn must not be lost
-            turns.withdraw(key, turn)
+            if turn.done():
+                self._give_back(turns, key)
+            else:
+                turns.withdraw(key, turn)
             raise
         finally:
             gone.cancel()

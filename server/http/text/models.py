@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from ....messages.text import DecodeReq, EncodeReq, Limits
 from ....runtime.web.json_response import json_response
+from ....runtime.web.keys import Caller
 from ..errors import bad_request
 from ..openai.common import check_model
 from ..openai.conversation import read_conversation
@@ -48,9 +49,10 @@ async def tokenize(request: Request) -> Response:
         args = body.chat_template_kwargs
         chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
     special, pieces = body.add_special_tokens, body.return_token_strs
-    question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces)
+    key_name = Caller.of(request.scope).name
+    question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces, key_name=key_name)
     ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
-    told = await state.questions.ask(request, body.characters, ask)
+    told = await state.questions.ask(request, body.characters, ask, has_chat=chat is not None)
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)

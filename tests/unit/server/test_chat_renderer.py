@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from pdserve.messages.outputs import FinishType, ReqError, TextBatch
 from pdserve.messages.requests import AbortReq, ChatRendered, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.sessions import SnapshotReq
+from pdserve.messages.text import EncodeReq
 from pdserve.model_files.text.errors import PromptError
-from pdserve.server.chat_renderer import FAILED, ChatRenderer, Sorted
+from pdserve.server.chat_renderer import FAILED, ChatRenderer, Exits, Sorted
 
 
 def chat(rid: str, key: str = "", forks: int = 0) -> TokenizeReq:
@@ -42,20 +44,30 @@ class Tokenizer:
         self._begun: queue.Queue[str] = queue.Queue()
         self._told: queue.Queue[Exception | None] = queue.Queue()
         self.begun: list[str] = []
-        self.renderer = ChatRenderer(self._render, self, most_waiting, "decode")
+        self.answered: queue.Queue[tuple[int, str | PromptError]] = queue.Queue()
+        """Questions that were passed on to be answered, and their texts."""
+        self.http: queue.Queue[Message] = queue.Queue()
+        self.is_deaf = False
+        """Whether the loop can't be woken up."""
+        told = SimpleNamespace(send=lambda *messages: [self.http.put(message) for message in messages])
+        asked = SimpleNamespace(ask=lambda question, text: self.answered.put((question.id, text)))
+        self.renderer = ChatRenderer(self._render, Exits(self, told, asked), most_waiting, "decode")
 
-    def _render(self, req: TokenizeReq) -> str | PromptError:
-        self._begun.put(req.rid)
+    def _render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
+        name = req.rid if isinstance(req, TokenizeReq) else f"?{req.id}"
+        self._begun.put(name)
         assert threading.current_thread() is not threading.main_thread()
         error = self._told.get(timeout=limit(10))
         if isinstance(error, PromptError):
             return error
         if error is not None:
             raise error
-        return f"<{req.rid}>"
+        return f"<{name}>"
 
     def send(self, *messages: Message) -> None:
         """Take what the thread sends to the loop."""
+        if self.is_deaf:
+            raise OSError("too many open files")
         for message in messages:
             assert isinstance(message, ChatRendered)
             self._channel.put(message)
@@ -68,9 +80,13 @@ class Tokenizer:
         self.begun.append(self._begun.get(timeout=limit(10)))
         return self.begun[-1]
 
-    def finish(self, error: Exception | None = None) -> Sorted:
-        """Have the conversation rendered that is being rendered; return what the loop does then."""
+    def render(self, error: Exception | None = None) -> None:
+        """Have the conversation rendered that is being rendered."""
         self._told.put(error)
+
+    def finish(self, error: Exception | None = None) -> Sorted:
+        """Have the conversation of a request rendered; return what the loop does then."""
+        self.render(error)
         return self.sort(self._channel.get(timeout=limit(10)))
 
     def close(self) -> None:
@@ -190,6 +206,51 @@ def test_a_conversation_that_is_refused_or_fails_stops_no_other(
     assert "a plain one" in caplog.text
     tokenizer.begin()
     assert tokenizer.finish().texts == {"c": "<c>"}
+
+
+def test_questions_take_turns_with_conversations_of_all_keys(tokenizer: Tokenizer) -> None:
+    tokenizer.sort(*(chat(f"greedy{i}", "greedy") for i in range(4)))
+    tokenizer.begin()
+    for i, key in enumerate(("greedy", "other", "other")):
+        tokenizer.renderer.ask(EncodeReq(chat=Conversation([ChatMessage("user", "x")]), key_name=key, id=i))
+    order = ["greedy0", "greedy1", "?0", "?1", "greedy2", "?2", "greedy3"]
+    for name in order:
+        assert tokenizer.begun[-1] == name
+        if name.startswith("?"):
+            tokenizer.render()
+            assert tokenizer.answered.get(timeout=limit(10)) == (int(name[1:]), f"<{name}>")
+        else:
+            tokenizer.finish()
+        if name != order[-1]:
+            tokenizer.begin()
+
+
+def test_a_question_about_a_conversation_that_is_refused_is_answered(tokenizer: Tokenizer) -> None:
+    tokenizer.renderer.ask(EncodeReq(chat=Conversation([ChatMessage("user", "x")]), id=7))
+    tokenizer.begin()
+    refusal = PromptError("messages", "no such role")
+    tokenizer.render(refusal)
+    assert tokenizer.answered.get(timeout=limit(10)) == (7, refusal)
+
+
+def test_a_conversation_that_can_not_be_passed_on_is_answered_with_an_error(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = SnapshotReq("a", True, 0.0, id=1)
+    tokenizer.sort(chat("a", forks=1), chat("b"))
+    tokenizer.begin()
+    assert tokenizer.sort(snapshot, AbortReq("a")) == Sorted([], {}, [])
+    tokenizer.is_deaf = True
+    tokenizer.render()
+    for rid in ("a", "a-1"):
+        error = tokenizer.http.get(timeout=limit(10))
+        assert isinstance(error, ReqError)
+        assert (error.rid, error.status, error.message) == (rid, 500, FAILED)
+    assert "too many open files" in caplog.text
+    tokenizer.is_deaf = False
+    tokenizer.begin()
+    assert tokenizer.finish() == Sorted([snapshot, chat("b")], {"b": "<b>"}, [])
+    assert tokenizer.sort(AbortReq("a")).messages == [AbortReq("a")], "nothing is left of it"
 
 
 @pytest.mark.parametrize("stream", [False, True])

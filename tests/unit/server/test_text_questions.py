@@ -83,9 +83,9 @@ def test_what_an_assistant_thought_counts_as_well(monkeypatch: pytest.MonkeyPatc
     asked: list[int] = []
 
     class Queue(QuestionQueue):
-        async def ask(self, request: Any, work: int, ask: Any) -> Any:
+        async def ask(self, request: Any, work: int, ask: Any, **more: Any) -> Any:
             asked.append(work)
-            return await super().ask(request, work, ask)
+            return await super().ask(request, work, ask, **more)
 
     monkeypatch.setattr("pdserve.server.http.app.QuestionQueue", Queue)
 
@@ -114,7 +114,7 @@ class Http:
 def test_asking_waits_for_no_answer() -> None:
     let_go, by = threading.Event(), []
 
-    def slowly(question: Any) -> Any:
+    def slowly(question: Any, rendered: Any) -> Any:
         assert let_go.wait(limit(10))
         by.append(threading.current_thread().name)
         return Encoded([[1]], id=question.id)
@@ -132,7 +132,7 @@ def test_asking_waits_for_no_answer() -> None:
 
 
 def test_a_text_that_a_tokenizer_fails_on_is_answered() -> None:
-    def fails(question: Any) -> Any:
+    def fails(question: Any, rendered: Any) -> Any:
         raise Exception("a plain one")
 
     http = Http()
@@ -166,13 +166,15 @@ class Tokenizer:
         self.asked: list[str] = []
         self.answers: dict[str, asyncio.Future[str]] = {}
 
-    def ask(self, name: str, work: int = LONG, client: Client | None = None) -> asyncio.Task[str]:
+    def ask(
+        self, name: str, work: int = LONG, client: Client | None = None, *, has_chat: bool = False
+    ) -> asyncio.Task[str]:
         def sent() -> asyncio.Future[str]:
             self.asked.append(name)
             future = self.answers[name] = asyncio.get_running_loop().create_future()
             return future
 
-        return asyncio.ensure_future(self.queue.ask(client or Client(), work, sent))  # type: ignore[arg-type]
+        return asyncio.ensure_future(self.queue.ask(client or Client(), work, sent, has_chat=has_chat))  # type: ignore[arg-type]
 
 
 def with_queue(check: Callable[[Tokenizer], Any]) -> None:
@@ -270,6 +272,31 @@ def test_keys_take_turns() -> None:
             await settle()
         assert tokenizer.asked == ["greedy0", "greedy1", "other0", "greedy2", "other1", "greedy3"]
         await asyncio.gather(*tasks)
+
+    with_queue(check)
+
+
+def test_questions_with_conversations_hold_up_those_of_their_own_key_alone() -> None:
+    async def check(tokenizer: Tokenizer) -> None:
+        greedy, gone = Client("greedy"), Client("greedy")
+        tasks = [tokenizer.ask(f"greedy{i}", i, greedy, has_chat=True) for i in range(10)]
+        last = tokenizer.ask("gone", 1, gone, has_chat=True)
+        tasks += [
+            tokenizer.ask("chat", 1, Client("other"), has_chat=True),
+            tokenizer.ask("long"),
+            tokenizer.ask("s", 1),
+        ]
+        await settle()
+        assert tokenizer.asked == ["greedy0", "chat", "long", "s"]
+        gone.gone.set()
+        with pytest.raises(ClientDisconnect):
+            await last
+        for name in ("chat", "long", "s", *(f"greedy{i}" for i in range(10))):
+            tokenizer.answers[name].set_result(name)
+            await settle()
+        await asyncio.gather(*tasks)
+        assert tokenizer.asked[4:] == [f"greedy{i}" for i in range(1, 10)]
+        assert (tokenizer.queue.waiting, tokenizer.queue._chats) == (0, {})
 
     with_queue(check)
 

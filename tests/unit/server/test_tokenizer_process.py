@@ -21,6 +21,7 @@ from pdserve.messages.outputs import DetokenizeInit, ReqError, ReqTokens, TextBa
 from pdserve.messages.requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from pdserve.messages.routes import ToHttp, ToScheduler, ToSupervisor
 from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.signals import STOP
@@ -109,6 +110,9 @@ def test_a_chat_template_that_hangs_holds_up_conversations_alone(start):
     child = start("tokenizer")
     with template_stopped(child.process.pid):
         chats = [make_req(f"chat{i}", chat=Conversation([ChatMessage("user", "Hello")])) for i in range(10)]
+        question = EncodeReq(chat=Conversation([ChatMessage("user", "Hello")]), id=8)
+        child.sender.send(question, EncodeReq(texts=["Hello"], id=9))
+        assert child.recv("http") == [Encoded([[19556]], id=9)], "a question about text waits for no conversation"
         child.sender.send(*chats, Ping(id=1), make_req("raw", text="Hello"), AbortReq(rid="chat9"))
         child.sender.send(Ping(id=2))
         got = []
@@ -121,6 +125,7 @@ def test_a_chat_template_that_hangs_holds_up_conversations_alone(start):
         got += child.recv("scheduler")
     assert [m.rid for m in got[3:]] == [f"chat{i}" for i in range(9)]
     assert {bytes(m.input_ids) for m in got[3:]} == {bytes(got[3].input_ids)}
+    assert child.recv("http") == [Encoded([unpack_i32(got[3].input_ids).tolist()], id=8)]
 
 
 @contextmanager

@@ -216,7 +216,8 @@ def test_questions_about_text_are_answered_here(requests, smollm):
     def ask(question):
         routed = route(requests, [question])
         assert routed.to_scheduler == []
-        [answer] = [*routed.to_http, *map(requests.questions.answer, routed.questions)]
+        texts = [requests.render(q) if isinstance(q, EncodeReq) and q.chat else None for q in routed.questions]
+        [answer] = [*routed.to_http, *map(requests.questions.answer, routed.questions, texts)]
         assert answer.id == question.id
         return answer
 
