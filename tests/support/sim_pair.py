@@ -376,3 +376,14 @@ def assert_all_returned(pair: SimPair) -> None:
         assert (usage["in_use"], usage["rows_in_use"], usage.get("window_in_use", 0)) == (0, 0, 0)
     assert pair.granted == {}
     pair.check()
+
+
+def until_delivered(pair: SimPair) -> None:
+    """Deliver messages until none is under way."""
+    pair.advance()
+    while pair.to_prefill or pair.to_decode:
+        if pair.to_prefill:
+            pair.deliver_to_prefill()
+        if pair.to_decode:
+            pair.deliver_to_decode()
+        pair.advance()

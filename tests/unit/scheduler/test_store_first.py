@@ -1,19 +1,19 @@
-"""A decode's own store before its prefill: when it is asked, what comes of it, and that nothing is lost by it."""
+"""A decode's own store before its prefill: when it is asked, and what comes of it."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import numpy as np
 import pytest
-from support.sim import NO_WINDOW, SimWindow, reference_output
+from support.sim import reference_output
 from support.sim_pair import assert_all_returned, run_until_idle
 from support.sim_tiered_pair import TieredPair
+from support.stored_prompt import PROMPT, SLOW, Says, first_counts, make_pair, stored
 
 from pdserve.disaggregation.handover.kv_receiver import ReceiverState, StoreStage
 from pdserve.disaggregation.handover.placement_policy import Prospects
-from pdserve.disaggregation.handover.store_first import PATIENCE, StoreFirst, patience_ms
+from pdserve.disaggregation.handover.store_first import PATIENCE, patience_ms
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.messages.handover import ForecastRequest, TransferRequest
 from pdserve.messages.outputs import CachedBeyond, HeldTokens
@@ -21,25 +21,16 @@ from pdserve.messages.requests import AbortReq
 from pdserve.messages.tiers import FetchPages, FindPages
 from pdserve.messages.worker import VerifyPages
 from pdserve.scheduler import store_link
-from pdserve.scheduler.first_token import NOTHING, Load
-from pdserve.scheduler.kv_memory import KVMemory
-from pdserve.scheduler.req import Req, ReqState
+from pdserve.scheduler.first_token import NOTHING
+from pdserve.scheduler.req import ReqState
 from pdserve.scheduler.store_index import LOOK_SECONDS, StoreIndex
-from pdserve.scheduler.tiers import KVTiers
 
-PROMPT = [(7 * i) % 90 + 3 for i in range(42)]
-"""Ten pages of four, and two tokens."""
 STORED = 40
-SLOW = 1000.0
-"""Milliseconds, of what is not to be the sooner way."""
 
 
 @pytest.fixture(autouse=True)
 def _small_fetches(monkeypatch):
     monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
-
-
-# --- what is decided ---
 
 
 def each(ms: float):
@@ -83,45 +74,6 @@ def test_a_store_is_known_by_what_it_took():
     assert sight.ms(100, 1e4) == pytest.approx(100.0, rel=0.1)
 
 
-# --- a pair over one store ---
-
-
-class Says:
-    """A forecast by tokens to be computed."""
-
-    def __init__(self, ms_a_token: float = 0.0, ms: float = 0.0) -> None:
-        self._ms_a_token, self._ms = ms_a_token, ms
-
-    def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        return self._ms + self._ms_a_token * uncached
-
-    def uncached(self, req: Req) -> int:
-        return req.prompt_len
-
-    def compute_ms(self, req: Req, tokens: int) -> float:
-        return 1e9  # the store is waited for as long as the policy allows
-
-
-def stored(prompt=PROMPT) -> dict[bytes, bytes]:
-    """A store that an earlier pair has written a prompt to."""
-    pair = TieredPair()
-    pair.submit("before", prompt, 1, max_new_tokens=2)
-    run_until_idle(pair)
-    assert len(pair.kept) >= 10
-    return pair.kept
-
-
-def make_pair(kept=None, *, here=1.0, there=SLOW, lag_ms=0.0, **changes) -> TieredPair:
-    """``here``: ms a token to be computed; ``there``: until the prefill's first token; ``lag_ms``: a page behind it."""
-    pair = TieredPair(stored() if kept is None else kept, **({"disaggregation_threshold": "auto"} | changes))
-    pair.decode.choice._estimator = Says(here)
-    pair.prefill.senders.foretelling._estimator = Says(ms=there)
-    for _ in range(100 if lag_ms else 0):
-        for pages in (4, 40):
-            pair.decode.choice.learn_lag("prefill", pages, lag_ms * pages / 1000, now=1.0)
-    return pair
-
-
 def room(pair: TieredPair):
     (receiver,) = pair.decode.receivers.rooms.values()
     return receiver
@@ -150,11 +102,6 @@ def until(pair: TieredPair, is_so, *, store: bool = False) -> None:
 
 def asked(pair: TieredPair) -> list[TransferRequest]:
     return [m for m in pair.to_prefill if isinstance(m, TransferRequest)]
-
-
-def first_counts(pair: TieredPair) -> tuple[int, int, int, int]:
-    counts = pair.decode.receivers.store_first.counts
-    return counts.came, counts.late, counts.lost, counts.tokens
 
 
 def test_what_the_store_has_is_computed_neither_here_nor_there():
@@ -417,139 +364,3 @@ def test_pages_that_have_just_landed_are_loaded_from_the_host_behind_their_copy_
     for rid, prompt in (("a", PROMPT), ("b", turn)):
         assert pair.decode.tokens[rid] == reference_output(prompt, 3)
     assert_all_returned(pair)
-
-
-# --- by chance ---
-
-
-def attack(seed: int) -> tuple[int, int]:
-    """Conversations that go on over a pair that is started anew, and a store that does what it can to spoil them."""
-    rng = random.Random(seed)
-    kept: dict[bytes, bytes] = {}
-    talks = [[rng.randrange(97) for _ in range(rng.randint(4, 30))] for _ in range(3)]
-    came = tried = 0
-    page_size, window = rng.choice([1, 4, 8]), rng.choice([NO_WINDOW, SimWindow(16, 96)])
-    for life in range(3):
-        threshold = rng.choice(["auto", "auto", "always", "20"])
-        pair = make_pair(
-            kept,
-            page_size=page_size,
-            window=window,
-            host_pages=rng.choice([8, 64]),
-            max_total_tokens=rng.choice([160, 256]),
-            disaggregation_threshold=threshold,
-            hicache_storage_prefetch_policy=rng.choice(["timeout", "wait_complete"]),
-            here=rng.choice([0.0, 1.0, 5.0]),
-            there=rng.choice([0.0, 20.0, 500.0]),
-            lag_ms=rng.choice([0.0, 20.0]),
-        )
-        prompts = {}
-        for turn in range(8):
-            talk = rng.randrange(len(talks))
-            rid = f"{life}.{turn}"
-            prompts[rid] = list(talks[talk])
-            pair.submit(rid, prompts[rid], 1 + turn, vouched=rng.random() < 0.8, max_new_tokens=rng.randint(1, 6))
-            talks[talk] = (talks[talk] + reference_output(talks[talk], 5) + [rng.randrange(97)])[:90]
-            for _ in range(rng.randint(0, 150)):
-                rng.choice(pair.moves())()
-            happens = rng.random()
-            if happens < 0.1:
-                pair.decode.scheduler.abort(AbortReq(rid, "test"))
-                prompts.pop(rid)
-            elif happens < 0.3 and kept:
-                name = rng.choice(list(kept))
-                kept[name] = kept[name][:-1] + bytes([kept[name][-1] ^ 1])
-            elif happens < 0.4:
-                pair.decode.store.dead = not pair.decode.store.dead
-            elif happens < 0.5:
-                pair.corrupt = not pair.corrupt  # what a prefill sends: then the prompt is computed here
-        pair.decode.store.dead = pair.corrupt = False
-        run_until_idle(pair, rng)
-        for rid, prompt in prompts.items():
-            assert pair.decode.tokens[rid] == reference_output(prompt, len(pair.decode.tokens[rid])), rid
-            assert pair.decode.ends[rid].finish.type == "length", rid
-        assert_all_returned(pair)
-        came, tried = came + first_counts(pair)[0], tried + sum(first_counts(pair)[:3])
-    return came, tried
-
-
-def test_whatever_happens_the_tokens_are_the_same():
-    came = tried = 0
-    for seed in range(6):
-        counts = attack(seed)
-        came, tried = came + counts[0], tried + counts[1]
-    assert came > 5
-    assert tried > came
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_whatever_happens_many_times():
-    for seed in range(1000, 3000):
-        attack(seed)
-
-
-def _pages_count_though_nobody_copied_them(patch):
-    load = KVTiers.load
-
-    def forgetful(self, req, cached, host_pages, pool_pages, *, more=False):
-        mark = self.mark()
-        load(self, req, cached, host_pages, pool_pages, more=more)
-        if more:
-            del self._before[mark:]
-
-    patch.setattr(KVTiers, "load", forgetful)
-
-
-def _pages_count_before_they_are_here(patch):
-    """As many as the store said that it has."""
-
-    def hasty(self, receiver, now):
-        tiers, req = self._scheduler.tiers, receiver.req
-        req.computed += min(4, tiers.store.sight.seen(req.rid)) * self._scheduler.memory.page_size
-        receiver.prefix_len = req.computed
-        self._over(receiver)
-
-    patch.setattr(StoreFirst, "_after_fetch", hasty)
-
-
-def _one_page_too_many_is_loaded(patch):
-    """The last one has to be computed: nothing could be sampled else."""
-    load = KVMemory.load
-
-    def greedy(self, req, found, *, more=False):
-        load(self, req, found, more=more)
-        req.computed += self.page_size if more and found else 0
-
-    patch.setattr(KVMemory, "load", greedy)
-
-
-def _memory_of_the_room_is_given_back_while_it_waits(patch):
-    look = StoreFirst.look
-
-    def careless(self, receiver, now):
-        look(self, receiver, now)
-        if receiver.store is StoreStage.LOOKING and receiver.hold is not None:
-            receiver.hold.pins -= 1
-
-    patch.setattr(StoreFirst, "look", careless)
-
-
-MISTAKES = [
-    _pages_count_though_nobody_copied_them,
-    _pages_count_before_they_are_here,
-    _one_page_too_many_is_loaded,
-    _memory_of_the_room_is_given_back_while_it_waits,
-]
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
-def test_a_mistake_is_found(monkeypatch, mistake):
-    mistake(monkeypatch)
-
-    def many() -> None:
-        for seed in range(12, 60):  # a third of these find each of them
-            attack(seed)
-
-    with pytest.raises(Exception):  # noqa: B017, PT011 - whichever check finds it
-        many()
