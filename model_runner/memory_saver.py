@@ -3,7 +3,7 @@
 A pool on the host keeps its addresses: its pages alone go, and come as zeros when they are touched again, so that
 views, engines and registered regions know nothing of it. On an accelerator the storage behind the tensors goes and
 comes, and with it the addresses: graphs are captured again. Weights are dropped with all that computes by them, and
-loaded from where they came from; other weights than before are refused (``ModelRunner.take_weights``).
+loaded from where they came from; other weights than before are refused (``Engine.take_weights``).
 
 Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part (``scheduler/memory_saver.py``).
 """
@@ -36,7 +36,7 @@ from .errors import NotEnoughMemory
 from .start_model import freeze
 
 if TYPE_CHECKING:
-    from .engines.model_runner import ModelRunner
+    from .engines.loaded import LoadedModel
     from .kv.prefault import PoolPrefault
     from .ranks.host_ranks import Lead
     from .steps.step_runner import StepRunner
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 
 
-def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasable]:
+def unreleasable(model: LoadedModel, options: ServerOptions) -> list[Unreleasable]:
     """What can't be given back."""
     if options.nnodes > 1:
         text = "ranks on several hosts (--nnodes) keep their memory"
@@ -58,27 +58,27 @@ def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasabl
 class MemorySaver:
     """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
 
-    def __init__(self, model: ModelRunner, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:
+    def __init__(self, model: LoadedModel, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:
         """``lead``: of other ranks, which do the same with their parts."""
         self._model = model
         self._lead = lead
         self._steps = steps
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
-        self._window_bytes = 0 if model.window_region is None else model.window_region.nbytes
+        self._window_bytes = 0 if model.pools.window_region is None else model.pools.window_region.nbytes
         """Of the pool behind windows, what is used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
         """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some
         back, that is only what is said: what computes by it is away all the same.
         """
-        begin, used, error = time.monotonic(), self._model.hardware.used(), ""
+        begin, used, error = time.monotonic(), self._model.device.used(), ""
         if isinstance(command, ReleaseMemory):
             error = self._release_all(command.tags)
         else:
             error = self._resume_all(command.tags)
         self._give_back()
-        seconds, nbytes = time.monotonic() - begin, abs(self._model.hardware.used() - used)
+        seconds, nbytes = time.monotonic() - begin, abs(self._model.device.used() - used)
         what = "given back" if isinstance(command, ReleaseMemory) else "taken again"
         text = f"{', '.join(command.tags)} {what}: {nbytes / GIB:.2f} GiB in {seconds:.2f} s"
         log.warning("not %s: %s", text, error) if error else log.info("%s", text)
@@ -114,24 +114,24 @@ class MemorySaver:
 
     def trim(self, command: TrimPool) -> PoolTrimmed:
         """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
-        model, used, error = self._model, self._model.hardware.used(), ""
+        model, used, error = self._model, self._model.device.used(), ""
         if self._lead is not None:
             # They first: until they know of it they may commit what they share with this one.
             self._lead.tell(command)
             self._lead.answers()
-        groups = model.layout.groups
+        groups = model.pools.layout.groups
         try:
-            if (region := model.kv_region) is not None:
+            if (region := model.pools.region) is not None:
                 end = min(command.first * groups[0].page_bytes, region.nbytes)
                 self._prefault.trim(end)
                 region.give_back(end)
-            if (region := model.window_region) is not None:
+            if (region := model.pools.window_region) is not None:
                 self._window_bytes = min(command.first_window * groups[1].page_bytes, region.nbytes)
                 region.give_back(self._window_bytes)
         except RegionError as e:
             error = str(e)
             log.warning("%s", error)
-        return PoolTrimmed(max(0, used - model.hardware.used()), error)
+        return PoolTrimmed(max(0, used - model.device.used()), error)
 
     @property
     def released(self) -> list[MemoryTag]:
@@ -144,15 +144,15 @@ class MemorySaver:
         # Graphs know the addresses of both.
         self._steps.drop_graphs()
         if tag == "weights":
-            model.drop_weights()
-            self._steps.use_engine()
+            model.engine.drop_weights()
+            self._steps.use_weights()
             return
         self._prefault.forget()
-        for region in (model.kv_region, model.window_region):
+        for region in (model.pools.region, model.pools.window_region):
             if region is not None:
                 region.give_back()
-        if model.device.type != "cpu":
-            for pool in model.pools:
+        if model.device.torch.type != "cpu":
+            for pool in model.pools.all:
                 pool.data.untyped_storage().resize_(0)
 
     def _resume(self, tags: list[MemoryTag]) -> str:
@@ -175,12 +175,12 @@ class MemorySaver:
     def _take(self, tag: MemoryTag) -> None:
         model = self._model
         if tag == "weights":
-            model.take_weights()
-            self._steps.use_engine()
+            model.engine.take_weights()
+            self._steps.use_weights()
             return
-        if model.device.type != "cpu":
+        if model.device.torch.type != "cpu":
             try:
-                for pool in model.pools:
+                for pool in model.pools.all:
                     pool.data.untyped_storage().resize_(pool.data.nbytes)
                     pool.data.zero_()
             except BaseException:
@@ -192,12 +192,12 @@ class MemorySaver:
         """All at once: a host's pool is reserved, and taken later."""
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
-        pool_bytes = sum(pool.data.nbytes for pool in model.pools) - self._prefault.trimmed
-        pool_bytes -= 0 if model.window_region is None else model.window_region.nbytes - self._window_bytes
+        pool_bytes = sum(pool.data.nbytes for pool in model.pools.all) - self._prefault.trimmed
+        pool_bytes -= 0 if model.pools.window_region is None else model.pools.window_region.nbytes - self._window_bytes
         # On a host they take theirs from one memory, on devices each from its own.
-        ranks = 1 if self._lead is None or model.hardware.beside else len(self._lead.followers) + 1
+        ranks = 1 if self._lead is None or model.device.beside else len(self._lead.followers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
-        free = model.hardware.memory().free
+        free = model.device.memory().free
         if needed > free:
             raise NotEnoughMemory(
                 f"{' and '.join(tags)} take {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; free memory and "
@@ -208,4 +208,4 @@ class MemorySaver:
         # What was frozen at the start is not collected while it is.
         gc.unfreeze()
         freeze()
-        self._model.hardware.give_back()
+        self._model.device.give_back()

@@ -46,7 +46,7 @@ from .page_mover import NoPageMover, PageMover
 from .start_model import RankChannels, freeze, open_channels, start_model
 
 if TYPE_CHECKING:
-    from .engines.model_runner import ModelRunner
+    from .engines.loaded import LoadedModel
     from .kv.pool_hasher import PoolHasher
     from .memory_saver import MemorySaver
     from .profiler import Profiler
@@ -67,7 +67,7 @@ class Worker(NamedTuple):
     without ``--kv-debug``.
     """
 
-    model: ModelRunner
+    model: LoadedModel
     steps: StepQueue
     mover: PageMover
     tiers: WorkerTiers | None
@@ -88,7 +88,7 @@ def main() -> NoReturn:
     run(start_child(sys.argv), lambda model: NoPageMover())
 
 
-def run(ctx: ChildContext, start_mover: Callable[[ModelRunner], PageMover]) -> NoReturn:
+def run(ctx: ChildContext, start_mover: Callable[[LoadedModel], PageMover]) -> NoReturn:
     """Run the worker process. ``start_mover`` starts what moves its pages to and from other instances."""
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
@@ -98,14 +98,14 @@ def run(ctx: ChildContext, start_mover: Callable[[ModelRunner], PageMover]) -> N
         worker = load(ctx, channels, start_mover)
     except (ModelError, PlacementError, RegionError) as e:
         sys.exit(f"model worker: {e}")
-    worker.compiles.begin(str(worker.model.device.type))
+    worker.compiles.begin(str(worker.model.device.torch.type))
     events.send(_ready_message(worker))
     ctx.report_ready(worker.load_seconds)
     while True:
         serve_frame(receiver, events, worker)
 
 
-def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[ModelRunner], PageMover]) -> Worker:
+def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[LoadedModel], PageMover]) -> Worker:
     """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``RegionError``.
 
     ``channels``: to the other tensor-parallel ranks.
@@ -126,7 +126,7 @@ def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[Model
         mover = start_mover(model)
     tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
-    is_beside = model.hardware.beside
+    is_beside = model.device.beside
     if is_beside:
         sys.setswitchinterval(SWITCH_SECONDS)
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size, every_variant=is_beside)
@@ -138,16 +138,24 @@ def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[Model
         steps, options.max_running_requests, model.context_length, options.page_size, rehearse=is_beside
     )
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
-    prefault = PoolPrefault.of(model.kv_region, model.layout)
+    prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
     queue = StepQueue(steps, mover, ahead=1 if is_beside else 0)
-    use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
-    for line in table(use, model.layout, model.context_length, describe_weights(model)):
+    use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.pools.layout.page_bytes)
+    for line in table(use, model.pools.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
     lead = started.ranks if isinstance(started.ranks, Lead) else None
     occupation = MemorySaver(model, steps, prefault, lead)
-    rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device, steps)
+    rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device.torch, steps)
     return Worker(
-        *(model, queue, mover, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
+        *(
+            model,
+            queue,
+            mover,
+            tiers,
+            PoolHasher(model.pools, model.device) if options.kv_debug else None,
+            prefault,
+            occupation,
+        ),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
         profiler=Profiler(rank, queue, lead),
     )
@@ -212,14 +220,15 @@ def _result(worker: Worker) -> StepResult:
     return result
 
 
-def _start_tiers(ctx: ChildContext, model: ModelRunner, placement: Placement) -> WorkerTiers | None:
+def _start_tiers(ctx: ChildContext, model: LoadedModel, placement: Placement) -> WorkerTiers | None:
     if not ctx.options.enable_hierarchical_cache:
         return None
     from .tiers.worker_tiers import WorkerTiers
 
+    kind, address = model.device.torch.type, ctx.address("worker_events")
     # Made here, used by the store's thread alone.
     with floating(placement):
-        return WorkerTiers(ctx.options, model, lambda: Sender(ctx.zmq_ctx, ctx.address("worker_events")).send)
+        return WorkerTiers(ctx.options, model.pools, kind, lambda: Sender(ctx.zmq_ctx, address).send)
 
 
 def _ready_message(worker: Worker) -> WorkerReady:
@@ -229,17 +238,17 @@ def _ready_message(worker: Worker) -> WorkerReady:
         fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         context_length=model.context_length,
-        max_total_tokens=model.max_total_tokens,
-        max_window_tokens=model.max_window_tokens,
-        limit_tokens=model.limit_tokens,
-        layout=model.layout,
-        device=str(model.device),
-        attention_backend=model.attention_backend,
+        max_total_tokens=model.pools.max_total_tokens,
+        max_window_tokens=model.pools.max_window_tokens,
+        limit_tokens=model.pools.limit_tokens,
+        layout=model.pools.layout,
+        device=str(model.device.torch),
+        attention_backend=model.engine.attention_backend,
         weights_dtype=str(model.dtype).removeprefix("torch."),
         backend_metadata=worker.mover.metadata,
         load_seconds=worker.load_seconds,
         measured=worker.measured,
-        step_weight_bytes=model.step_weight_bytes,
+        step_weight_bytes=model.engine.step_weight_bytes,
         machine=worker.machine,
         memory=worker.memory,
         unreleasable=worker.unreleasable,

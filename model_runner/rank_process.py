@@ -47,9 +47,9 @@ def _serve(ctx: ChildContext, started: Started) -> NoReturn:
     if isinstance(ranks, Follower):
         assert isinstance(steps, FollowingSteps)
         # Of memory that the lead has committed, this process still lacks the page tables.
-        prefault = PoolPrefault.of(model.kv_region, model.layout)
+        prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
         occupation = MemorySaver(model, steps, prefault)
-        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device, steps)
+        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device.torch, steps)
         while True:
             step = ranks.next_step(prefault.wait_ms)
             if step is None:

@@ -28,7 +28,7 @@ from .device.placement import Placement, bind_compute_threads, confine, floating
 from .ranks.rank_placement import plan_rank_placement
 
 if TYPE_CHECKING:
-    from .engines.model_runner import ModelRunner
+    from .engines.loaded import LoadedModel
     from .ranks.host_ranks import HostRanks
     from .steps.step_runner import StepRunner
 
@@ -60,7 +60,7 @@ class Started(NamedTuple):
     ``settle``: moves the calling thread to where it stays, when nothing is left to compile.
     """
 
-    model: ModelRunner
+    model: LoadedModel
     steps: StepRunner
     placement: Placement
     machine: MachineUse
@@ -100,7 +100,7 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
         import torch
 
         from .cpu_engine.build import choose_level
-        from .engines.model_runner import ModelRunner
+        from .engines.load import Threads, load_model
 
     if may_be_gpu and torch.cuda.is_available():
         placement = beside_gpu(placement, named=options.cpus is not None)
@@ -114,10 +114,11 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
     bind_compute_threads(placement)
     imported = time.monotonic()
     ranks = None if place.size == 1 else _make_ranks(ctx, begin, place, placement, channels)
-    model = ModelRunner(options, placement.spin_us, placement.cpus, ranks, lambda: floating(placement))
-    node = None if options.cpus is not None else model.hardware.numa_node()
+    threads = Threads(placement.spin_us, placement.cpus, lambda: floating(placement))
+    model = load_model(options, threads, ranks)
+    node = None if options.cpus is not None else model.device.numa_node()
     prefer_node(node, cores)
-    if model.attention_backend == "cpu":
+    if model.engine.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
         torch.set_num_threads(1)
@@ -148,7 +149,7 @@ def _make_ranks(
     return Lead(place, meeting, *channels)
 
 
-def _make_steps(model: ModelRunner, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
+def _make_steps(model: LoadedModel, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
     from .steps.step_runner import StepRunner
 
     def with_names(kind: type[S]) -> type[S]:

@@ -21,7 +21,7 @@ from ...runtime.child import ChildContext, start_child
 from ..errors import TransferError
 
 if TYPE_CHECKING:
-    from ...model_runner.engines.model_runner import ModelRunner
+    from ...model_runner.engines.loaded import LoadedModel
     from .engine import TransferEngine
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def main() -> NoReturn:
     run(ctx, lambda model: start_engine(ctx, model))
 
 
-def start_engine(ctx: ChildContext, model: ModelRunner) -> TransferEngine:
+def start_engine(ctx: ChildContext, model: LoadedModel) -> TransferEngine:
     """Open the model's pools to peers and start the engine. Ends the process if the backend can't be used here."""
     # The model is loaded by now, so these imports delay nothing.
     from ...model_runner.kv.staging import page_groups
@@ -49,11 +49,11 @@ def start_engine(ctx: ChildContext, model: ModelRunner) -> TransferEngine:
     try:
         engine = TransferEngine(
             options.disaggregation_transfer_backend,
-            page_groups(model, options),
+            page_groups(model.pools, model.device, options),
             ctx.epoch,
             options.host,
             emit,
-            layout=model.layout,
+            layout=model.pools.layout,
             port=options.disaggregation_data_port,
             advertise_host=options.advertise_host,
         ).start()

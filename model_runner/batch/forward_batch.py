@@ -1,4 +1,4 @@
-"""The tensors of one forward pass, as the worker hands them to ``ModelRunner.forward``.
+"""The tensors of one forward pass, as the worker hands them to ``Engine.forward``.
 
 Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens, P pages of the
 pool with page 0.

@@ -33,7 +33,7 @@ DENSE = 0
 """``Format::kDense`` of linear.h."""
 
 
-class CpuEngine(NativeEngine):
+class NativeModel(NativeEngine):
     """The engine of ``model``, over ``pool``. Raises ``BuildError`` where the kernels can't be had.
 
     Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.

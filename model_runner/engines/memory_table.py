@@ -8,19 +8,19 @@ from ...messages.memory import MemoryUse
 from ...messages.worker import KVLayout
 
 if TYPE_CHECKING:
-    from .model_runner import ModelRunner
+    from .loaded import LoadedModel
 
 GIB, KIB = 2**30, 2**10
 
 
-def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
+def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
     """Of a loaded model, whose steps have run; ``host_tier``: bytes of a second tier."""
-    memory, used = model.hardware.memory(), model.hardware.used()
-    pools = [pool.data.nbytes for pool in model.pools]
+    memory, used, sizes = model.device.memory(), model.device.used(), model.pools
+    pools = [pool.data.nbytes for pool in sizes.all]
     # What the first may grow by takes no memory before it does.
-    pools[0] -= (model.limit_tokens - model.max_total_tokens) // model.page_size * model.layout.groups[0].page_bytes
+    pools[0] -= (sizes.limit_tokens - sizes.max_total_tokens) // sizes.page_size * sizes.layout.groups[0].page_bytes
     # A CPU's pools are only reserved yet.
-    taken = model.weight_bytes + (0 if model.device.type == "cpu" else sum(pools))
+    taken = model.weight_bytes + (0 if model.device.torch.type == "cpu" else sum(pools))
     return MemoryUse(
         weights=model.weight_bytes,
         kv_pool=pools[0],
@@ -29,21 +29,21 @@ def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
         rest=max(0, used - taken),
         total=memory.total,
         free=memory.free,
-        tokens=model.max_total_tokens,
-        limit_tokens=model.limit_tokens,
-        window_tokens=model.max_window_tokens,
+        tokens=sizes.max_total_tokens,
+        limit_tokens=sizes.limit_tokens,
+        window_tokens=sizes.max_window_tokens,
         full_requests=full_requests(
-            model.layout, model.context_length, model.max_total_tokens, model.max_window_tokens
+            sizes.layout, model.context_length, sizes.max_total_tokens, sizes.max_window_tokens
         ),
     )
 
 
-def describe_weights(model: ModelRunner) -> str:
+def describe_weights(model: LoadedModel) -> str:
     """Their type, and what packs or computes them."""
     rounded = "" if model.quantization == "none" else f", {model.quantization}"
     if model.quantized_activations is not None:
         rounded += f" times {model.quantized_activations} activations"
-    return f"{str(model.dtype).removeprefix('torch.')}{rounded}, for attention backend {model.attention_backend}"
+    return f"{str(model.dtype).removeprefix('torch.')}{rounded}, for attention backend {model.engine.attention_backend}"
 
 
 def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tokens: int) -> float:

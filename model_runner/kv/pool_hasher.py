@@ -9,39 +9,41 @@ import torch
 
 from ...mem_cache.kv_pages.staging import Piece
 from ...messages.kv_debug import HashPages, PagesHashed
-from ..engines.model_runner import ModelRunner
+from ..device.base import Device
 from .page_hasher import Bytes, PageHasher
+from .pools import Pools
 from .staging import PoolPages
 
 
 class PoolHasher:
     """Hashes pages. Of ranks that share a pool, one does for all: a page is all of theirs."""
 
-    def __init__(self, model: ModelRunner) -> None:
-        self._model = model
-        self._hashers = [PageHasher(model.layout, group) for group in range(len(model.layout.groups))]
+    def __init__(self, pools: Pools, device: Device) -> None:
+        self._pools = pools
+        self._device = device
+        self._hashers = [PageHasher(pools.layout, group) for group in range(len(pools.layout.groups))]
         self._host: dict[int, Bytes] = {}
         """A page of a device's pool at a time, by group."""
 
     def obey(self, command: HashPages) -> PagesHashed:
         """Wait for what was computed so far, and look."""
-        self._model.hardware.synchronize()
+        self._device.synchronize()
         hashes = [
             hasher.hash_all(pages, partial(self._page, group))
             for group, (hasher, pages) in enumerate(zip(self._hashers, command.pages, strict=True))
         ]
         is_canonical = all(hasher.is_canonical for hasher in self._hashers)
-        return PagesHashed(command.id, hashes, "tokens" if is_canonical else self._model.layout.order)
+        return PagesHashed(command.id, hashes, "tokens" if is_canonical else self._pools.layout.order)
 
     def _page(self, group: int, page: int) -> Bytes:
-        model, nbytes = self._model, self._model.layout.groups[group].page_bytes
-        region, pool = (model.kv_region, model.window_region)[group], (model.pool, model.window_pool)[group]
+        pools, nbytes = self._pools, self._pools.layout.groups[group].page_bytes
+        region, pool = (pools.region, pools.window_region)[group], (pools.pool, pools.window_pool)[group]
         if not nbytes or pool is None:
             return np.empty(0, dtype=np.uint8)  # its pages are mere numbers
         if region is not None:
             return np.frombuffer(region.buffer, dtype=np.uint8, count=nbytes, offset=page * nbytes)
         host = self._host.get(group)
         if host is None:
-            host = self._host[group] = model.hardware.host_zeros((nbytes,), torch.uint8).numpy()
-        PoolPages(pool, model.hardware).read([Piece(page * nbytes, memoryview(host.data))])
+            host = self._host[group] = self._device.host_zeros((nbytes,), torch.uint8).numpy()
+        PoolPages(pool, self._device).read([Piece(page * nbytes, memoryview(host.data))])
         return host

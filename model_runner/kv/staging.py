@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,9 +22,7 @@ from ...runtime.transfer_backends import BACKENDS
 from ..device.base import Device
 from ..device.triton_support import triton_refusal
 from .pool import KVPool
-
-if TYPE_CHECKING:
-    from ..engines.model_runner import ModelRunner
+from .pools import Pools
 
 log = logging.getLogger(__name__)
 
@@ -83,19 +80,19 @@ class PoolPages:
         return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
 
 
-def page_groups(model: ModelRunner, options: ServerOptions) -> list[PageGroup | None]:
-    """What peers may read and write of a model's pools: the pages of each group of the layout, None for one without
+def page_groups(pools: Pools, device: Device, options: ServerOptions) -> list[PageGroup | None]:
+    """Return what peers may read and write of ``pools``: the pages of each group of the layout, None for one without
     bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0, or the backend knows no
     other: then they are ``direct``.
     """
-    size, layout = options.kv_staging_size, model.layout
-    pools = (model.pool, model.window_pool)[: len(layout.groups)]
+    size, layout, kind = options.kv_staging_size, pools.layout, device.torch.type
+    by_group = (pools.pool, pools.window_pool)[: len(layout.groups)]
     stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices
-    if stays_on_devices or (size == 0 and model.device.type != "cpu"):
-        return direct_groups(layout, pools, model.hardware)
-    if model.device.type != "cpu" or size:
-        return staged_groups(layout, pools, model.hardware, size)
-    regions = (model.kv_region, model.window_region)
+    if stays_on_devices or (size == 0 and kind != "cpu"):
+        return direct_groups(layout, by_group, device)
+    if kind != "cpu" or size:
+        return staged_groups(layout, by_group, device, size)
+    regions = (pools.region, pools.window_region)
     return [
         PageGroup.of(group, region) if region is not None else None
         for group, region in zip(layout.groups, regions, strict=False)

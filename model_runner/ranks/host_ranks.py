@@ -25,9 +25,11 @@ from ...messages.worker import CaptureGraphs, FollowerCommand, ForwardStep, Rank
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
-from ..cpu_engine.ranks import ExchangeRoom, NativeRanks
+from ..cpu_engine.ranks import NativeRanks
 from ..kv.pool import KVShape
+from ..kv.pools import PoolPlan
 from .carrier import Carrier
+from .part import Own
 from .watch import end_process, gone, start_watch
 from .world import World
 
@@ -35,11 +37,13 @@ SPARE_SECONDS = 5.0
 
 
 class Shared(NamedTuple):
-    """``num_pages``: of the pool, with page 0. ``exchange``: None for a torch model, which exchanges otherwise."""
+    """What the ranks of a host share."""
 
-    num_pages: int
+    plan: PoolPlan
     region: KVRegion
+    """Memory of the pool."""
     exchange: NativeRanks | None
+    """Exchange within a pass of the C++ engine; None for a torch model, which exchanges otherwise."""
 
 
 class Meeting(NamedTuple):
@@ -52,20 +56,6 @@ class Meeting(NamedTuple):
     run_dir: Path
     deadline: float
     outside: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-class Own(NamedTuple):
-    """What a rank knows before it shares memory.
-
-    ``choose_pages``: how many there may be here, with page 0, beside so many bytes of weights. ``room``: None for a
-    torch model. ``identity``: what all ranks must agree on.
-    """
-
-    weight_bytes: int
-    page_bytes: int
-    choose_pages: Callable[[int], int]
-    room: ExchangeRoom | None
-    identity: str
 
 
 class HostRanks(ABC):
@@ -132,23 +122,23 @@ class Lead(HostRanks):
 
     def share(self, own: Own) -> Shared:
         """See the base class."""
-        pages, carrier = own.choose_pages(self._host_bytes(own.weight_bytes)), None
+        plan, carrier = own.plan_pools(self._host_bytes(own.weight_bytes)), None
         if self.place.nodes > 1:
             carrier = Carrier(self.join())
-            pages = carrier.agree(pages, own.identity)
+            plan = plan._replace(num_pages=carrier.agree(plan.num_pages, own.identity))
             with self._meeting.outside():
                 start_watch(self.join())
-        region = allocate_region(pages * own.page_bytes, shared=True)
+        region = allocate_region(plan.num_pages * own.page_bytes, shared=True)
         exchange = None
         if own.room is not None:
             exchange = NativeRanks(self.place, own.room, carry=None if carrier is None else carrier.carry)
             if carrier is not None:
                 carrier.exchange = exchange
         assert region.fd is not None
-        setup = RankSetup(os.getpid(), region.fd, pages, None if exchange is None else exchange.fd)
+        setup = RankSetup(os.getpid(), region.fd, plan.num_pages, None if exchange is None else exchange.fd)
         for follower in self.followers:
             follower.send(setup)
-        return Shared(pages, region, exchange)
+        return Shared(plan, region, exchange)
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
         """Have the other ranks of this host do it, behind the steps that they were told; ``answers`` waits for them."""
@@ -197,7 +187,7 @@ class Follower(HostRanks):
         exchange = None
         if own.room is not None and setup.exchange is not None:
             exchange = NativeRanks(self.place, own.room, _opened(setup.pid, setup.exchange))
-        return Shared(setup.num_pages, region, exchange)
+        return Shared(PoolPlan(setup.num_pages), region, exchange)
 
     def answer(self, weight_bytes: int, error: str) -> None:
         """Tell the lead that its command is done, or why it is not (``error``)."""

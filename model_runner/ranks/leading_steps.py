@@ -39,7 +39,7 @@ class LeadingSteps(StepRunner):
 
     def capture_graphs(self) -> None:
         """See the base class; the other ranks do it, too, as each pass that is captured has sums of all."""
-        if self._model.graph_sizes:
+        if self._engine.graph_sizes:
             for follower in self._lead.followers:
                 follower.send(CaptureGraphs())
         super().capture_graphs()

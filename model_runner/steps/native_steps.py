@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from ..cpu_engine.library import check_size, load_library
 from ..cpu_engine.structs import StepTables
+from .common_steps import Chosen, RequestTables
 
 if TYPE_CHECKING:
     from ...messages.worker import ForwardStep
     from ...runtime.layers_done import LayersDone
-    from ..cpu_engine.native_model import CpuEngine
-    from ..sampling.row_params import RowParams
+    from ..cpu_engine.native_model import NativeModel
 
 _LEFT, _NO_MEMORY = -1, -2
 
 
-class Chosen(NamedTuple):
-    """``tokens``: int32 bytes, one for each entry that samples. ``finite``: [S], whether its logits were."""
-
-    tokens: bytes
-    finite: npt.NDArray[np.bool_]
-
-
 class NativeSteps:
-    """Runs steps on ``engine`` over the tables of a ``StepRunner``: [R, C] int32, [R] int64 and [R]; all kept alive."""
+    """Runs common steps on ``engine`` over the ``tables`` of a ``StepRunner``, which are kept alive."""
 
-    def __init__(
-        self,
-        engine: CpuEngine,
-        req_to_token: Tensor,
-        last_tokens: Tensor,
-        params: RowParams,
-        *,
-        clear_begun: bool,
-        window_pages: Tensor | None = None,
-    ) -> None:
-        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole).
-
-        ``window_pages``: [P] int32, see ``ForwardBatch``; kept alive.
-        """
+    def __init__(self, engine: NativeModel, tables: RequestTables, *, clear_begun: bool) -> None:
+        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole)."""
+        req_to_token, last_tokens, params, window_pages = tables
         library = load_library()
         check_size(library, "RowParams", params.itemsize)
-        self._engine, self._kept = engine, (req_to_token, last_tokens, params, window_pages)
+        self._engine, self._kept = engine, tables
         rows, columns = req_to_token.shape
-        tables = StepTables(
+        step_tables = StepTables(
             req_to_token.data_ptr(),
             rows,
             columns,
@@ -60,7 +40,7 @@ class NativeSteps:
             clear_begun,
             engine.shares_heads,
         )
-        self._handle = library.pds_stepper_new(engine.handle, engine.team.handle, tables)
+        self._handle = library.pds_stepper_new(engine.handle, engine.team.handle, step_tables)
         if self._handle is None:
             raise MemoryError
         self.close = weakref.finalize(self, library.pds_stepper_free, self._handle)
@@ -70,9 +50,9 @@ class NativeSteps:
         self._results = (self._tokens.ctypes.data, self._finite.ctypes.data)
 
     def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
-        """Compute ``step``, whose ``new_rows`` and ``slot_deltas`` are applied already, counting layers ``done``.
+        """Compute ``step``; see ``CommonSteps``.
 
-        None, with nothing changed, for a step that asks for more than tokens or contradicts itself or the tables.
+        Return None for a step that asks for more than tokens, or contradicts itself or the tables.
         """
         entries, tokens = len(step.rows) // 4, len(step.input_ids) // 4
         per_entry = (step.rows, step.starts, step.q_lens, step.use_last, step.sample)

@@ -39,6 +39,7 @@ from ..batch.forward_batch import ForwardBatch
 from ..batch.step_arrays import DeviceArrays, StepArrays
 from ..batch.step_plan import StepPlan, plan_step, sampled_entries
 from ..device.base import Device, Fetch
+from ..kv.pools import Pools
 from ..ops.choose import choose_ops
 from ..sampling.device.base import SampledRows
 from ..sampling.device.choose import choose_sampler
@@ -47,38 +48,65 @@ from ..sampling.logprobs import Scored, listed, score
 from ..sampling.row_params import NO_LOGPROBS, RowParams
 from ..sampling.rows import RowStates
 from ..sampling.rules import Sampled, sample
-from .decode_graphs import DecodeGraphs
+from .common_steps import ALL_GENERAL, CommonSteps, RequestTables
+from .decode_graphs import DecodeGraphs, GraphModel
 from .step_check import StepLimits, check_changes, check_entries
 
 if TYPE_CHECKING:
-    from ..cpu_engine.native_model import CpuEngine
     from ..sampling.native import NativeSampler
-    from .native_steps import NativeSteps
 
 log = logging.getLogger(__name__)
 
 
-class Model(Protocol):
-    """What a step needs of ``ModelRunner``."""
+class StepEngine(GraphModel, Protocol):
+    """What a step needs of ``engines.base.Engine``."""
 
-    vocab_size: int
-    context_length: int
-    num_slots: int
-    hardware: Device
-    engine: CpuEngine | None
-    sampler: NativeSampler | None
-    clears_begun_pages: bool
-    page_size: int
-    num_window_pages: int
-    graph_sizes: tuple[int, ...]
-    logits_dtype: torch.dtype
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """What goes before ``compute``."""
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Entries of decode steps to capture as graphs, ascending."""
         ...
 
-    def compute(self, batch: ForwardBatch) -> Tensor:
-        """Logits, [L, V] of ``logits_dtype``."""
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Type of the logits that ``compute`` returns."""
+        ...
+
+    @property
+    def sampler(self) -> NativeSampler | None:
+        """Chooses tokens on the CPU's vector units; None: operations of torch choose."""
+        ...
+
+    def common_steps(self, tables: RequestTables) -> CommonSteps:
+        """Return what computes common steps over ``tables``."""
+        ...
+
+
+class Model(Protocol):
+    """What a step needs of ``LoadedModel``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def device(self) -> Device:
+        """Where the model computes."""
+        ...
+
+    @property
+    def pools(self) -> Pools:
+        """KV pools that slots and pages are of."""
+        ...
+
+    @property
+    def engine(self) -> StepEngine:
+        """Computes the passes."""
         ...
 
 
@@ -120,40 +148,35 @@ class StepRunner:
 
     def __init__(self, model: Model, max_reqs: int) -> None:
         self._model = model
-        self._device = device = model.hardware
+        self._engine, pools = model.engine, model.pools
+        self._device = device = model.device
         self._ops = choose_ops(device.torch)
         self._rows = RowStates(max_reqs, model.vocab_size, device.torch)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
-        pages, window_pages = model.num_slots // model.page_size, model.num_window_pages
-        self._limits = StepLimits(max_reqs, model.context_length, model.num_slots, pages, window_pages)
+        self._page_size = pools.page_size
+        pages, window_pages = pools.num_slots // pools.page_size, pools.num_window_pages
+        self._limits = StepLimits(max_reqs, model.context_length, pools.num_slots, pages, window_pages)
         self._window_pages: Tensor | None = None
         """See ``ForwardBatch``; stays where it is, as the request table does."""
         if window_pages:
             self._window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
         self._arrays = StepArrays(device, max_reqs)
-        self._graphs = DecodeGraphs(device, model, model.graph_sizes)
+        self._graphs = DecodeGraphs(device, self._engine, self._engine.graph_sizes)
         # Graphs read it at every replay, so it is made once and stays.
-        self._all_entries = torch.arange(max(model.graph_sizes, default=0), device=device.torch)
-        self._queued = choose_sampler(device, self._rows, model.logits_dtype)
+        self._all_entries = torch.arange(max(self._engine.graph_sizes, default=0), device=device.torch)
+        self._queued = choose_sampler(device, self._rows, self._engine.logits_dtype)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
         self._ended_at = 0.0
-        self._native: NativeSteps | None = None
-        self.use_engine()
+        self._common: CommonSteps = ALL_GENERAL
+        self.use_weights()
 
-    def use_engine(self) -> None:
-        """Have common steps computed by the model's engine, where it has one now."""
-        self._native = None
-        if self._model.engine is not None:
-            # Imported here: it loads the compiled kernels.
-            from .native_steps import NativeSteps
-
-            self._native = NativeSteps(
-                self._model.engine,
-                *(self._req_to_token, self._rows.last_tokens, self._rows.table),
-                clear_begun=self._model.clears_begun_pages,
-                window_pages=self._window_pages,
-            )
+    def use_weights(self) -> None:
+        """Compute common steps with the weights that the engine has now, if it has any."""
+        # What computes them keeps weights alive: it goes before another one is made.
+        self._common = ALL_GENERAL
+        tables = RequestTables(self._req_to_token, self._rows.last_tokens, self._rows.table, self._window_pages)
+        self._common = self._engine.common_steps(tables)
 
     def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
         """Launch the step and wait for it."""
@@ -162,7 +185,7 @@ class StepRunner:
     @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Capture the graphs of decode steps, where there are any; after a warm-up, with no step open."""
-        if self._model.graph_sizes:
+        if self._engine.graph_sizes:
             self._arrays.clear()
             self._graphs.capture(self._padded_batch)
 
@@ -182,7 +205,7 @@ class StepRunner:
             if step.new_rows or step.slot_deltas or step.window_pages is not UNSET:
                 check_changes(step, self._limits)
                 self._apply(step)
-            if self._native is not None and (chosen := self._native.run(step, done)) is not None:
+            if (chosen := self._common.run(step, done)) is not None:
                 bad_entries = [] if chosen.finite.all() else sampled_entries(step)[~chosen.finite].tolist()
                 forward_ms = (time.perf_counter() - begin) * 1e3
                 return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
@@ -242,7 +265,7 @@ class StepRunner:
 
     def _prepare(self, step: ForwardStep) -> tuple[StepPlan, int | None, DeviceArrays]:
         """Send the step's arrays to the device; with them, the size of the graph that computes it (None: without)."""
-        plan = plan_step(step, self._model.page_size)
+        plan = plan_step(step, self._page_size)
         size = self._graphs.size_for(len(plan.rows)) if plan.is_decode else None
         there = self._arrays.load(plan, size or 0)
         self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
@@ -270,8 +293,8 @@ class StepRunner:
             begun_at=there.begun_at,
             host_rows=plan.rows,
         )
-        self._model.prepare(batch)
-        return self._model.compute(batch)
+        self._engine.prepare(batch)
+        return self._engine.compute(batch)
 
     def _replay(self, plan: StepPlan, there: DeviceArrays, size: int) -> Tensor:
         batch = self._padded_batch(size)
@@ -312,7 +335,7 @@ class StepRunner:
             for earlier in list(self._open):
                 self._wait(earlier)
         edits = self._rows.edits(rows, params, positions)
-        chosen = sample(logits_SV, params, positions, edits, self._model.sampler)
+        chosen = sample(logits_SV, params, positions, edits, self._engine.sampler)
         self._rows.last_tokens.index_copy_(0, there.sampled_rows, chosen.tokens)
         return chosen
 

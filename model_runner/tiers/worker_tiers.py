@@ -15,7 +15,7 @@ from ...messages.tiers import CopyPages, PagesCopied, TierCommand
 from ...model_files.errors import UnsupportedModel
 from ...runtime.cluster_secret import ClusterSecretError, read_key_ring
 from ...runtime.options import ServerOptions
-from ..engines.model_runner import ModelRunner
+from ..kv.pools import Pools
 from .host_pool import Bytes, HostPool
 from .page_codec import make_codecs
 from .store_engine import StoreEngine, StoreEvent
@@ -31,28 +31,30 @@ def host_pages(options: ServerOptions, num_pages: int, page_bytes: int) -> int:
     return max(1, int(options.hicache_ratio * num_pages))
 
 
-def _bytes_of(model: ModelRunner, group: int) -> Bytes:
-    """[pages, bytes] of a group's pool; of one without bytes, whose pages are mere numbers, as many without any."""
-    region = (model.kv_region, model.window_region)[group]
+def _bytes_of(pools: Pools, group: int) -> Bytes:
+    """Return a group's pool as [pages, bytes]; pages of a pool without bytes, which are mere numbers, have none."""
+    region = (pools.region, pools.window_region)[group]
     if region is None:
-        return np.empty((model.num_slots // model.page_size, 0), dtype=np.uint8)
-    return np.frombuffer(region.buffer, dtype=np.uint8).reshape(-1, model.layout.groups[group].page_bytes)
+        return np.empty((pools.plan.num_pages, 0), dtype=np.uint8)
+    return np.frombuffer(region.buffer, dtype=np.uint8).reshape(-1, pools.layout.groups[group].page_bytes)
 
 
 class WorkerTiers:
     """Copies in the worker's own thread, between steps; everything else is the store's thread's."""
 
-    def __init__(self, options: ServerOptions, model: ModelRunner, make_emit: Callable[[], EmitStored]) -> None:
+    def __init__(
+        self, options: ServerOptions, pools: Pools, device_type: str, make_emit: Callable[[], EmitStored]
+    ) -> None:
         """``make_emit``: a way to the scheduler for another thread. Raises ``ModelError``."""
-        if model.device.type != "cpu":
+        if device_type != "cpu":
             raise UnsupportedModel(
-                f"--enable-hierarchical-cache keeps KV of CPU memory alone as yet, and this is {model.device.type}'s"
+                f"--enable-hierarchical-cache keeps KV of CPU memory alone as yet, and this is {device_type}'s"
             )
-        codecs = make_codecs(options.hicache_host_dtype, model.layout)
-        self._pools = [_bytes_of(model, group) for group in range(len(codecs))]
+        codecs = make_codecs(options.hicache_host_dtype, pools.layout)
+        self._pools = [_bytes_of(pools, group) for group in range(len(codecs))]
         page_bytes = sum(codec.nbytes for codec in codecs)
         folder = Path(options.hicache_folder) if options.hicache_folder else None
-        self.num_pages = host_pages(options, model.max_total_tokens // options.page_size, page_bytes)
+        self.num_pages = host_pages(options, pools.max_total_tokens // options.page_size, page_bytes)
         self._host = HostPool(self.num_pages, codecs, folder)
         self._store: StoreEngine | None = None
         if options.hicache_storage_backend is not None:

@@ -145,7 +145,7 @@ def test_logits_of_bfloat16_stay_so_and_give_the_same_answers(device: Device, mo
         model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3", dtype="bfloat16")
         steps = StepRunner(model, ROWS)
         steps.capture_graphs()
-        assert model.logits_dtype is steps._graphs._logits.dtype is torch.bfloat16
+        assert model.engine.logits_dtype is steps._graphs._logits.dtype is torch.bfloat16
         answers.append([steps.run(step) for step in islice(random_steps(1), 8)])
     for ours, theirs in zip(*answers, strict=True):
         assert ours.next_tokens == theirs.next_tokens

@@ -12,7 +12,7 @@ from support.model_harness import Harness, close, draw
 from support.packed_checkpoints import packed_checkpoint
 from support.triton_device import CAN_RUN, DEVICE
 
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.runtime.options import ServerOptions
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")
@@ -66,7 +66,7 @@ def test_packed_weights_compute_what_dequantised_ones_do(tmp_path: Path, name: s
     assert packed.runner.fingerprint == dense.runner.fingerprint
     close(logits_of(packed), logits_of(dense))
     assert packed.runner.weight_bytes < dense.runner.weight_bytes
-    assert packed.runner.step_weight_bytes < dense.runner.step_weight_bytes
+    assert packed.runner.engine.step_weight_bytes < dense.runner.engine.step_weight_bytes
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_given_back_and_taken_again_they_compute_as_before(tmp_path: Path) -> No
     dense.forward((0, [8, 9]))
     one.take_over(2, dense.hand_over(0))
     first, nbytes = one.forward((0, [3])), one.runner.weight_bytes
-    one.runner.drop_weights()
-    one.runner.take_weights()
-    assert one.runner.weight_bytes == nbytes
+    one.runner.engine.drop_weights()
+    one.runner.engine.take_weights()
+    assert one.runner.engine._reload().nbytes == nbytes
     assert torch.equal(one.forward((1, [3])), first)
 
 
@@ -114,7 +114,7 @@ def test_random_ones_compute(tmp_path: Path, quant_method: str) -> None:
     model.config.quantization_config = quantised
     model.config.save_pretrained(folder)
     options = {"dtype": "bfloat16", "device": DEVICE.type, "attention_backend": "torch", "load_format": "dummy"}
-    runner = ModelRunner(
+    runner = load_model(
         ServerOptions(model_path=str(folder), quantization="packed", max_total_tokens=256, **options)  # type: ignore[arg-type]
     )
     assert runner.quantization == "packed"

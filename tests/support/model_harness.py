@@ -13,7 +13,7 @@ import torch
 from pdserve.mem_cache.kv_pages.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.runtime.options import ServerOptions
 
 PAGE = 4
@@ -96,18 +96,18 @@ class Harness(Rows):
     def __init__(self, folder: Path, **options: object) -> None:
         defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
         defaults |= {"chunked_prefill_size": -1}  # rows keep all of their pages, in layers with a window, too
-        self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
-        super().__init__(self.runner.forward)
+        self.runner = load_model(ServerOptions(model_path=str(folder), **(defaults | options)))
+        super().__init__(self.runner.engine.forward)
 
     def hand_over(self, row: int) -> Handed:
         """A copy of the row's pages, as they are now."""
         tokens = self._lens[row]
         pages = self.table[row, :tokens:PAGE].numpy() // PAGE
-        return Handed(self.runner.fingerprint, self.runner.layout, tokens, self._pool_bytes()[pages])
+        return Handed(self.runner.fingerprint, self.runner.pools.layout, tokens, self._pool_bytes()[pages])
 
     def take_over(self, row: int, handed: Handed) -> None:
         """Put pages of another runner behind ``row``, as a decode instance does with what it receives."""
-        layout = self.runner.layout
+        layout = self.runner.pools.layout
         if handed.fingerprint != self.runner.fingerprint or not can_exchange(handed.layout, layout):
             raise ValueError(
                 f"{handed.fingerprint}, {handed.layout} can't go on as {self.runner.fingerprint}, {layout}"
@@ -122,7 +122,7 @@ class Harness(Rows):
         self._lens[row] = handed.tokens
 
     def _pool_bytes(self) -> npt.NDArray[np.uint8]:
-        data = self.runner.pool.data
+        data = self.runner.pools.pool.data
         pages: npt.NDArray[np.uint8] = data.view(torch.uint8).view(len(data), -1).numpy()
         return pages
 

@@ -116,7 +116,7 @@ def measure_foreign(name: str) -> Row:
         model.save_pretrained(folder)
         prefill, decode = Harness(folder), Harness(folder)
         for harness in (prefill, decode):
-            assert (harness.runner.implementation, harness.runner.attention_backend) == (FOREIGN, "torch")
+            assert (harness.runner.implementation, harness.runner.engine.attention_backend) == (FOREIGN, "torch")
         computed = compute_prompts(prefill, texts)
         [handed] = decode_elsewhere(decode, [computed])
         go_on(prefill, computed.first, computed.second)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from pdserve.mem_cache.kv_pages.region import allocate_region, map_region
 from pdserve.model_runner.cpu_engine.ranks import NativeRanks
-from pdserve.model_runner.engines.model_runner import ModelRunner
-from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Own, Shared
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
+from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Shared
+from pdserve.model_runner.ranks.part import Own
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
 from support.machine import limit
@@ -96,29 +98,29 @@ class ThreadRank(HostRanks):
         """See the base class."""
         lead, room = self._table.shared, own.room
         if lead is None:
-            pages = own.choose_pages(own.weight_bytes)
-            region = allocate_region(pages * own.page_bytes, shared=True)
-            self._table.shared = Shared(pages, region, None if room is None else NativeRanks(self.place, room))
+            plan = own.plan_pools(own.weight_bytes)
+            region = allocate_region(plan.num_pages * own.page_bytes, shared=True)
+            self._table.shared = Shared(plan, region, None if room is None else NativeRanks(self.place, room))
             return self._table.shared
         assert lead.region.fd is not None
         region = map_region(os.dup(lead.region.fd), lead.region.nbytes)
         exchange = None
         if room is not None and lead.exchange is not None:
             exchange = NativeRanks(self.place, room, os.dup(lead.exchange.fd))
-        return Shared(lead.num_pages, region, exchange)
+        return Shared(lead.plan, region, exchange)
 
 
-def make_ranks(size: int, options: ServerOptions) -> list[ModelRunner]:
+def make_ranks(size: int, options: ServerOptions) -> list[LoadedModel]:
     """A runner for each rank. Raises what the first can't be made for."""
     table = Table(size)
-    return [ModelRunner(options, ranks=ThreadRank(rank, size, table)) for rank in range(size)]
+    return [load_model(options, ranks=ThreadRank(rank, size, table)) for rank in range(size)]
 
 
-def make_apart(size: int, options: ServerOptions) -> list[ModelRunner]:
+def make_apart(size: int, options: ServerOptions) -> list[LoadedModel]:
     """The same of ranks that have a device each, made at the same time."""
     table = Table(size)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: ModelRunner(options, ranks=ThreadRank(rank, size, table)), range(size)))
+        return list(pool.map(lambda rank: load_model(options, ranks=ThreadRank(rank, size, table)), range(size)))
 
 
 def together(runners: list[R], compute: Callable[[R], T]) -> T:

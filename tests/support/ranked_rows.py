@@ -29,7 +29,7 @@ def ranked_rows(folder: Path, size: int, backend: str) -> Rows:
     threads = ThreadPoolExecutor(size)
 
     def compute(batch: ForwardBatch) -> Tensor:
-        first, *others = threads.map(lambda runner: runner.forward(batch), runners)
+        first, *others = threads.map(lambda runner: runner.engine.forward(batch), runners)
         assert all(torch.equal(first, other) for other in others)
         return first
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 from ..kernels.kv_bench import Decodes, fill, measure
@@ -38,14 +39,14 @@ def main() -> None:
     models = make_models(args.model_path, args.channels, args.chosen, slots, cpus)
     print(f"{args.threads} threads, {args.model_path}, bfloat16")
     for name, model in models.items():
-        print(f"{name}: {model.layout.page_bytes // model.layout.page_size} bytes a token")
+        print(f"{name}: {model.pools.layout.page_bytes // model.pools.layout.page_size} bytes a token")
     for case in cases:
         measure(case, models, args.turns)
 
 
 def make_models(
     model_path: str, channels: str, chosen: int, slots: int, cpus: tuple[int, ...]
-) -> dict[str, ModelRunner]:
+) -> dict[str, LoadedModel]:
     """Those that are compared, their pools full of something."""
     torch_all = ServerOptions(
         model_path=model_path,
@@ -69,8 +70,8 @@ def make_models(
     }
     models = {}
     for name, options in asked.items():
-        model = models[name] = ModelRunner(options, cpus=cpus)
-        fill(model.pool)
+        model = models[name] = load_model(options, Threads(cpus=cpus))
+        fill(model.pools.pool)
     return models
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from pdserve.model_runner.calibration.calibrate import whole_text
 from pdserve.model_runner.calibration.options import CalibrateOptions
 from pdserve.model_runner.calibration.text_windows import read_windows
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.runtime.options import ServerOptions
 
 from ..kernels.perplexity import ROWS
@@ -102,11 +102,11 @@ def _logits(model_path: str, channels: str, way: Way, windows: Tensor) -> Iterat
             ds_heavy_channel_num=way.channels,
             ds_sparse_decode_threshold=0,
         )
-    model = ModelRunner(options)
+    model = load_model(options)
     half = width // 2
     for ids in windows:
         # The prompt's last token has all of it; what it says of the next one is no news.
-        yield model.forward(whole_text(ids, options.page_size, half, half + 1))[:-1]
+        yield model.engine.forward(whole_text(ids, options.page_size, half, half + 1))[:-1]
 
 
 def _compare(logits: Tensor, truth: Tensor, ids: Tensor) -> Tensor:

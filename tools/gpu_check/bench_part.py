@@ -15,7 +15,8 @@ import torch
 
 from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.flashinfer.support import missing
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 from . import packed_checks, rates
@@ -59,7 +60,9 @@ class Bench:
         loaded = time.monotonic() - begin
         self._steps = steps = BenchSteps(model, max(self.shape.asked), self.shape.context)
         seconds, reserved, added = steps.captured
-        told = f"{loaded:.1f} s; graphs of {len(model.graph_sizes)} sizes in {seconds:.1f} s, for which torch took "
+        told = (
+            f"{loaded:.1f} s; graphs of {len(model.engine.graph_sizes)} sizes in {seconds:.1f} s, for which torch took "
+        )
         return Finding("", f"{told}{added / 2**20:.0f} MiB; {reserved / 2**30:.2f} GiB in all after it")
 
     def unload(self) -> Finding:
@@ -140,8 +143,8 @@ def check_decode(bench: Bench, batch: int, least: float) -> Finding:
     """Bytes that the step must read (weights, and its rows' KV) in its time, as a share of the reading rate."""
     steps, shape = bench.steps, bench.shape
     times = steps.decode(batch, 3 if bench.part.dry_run else 60)
-    kv = batch * shape.context * steps.model.layout.page_bytes // steps.model.page_size
-    speed = (steps.model.step_weight_bytes + kv) / (times.step_ms / 1e3)
+    kv = batch * shape.context * steps.model.pools.layout.page_bytes // steps.model.pools.page_size
+    speed = (steps.model.engine.step_weight_bytes + kv) / (times.step_ms / 1e3)
     share, of_copy = speed / rates.read_rate(bench.part), speed / rates.copy_rate(bench.part)
     idle = "" if math.isnan(times.idle) else f", GPU idle {times.idle:.1%}"
     figure = f"{times.step_ms:.3f} ms, {share:.0%} of the read rate, {of_copy:.0%} of the copy rate"
@@ -191,7 +194,7 @@ def check_overwritten(bench: Bench, batch: int) -> Finding:
     return Finding("", f"{other} of {len(expected)} steps gave other tokens", "none", not other)
 
 
-def _runner(part: Part, shape: Shape, backend: str, folder: str) -> ModelRunner:
+def _runner(part: Part, shape: Shape, backend: str, folder: str) -> LoadedModel:
     rows = max(shape.asked)
     options = ServerOptions(
         model_path=folder,
@@ -204,7 +207,7 @@ def _runner(part: Part, shape: Shape, backend: str, folder: str) -> ModelRunner:
         max_total_tokens=max(rows * (shape.context + 256), 2 * shape.prompt),
         cuda_graph_bs=",".join(str(batch) for batch in shape.asked),
     )
-    return ModelRunner(options)
+    return load_model(options)
 
 
 if __name__ == "__main__":

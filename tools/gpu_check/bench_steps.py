@@ -11,7 +11,7 @@ import torch
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, SlotDelta
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.measure_steps import greedy_row
 from pdserve.model_runner.steps.step_queue import StepQueue
@@ -39,16 +39,16 @@ class Captured(NamedTuple):
 class BenchSteps:
     """Rows of ``context`` tokens each, their pages side by side."""
 
-    def __init__(self, model: ModelRunner, rows: int, context: int) -> None:
+    def __init__(self, model: LoadedModel, rows: int, context: int) -> None:
         self.model = model
         self._steps = StepRunner(model, rows)
         self._context = context
-        size = model.page_size
+        size = model.pools.page_size
         self._row_slots = (context // size + 8) * size
         self._decode(1, context, new=True)
         before, begin = _reserved(), time.perf_counter()
         self._steps.capture_graphs()
-        model.hardware.synchronize()
+        model.device.synchronize()
         self.captured = Captured(time.perf_counter() - begin, _reserved(), _reserved() - before)
 
     def begin(self, batch: int) -> None:
@@ -58,7 +58,7 @@ class BenchSteps:
     def decode(self, batch: int, count: int) -> Times:
         """Run ``count`` decode steps of ``batch`` rows, each launched before the one before is read."""
         self.begin(batch)
-        device, launches, busy = self.model.hardware, [], 0.0
+        device, launches, busy = self.model.device, [], 0.0
         queue = self._queue()
         device.synchronize()
         begin = time.perf_counter()
@@ -85,7 +85,7 @@ class BenchSteps:
         queue, found, held = self._queue(), [], []
         for position in positions:
             if overwrite:
-                held = [_beyond_every_index(size, self.model.hardware.torch) for size in OVERWRITTEN * BLOCKS]
+                held = [_beyond_every_index(size, self.model.device.torch) for size in OVERWRITTEN * BLOCKS]
             queue.launch(self._step(batch, self._context + position, [1] * batch))
             while queue.is_full:
                 found.append(unpack_i32(queue.collect().next_tokens).tolist())
@@ -105,7 +105,7 @@ class BenchSteps:
         return float(np.median(times)) * 1e3
 
     def _queue(self) -> StepQueue:
-        return StepQueue(self._steps, NoPageMover(), ahead=1 if self.model.hardware.beside else 0)
+        return StepQueue(self._steps, NoPageMover(), ahead=1 if self.model.device.beside else 0)
 
     def _busy(self, batch: int, count: int) -> float:
         """Return the seconds that the GPU works for this many steps, queued behind a long wait, so without gaps.
@@ -130,7 +130,7 @@ class BenchSteps:
     def _step(self, batch: int, start: int, q_lens: list[int], *, new: bool = False) -> ForwardStep:
         rows = np.arange(batch)
         spans = [np.arange(start, start + q_len) for q_len in q_lens]
-        size, fit = self.model.page_size, self.model.max_total_tokens // self._row_slots
+        size, fit = self.model.pools.page_size, self.model.pools.max_total_tokens // self._row_slots
         firsts = [(row % fit) * self._row_slots + size for row in range(batch)]
         deltas = [np.arange(first, first + start) for first in firsts] if new and start else []
         return ForwardStep(

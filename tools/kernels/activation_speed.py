@@ -20,7 +20,8 @@ import torch
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 from .bench import CONTEXT, make_batch
@@ -35,7 +36,7 @@ SECONDS = 0.4
 class Way(NamedTuple):
     """A loaded model, and the passes that are measured, by name, with the tokens of each."""
 
-    model: ModelRunner
+    model: LoadedModel
     passes: dict[str, tuple[int, ForwardBatch]]
 
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
     """The model in bfloat16, as ``options`` say."""
-    model = ModelRunner(
+    model = load_model(
         ServerOptions(
             model_path=model_path,
             device="cpu",
@@ -76,9 +77,9 @@ def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
             chunked_prefill_size=-1,
             **options,  # type: ignore[arg-type]
         ),
-        cpus=cpus,
+        Threads(cpus=cpus),
     )
-    rows, size = max(STREAMS), model.layout.page_size
+    rows, size = max(STREAMS), model.pools.layout.page_size
     table = (torch.arange(rows * ROW_SLOTS, dtype=torch.int32) + size).view(rows, ROW_SLOTS)
     passes = {
         f"decode, {count} stream{'s' if count > 1 else ''}": (
@@ -95,7 +96,9 @@ def run(way: Way) -> dict[str, float]:
     """Tokens a second of each pass."""
     # The prompt first: it writes the keys and values that decodes read.
     order = sorted(way.passes, key=lambda name: -way.passes[name][0])
-    return {name: way.passes[name][0] / middle(partial(way.model.forward, way.passes[name][1])) for name in order}
+    return {
+        name: way.passes[name][0] / middle(partial(way.model.engine.forward, way.passes[name][1])) for name in order
+    }
 
 
 def middle(work: Callable[[], object]) -> float:

@@ -19,7 +19,8 @@ import torch
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         quantization=args.quantization,
         max_total_tokens=max(args.streams) * (args.prompt + args.steps + ServerOptions().page_size),
     )
-    model = ModelRunner(options, cpus=cpus)
+    model = load_model(options, Threads(cpus=cpus))
     for streams in args.streams:
         # As the other does it, what memory has to be found for first is found before.
         measure(model, streams, args.prompt, 1, args.chunk)
@@ -67,21 +68,20 @@ def main() -> None:
         )
 
 
-def measure(model: ModelRunner, streams: int, prompt: int, steps: int, chunk: int) -> Speed:
+def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: int) -> Speed:
     """``streams`` prompts, then ``steps`` steps of all of them."""
-    size = model.layout.page_size
+    size = model.pools.layout.page_size
     width = -(-(prompt + steps) // size) * size
     table = (torch.arange(streams * width, dtype=torch.int32) + size).view(streams, width)
     tokens = torch.randint(model.vocab_size, (streams, width), generator=torch.Generator().manual_seed(0))
     begin = time.perf_counter()
     for rows, start, end in _pieces(streams, prompt, chunk):
-        model.forward(_batch(table, tokens, rows, start, end))
+        model.engine.forward(_batch(table, tokens, rows, start, end))
     decode = time.perf_counter()
     nbytes = 0
     for position in range(prompt, prompt + steps):
-        model.forward(_batch(table, tokens, range(streams), position, position + 1))
-        if model.engine is not None:
-            nbytes += sum(model.engine.weight_bytes_read().values())
+        model.engine.forward(_batch(table, tokens, range(streams), position, position + 1))
+        nbytes += model.engine.weight_bytes_read()
     end_of_all = time.perf_counter()
     return Speed(streams * prompt / (decode - begin), streams * steps / (end_of_all - decode), nbytes / steps)
 

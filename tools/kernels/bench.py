@@ -25,7 +25,8 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
 from pdserve.model_runner.cpu_engine.library import FetchHint, fetch_hint, set_fetch_hint
 from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
 from pdserve.runtime.options import ServerOptions
@@ -70,7 +71,7 @@ def main() -> None:
     if args.quantization != "none":
         kind = ProductKind.BYTES
     print(f"rooflines of arithmetic: products of {roofline.describe(kind)}")
-    _passes(ModelRunner(options, cpus=tuple(cpus)), roofline, kind)
+    _passes(load_model(options, Threads(cpus=tuple(cpus))), roofline, kind)
 
 
 def _products() -> None:
@@ -88,10 +89,10 @@ def _products() -> None:
             print(f"{name:9} {rows:3} rows: {bandwidth:6.1f} GB/s {speed:7.1f} GFLOP/s")
 
 
-def _passes(model: ModelRunner, roofline: Roofline, kind: ProductKind) -> None:
+def _passes(model: LoadedModel, roofline: Roofline, kind: ProductKind) -> None:
     # Memory that was never written is one page of zeros, however often it is mapped, and lies in the nearest cache.
-    model.pool.data.uniform_(-1.0, 1.0)
-    rows, size = max(BATCHES), model.layout.page_size
+    model.pools.pool.data.uniform_(-1.0, 1.0)
+    rows, size = max(BATCHES), model.pools.layout.page_size
     # Pages anywhere, as they are after a while.
     pages = torch.randperm(rows * ROW_SLOTS // size).view(rows, -1, 1) + 1
     table = (pages * size + torch.arange(size)).view(rows, ROW_SLOTS).int()
@@ -102,9 +103,9 @@ def _passes(model: ModelRunner, roofline: Roofline, kind: ProductKind) -> None:
         _pass(f"prefill of {length:4} ", model, make_batch(table, [0], [length], model.vocab_size), roofline, kind)
 
 
-def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline, kind: ProductKind) -> None:
+def _pass(name: str, model: LoadedModel, batch: ForwardBatch, roofline: Roofline, kind: ProductKind) -> None:
     before = roofline.bandwidth(), roofline.peak(kind)
-    seconds = best(partial(model.forward, batch))
+    seconds = best(partial(model.engine.forward, batch))
     bandwidth, peak = map(max, zip(before, (roofline.bandwidth(), roofline.peak(kind)), strict=True))
     bound = max(_bytes_read(model, batch) / bandwidth, _operations(model, batch) / peak)
     print(
@@ -113,16 +114,17 @@ def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline
     )
 
 
-def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
+def _bytes_read(model: LoadedModel, batch: ForwardBatch) -> float:
     """Every weight once, and the KV of every row. Of experts, what the last pass has read."""
     kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
-    weights = model.step_weight_bytes
-    if model.engine is not None and any(isinstance(layer.mlp, ExpertsSpec) for layer in _spec(model).layers):
-        weights = sum(model.engine.weight_bytes_read().values())
-    return float(weights + kv_tokens * model.layout.page_bytes / model.layout.page_size)
+    weights = model.engine.step_weight_bytes
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in _spec(model).layers)
+    if has_experts and (counted := model.engine.weight_bytes_read()):
+        weights = counted
+    return float(weights + kv_tokens * model.pools.layout.page_bytes / model.pools.layout.page_size)
 
 
-def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
+def _operations(model: LoadedModel, batch: ForwardBatch) -> float:
     """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
     spec = _spec(model)
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
@@ -141,7 +143,7 @@ def _inner(network: MLPSpec | ExpertsSpec) -> int:
     return network.chosen * network.inner + (0 if network.shared is None else network.shared.inner)
 
 
-def _spec(model: ModelRunner) -> ModelSpec:
+def _spec(model: LoadedModel) -> ModelSpec:
     if model.spec is None:
         raise ValueError("the operations of a model by transformers' own class are not known")
     return model.spec

@@ -19,7 +19,8 @@ import torch
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
 from pdserve.model_runner.device.choice import KVDTypeName
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.kv.pool import KVPool
 from pdserve.runtime.options import ServerOptions
 
@@ -52,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"level {choose_level().name}, {args.threads} threads, {args.model_path}, bfloat16, {args.quantization}")
     slots = max(case.rows * (case.context + ServerOptions().page_size) for case in CASES)
-    models: dict[str, ModelRunner] = {}
+    models: dict[str, LoadedModel] = {}
     for dtype in DTYPES:
         options = ServerOptions(
             model_path=args.model_path,
@@ -63,9 +64,9 @@ def main() -> None:
             quantization=args.quantization,
             max_total_tokens=slots,
         )
-        model = models[dtype] = ModelRunner(options, cpus=cpus)
-        fill(model.pool)
-        token_bytes = model.layout.page_bytes // model.layout.page_size
+        model = models[dtype] = load_model(options, Threads(cpus=cpus))
+        fill(model.pools.pool)
+        token_bytes = model.pools.layout.page_bytes // model.pools.layout.page_size
         print(f"{dtype:9}: {token_bytes:6} bytes a token, {GIB // token_bytes} tokens in a GiB")
     for case in CASES:
         measure(case, models, args.turns)
@@ -81,7 +82,7 @@ def fill(pool: KVPool) -> None:
         pool.data.uniform_(-1.0, 1.0)
 
 
-def measure(case: Decodes, models: dict[str, ModelRunner], turns: int) -> None:
+def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
     """Print what a step takes with each of ``models``, and the median of the turns' ratios to the first."""
     first = next(iter(models))
     seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -89,7 +90,7 @@ def measure(case: Decodes, models: dict[str, ModelRunner], turns: int) -> None:
     for turn in range(turns + 1):
         for name, model in models.items():
             begin = time.perf_counter()
-            model.forward(batch)
+            model.engine.forward(batch)
             if turn > 0:
                 seconds[name].append(time.perf_counter() - begin)
     told = []
@@ -99,9 +100,9 @@ def measure(case: Decodes, models: dict[str, ModelRunner], turns: int) -> None:
     print(f"{case.rows} streams of {case.context} tokens: {', '.join(told)}")
 
 
-def _batch(case: Decodes, model: ModelRunner) -> ForwardBatch:
+def _batch(case: Decodes, model: LoadedModel) -> ForwardBatch:
     """Pages anywhere, as they are after a while."""
-    size = model.layout.page_size
+    size = model.pools.layout.page_size
     pages = -(-(case.context + 1) // size)
     places = (torch.randperm(case.rows * pages) + 1).view(case.rows, pages, 1)
     table = (places * size + torch.arange(size)).view(case.rows, -1).int()

@@ -32,7 +32,7 @@ from pdserve.model_files.tensor_names import HEAD, find_parts
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.device.choice import KVDTypeName
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.loader.load import load_model_weights
 from pdserve.model_runner.loader.quantized_blocks import QuantizedActivations
 from pdserve.model_runner.models.decoder import Decoder
@@ -186,12 +186,12 @@ def pdserve_way(
         max_total_tokens=window + ServerOptions().page_size,
         chunked_prefill_size=-1,  # all of a text at once, so no page of it goes back
     )
-    runner = ModelRunner(options)
+    runner = load_model(options)
     table = torch.arange(window, dtype=torch.int32)[None] + options.page_size
 
     def run(ids: Tensor) -> Tensor:
         positions = torch.arange(len(ids))
-        return runner.forward(
+        return runner.engine.forward(
             ForwardBatch(
                 input_ids=ids,
                 positions=positions,

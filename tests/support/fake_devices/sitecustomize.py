@@ -8,15 +8,31 @@ import importlib.abc
 import importlib.util
 import sys
 
-RUNNER = "pdserve.model_runner.engines.model_runner"
+
+def use_recording_devices(module) -> None:
+    """Have ``engines.load`` open devices that record."""
+    from support.recording_device import RecordingDevice
+
+    module.open_device = lambda *_args, **_more: RecordingDevice()
+
+
+def use_static_attention(module) -> None:
+    """Have ``engines.torch`` attend in plain torch."""
+    from support.static_attention import StaticAttention
+
+    module.make_attention_backend = lambda name, needs: StaticAttention(*needs[:3])
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the runner's module, once, and gives it other devices."""
+    """Finds one module, once, and changes it after it was executed."""
+
+    def __init__(self, name: str, change) -> None:
+        self._name = name
+        self._change = change
 
     def find_spec(self, name, path, target=None):
         """See ``MetaPathFinder``."""
-        if name != RUNNER:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -24,14 +40,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module) -> None:
             run(module)
-            from support.recording_device import RecordingDevice
-            from support.static_attention import StaticAttention
-
-            module.open_device = lambda *_args, **_more: RecordingDevice()
-            module.make_attention_backend = lambda name, needs: StaticAttention(*needs[:3])
+            self._change(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, Finder("pdserve.model_runner.engines.load", use_recording_devices))
+sys.meta_path.insert(0, Finder("pdserve.model_runner.engines.torch", use_static_attention))

@@ -342,13 +342,13 @@ def test_the_kernels_multiply_with_each_expert_s_own_blocks(kind: Kind, tmp_path
     tokens = draw(60, 6)
     exact = Harness(path, attention_backend="torch").forward((0, tokens))
     blocks = Harness(path, dtype="float32", quantization="gguf")
-    assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
+    assert (blocks.runner.engine.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
     ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
     # Activations are rounded to 8 bits; a wrong expert costs everything.
     assert 1e-4 < noise(ours, exact) < 0.1
     options = {"device": "cpu", "dtype": "float32", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
     ranks = make_ranks(2, ServerOptions(model_path=str(path), quantization="gguf", **options))
-    halves = together(ranks, lambda runner: Rows(runner.forward).forward((0, tokens)))
+    halves = together(ranks, lambda runner: Rows(runner.engine.forward).forward((0, tokens)))
     assert 1e-4 < noise(halves, exact) < 0.1
 
 

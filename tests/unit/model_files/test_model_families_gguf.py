@@ -48,7 +48,7 @@ def test_gguf_and_safetensors_give_the_same_keys(name: str, tmp_path: Path) -> N
     tokens = draw(40, 5)
     one.forward((0, tokens))
     two.forward((0, tokens))
-    close(one.runner.pool.data, two.runner.pool.data)
+    close(one.runner.pools.pool.data, two.runner.pools.pool.data)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_fused_blocks_are_served_as_they_are(
     tokens = draw(60, 6)
     exact = Harness(path, attention_backend="torch").forward((0, tokens))
     blocks = Harness(path, dtype="float32", quantization="gguf")
-    assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
+    assert (blocks.runner.engine.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
     ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
     assert (ours - exact).norm() / exact.norm() < 1e-3
 
@@ -96,6 +96,6 @@ def test_blocks_of_latent_attention_are_served_as_they_are(q_lora_rank: int | No
     tokens = draw(60, 6)
     exact = Harness(path, attention_backend="torch").forward((0, tokens))
     blocks = Harness(path, dtype="float32", quantization="gguf")
-    assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
+    assert (blocks.runner.engine.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
     ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
     assert (ours - exact).norm() / exact.norm() < 1e-3

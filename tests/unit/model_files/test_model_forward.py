@@ -68,7 +68,7 @@ def test_a_shared_prefix_serves_two_rows(llama: tuple[torch.nn.Module, Path]) ->
 def test_a_former_owners_nan_does_not_leak(llama: tuple[torch.nn.Module, Path]) -> None:
     model, folder = llama
     harness, tokens = Harness(folder), draw(23, 5)
-    harness.runner.pool.data[1:].fill_(float("nan"))
+    harness.runner.pools.pool.data[1:].fill_(float("nan"))
     expected = reference_logits(model, tokens)
     close(harness.forward((0, tokens[:6]), (1, tokens[:1])), torch.cat((expected[:6], expected[:1])))
     for position in range(6, 23):
@@ -96,7 +96,7 @@ def test_short_types_stay_near_float32(llama: tuple[torch.nn.Module, Path], dtyp
     logits = torch.cat((harness.forward((0, tokens[:39])), harness.forward((0, tokens[39:]))))
     error = (logits - expected).square().mean().sqrt() / expected.std()
     assert 0 < error < 0.03
-    assert harness.runner.pool.group.dtype == {"auto": dtype}.get(kv_cache_dtype, kv_cache_dtype)
+    assert harness.runner.pools.pool.group.dtype == {"auto": dtype}.get(kv_cache_dtype, kv_cache_dtype)
 
 
 def test_longrope_of_a_short_context(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_pages_are_contiguous_spans_of_the_region(llama: tuple[torch.nn.Module, 
     runner, tokens = harness.runner, draw(PAGE, 9)
     expected = harness.forward((0, [*tokens, 1]))[-1:]
     page, target = int(harness.table[0, 0]) // PAGE, 90
-    size = runner.layout.page_bytes
-    assert runner.kv_region is not None
-    assert runner.kv_region.fd is not None
-    assert runner.kv_region.nbytes == (runner.max_total_tokens // PAGE + 1) * size
-    runner.kv_region.buffer[target * size : (target + 1) * size] = runner.kv_region.buffer[
+    size = runner.pools.layout.page_bytes
+    assert runner.pools.region is not None
+    assert runner.pools.region.fd is not None
+    assert runner.pools.region.nbytes == (runner.pools.max_total_tokens // PAGE + 1) * size
+    runner.pools.region.buffer[target * size : (target + 1) * size] = runner.pools.region.buffer[
         page * size : (page + 1) * size
     ]
     harness.table[1, :PAGE] = torch.arange(PAGE) + target * PAGE

@@ -13,7 +13,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec import ModelSpec, Pairing, RopeSpec
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 pytestmark = [
@@ -25,8 +26,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    return ModelRunner(ServerOptions(dtype="float32", device="cpu", max_total_tokens=1024))
+def runner() -> LoadedModel:
+    return load_model(ServerOptions(dtype="float32", device="cpu", max_total_tokens=1024))
 
 
 def make_reference(spec: ModelSpec) -> LlamaForCausalLM:
@@ -52,25 +53,25 @@ def make_reference(spec: ModelSpec) -> LlamaForCausalLM:
     return model
 
 
-def run(runner: ModelRunner, tokens: list[int], start: int) -> torch.Tensor:
+def run(runner: LoadedModel, tokens: list[int], start: int) -> torch.Tensor:
     """Logits of ``tokens``, behind ``start`` earlier ones of the only row, whose slots begin at page 1."""
     count = len(tokens)
     positions = torch.arange(start, start + count)
-    return runner.forward(
+    return runner.engine.forward(
         ForwardBatch(
             input_ids=torch.tensor(tokens),
             positions=positions,
-            out_cache_loc=positions + runner.layout.page_size,
+            out_cache_loc=positions + runner.pools.layout.page_size,
             rows=torch.tensor([0]),
             starts=[start],
             q_lens=[count],
-            req_to_token=torch.arange(512, dtype=torch.int32)[None] + runner.layout.page_size,
+            req_to_token=torch.arange(512, dtype=torch.int32)[None] + runner.pools.layout.page_size,
             logit_indices=torch.arange(count),
         )
     )
 
 
-def test_spec(runner: ModelRunner) -> None:
+def test_spec(runner: LoadedModel) -> None:
     spec = runner.spec
     assert (spec.family, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 49152, 576, 30)
     assert (spec.context_length, spec.tied_head) == (8192, True)
@@ -81,11 +82,11 @@ def test_spec(runner: ModelRunner) -> None:
     # As llama.cpp orders the rows; this file's keys are the same as those of safetensors once they are loaded.
     rope = RopeSpec(rotary_dim=64, theta=100000.0, original_context=8192, pairing=Pairing.NEIGHBOURS)
     assert spec.ropes == (rope,)
-    assert runner.max_total_tokens == 1024
+    assert runner.pools.max_total_tokens == 1024
     assert set(runner.load_seconds) == {"config", "weights", "kv_pool", "kernels"}
 
 
-def test_logits_equal_transformers(runner: ModelRunner) -> None:
+def test_logits_equal_transformers(runner: LoadedModel) -> None:
     reference = make_reference(runner.spec)
     tokens = torch.randint(0, 49152, (70,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.inference_mode():

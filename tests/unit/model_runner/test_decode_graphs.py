@@ -15,8 +15,9 @@ from support.static_attention import StaticAttention
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import InputLogprobSpec
 from pdserve.model_runner.device.base import HostSync
-from pdserve.model_runner.engines import model_runner
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines import load, weights
+from pdserve.model_runner.engines import torch as torch_engine
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.ops.torch_ops import TorchOps
 from pdserve.model_runner.page_mover import NoPageMover
@@ -59,9 +60,9 @@ def device() -> Iterator[RecordingDevice]:
         yield device
 
 
-def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> ModelRunner:
-    monkeypatch.setattr(model_runner, "open_device", lambda *args, **more: device)
-    monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> LoadedModel:
+    monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
+    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
     options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
     return make_model(folder, **options)
 
@@ -136,10 +137,10 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
 
 def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(folder, device, monkeypatch) -> None:
     model = recorded_model(folder, device, monkeypatch)
-    assert model.graph_sizes == (1, 2, 4, 6)
+    assert model.engine.graph_sizes == (1, 2, 4, 6)
     computed = []
-    compute = model.compute
-    monkeypatch.setattr(model, "compute", lambda batch: computed.append(len(batch.q_lens)) or compute(batch))
+    compute = model.engine.compute
+    monkeypatch.setattr(model.engine, "compute", lambda batch: computed.append(len(batch.q_lens)) or compute(batch))
     steps = StepRunner(model, ROWS)
     steps.capture_graphs()
     assert computed == [6, 6, 4, 4, 2, 2, 1, 1]  # once to warm up, once recorded
@@ -164,7 +165,7 @@ def test_layers_of_a_prompt_are_there_as_their_events_come_and_not_before(folder
     steps, done = StepRunner(recorded_model(folder, device, monkeypatch), ROWS), LayersDone()
     launched = steps.launch(make_step([(0, 0, [3, 4, 5], True)], new_rows=[make_row(0, 3)]), done)
     layers = len(device.marks)
-    assert layers == len(steps._model.layout.groups[0].layers) > 1
+    assert layers == len(steps._model.pools.layout.groups[0].layers) > 1
     assert done.count == 0
     device.marks[1] = True  # they come in order: what is seen of the second means nothing before the first is
     assert done.count == 0
@@ -192,16 +193,16 @@ def test_padding_writes_where_nobody_reads(folder, device, monkeypatch) -> None:
     steps = StepRunner(model, ROWS)
     steps.capture_graphs()
     steps.run(make_step([(1, 0, [7, 8, 9], True)], new_rows=[make_row(1, 3)]))
-    before = model.pool.data.clone()
+    before = model.pools.pool.data.clone()
     steps.run(make_step([(1, 3, None, True)]))
-    changed = (model.pool.data != before).flatten(1).any(1).nonzero().flatten().tolist()
+    changed = (model.pools.pool.data != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed in ([2], [0, 2])
 
 
 def test_without_graphs_there_are_none(folder, device, monkeypatch) -> None:
-    assert recorded_model(folder, device, monkeypatch, disable_cuda_graph=True).graph_sizes == ()
+    assert recorded_model(folder, device, monkeypatch, disable_cuda_graph=True).engine.graph_sizes == ()
     monkeypatch.setattr(StaticAttention, "is_graph_safe", False)
-    assert recorded_model(folder, device, monkeypatch).graph_sizes == ()
+    assert recorded_model(folder, device, monkeypatch).engine.graph_sizes == ()
 
 
 class StaticExperts(TorchOps):
@@ -219,7 +220,7 @@ class StaticExperts(TorchOps):
 @pytest.mark.parametrize("name", ["qwen2-moe", "mixtral"])
 def test_models_with_experts_are_graphs_where_nobody_looks_at_the_choice(tmp_path, device, monkeypatch, name) -> None:
     make_reference(name).save_pretrained(tmp_path)
-    monkeypatch.setattr(model_runner, "choose_ops", lambda device: StaticExperts())
+    monkeypatch.setattr(weights, "choose_ops", lambda device: StaticExperts())
     steps = StepRunner(recorded_model(tmp_path, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
     plain = plain_steps(tmp_path)
     steps.capture_graphs()
@@ -236,7 +237,7 @@ def test_models_with_experts_that_are_looked_through_on_the_host_have_no_graphs(
     make_reference("qwen3-moe").save_pretrained(tmp_path)
     caplog.set_level("INFO")
     model = recorded_model(tmp_path, device, monkeypatch)
-    assert model.graph_sizes == ()
+    assert model.engine.graph_sizes == ()
     assert "without CUDA graphs: without Triton's kernels, experts are looked through on the host" in caplog.text
 
 

@@ -19,7 +19,7 @@ from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
 from pdserve.model_runner.attention.flashinfer import support as flashinfer_support
 from pdserve.model_runner.attention.layer_kinds import layer_kinds
 from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
-from pdserve.model_runner.engines import model_runner
+from pdserve.model_runner.engines import load
 from pdserve.model_runner.engines.attention_choice import choose_attention_backend
 from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
 from pdserve.model_runner.steps.step_runner import StepRunner
@@ -125,8 +125,8 @@ def test_latent_rows_are_read_where_they_lie(runs, lens) -> None:
 @pytest.mark.parametrize("name", ["heads-64", "heads-16"])
 def test_served_with_graphs_it_answers_as_the_reference_does(runs, monkeypatch, tmp_path: Path, name: str) -> None:
     device, folder = RecordingDevice(), save_model(tmp_path, name)
-    monkeypatch.setattr(model_runner, "open_device", lambda *args, **more: device)
-    monkeypatch.setattr(model_runner, "choose_attention_backend", lambda *args: "flashinfer")
+    monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
+    monkeypatch.setattr(load, "choose_attention_backend", lambda *args: "flashinfer")
     model = make_model(folder, dtype="float32", max_running_requests=ROWS, cuda_graph_bs="1,3")
     steps, plain = StepRunner(model, ROWS), plain_steps(folder)
     # The fake reads lengths while it runs, which no graph can: decode steps are captured sizes, and not replayed.

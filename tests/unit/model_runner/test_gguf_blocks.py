@@ -17,7 +17,8 @@ from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader import gguf_blocks
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 from pdserve.runtime.options import ServerOptions
@@ -61,9 +62,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def make_runner(path: Path, **options: object) -> ModelRunner:
+def make_runner(path: Path, **options: object) -> LoadedModel:
     defaults = {"device": "cpu", "max_total_tokens": 256}
-    return ModelRunner(ServerOptions(model_path=str(path), **(defaults | options)))
+    return load_model(ServerOptions(model_path=str(path), **(defaults | options)))
 
 
 def write(path: Path, kinds: dict[str, Kind], size: Size = SIZE) -> Path:
@@ -71,12 +72,12 @@ def write(path: Path, kinds: dict[str, Kind], size: Size = SIZE) -> Path:
     return path
 
 
-def run(runner: ModelRunner, tokens: int = TOKENS) -> torch.Tensor:
+def run(runner: LoadedModel, tokens: int = TOKENS) -> torch.Tensor:
     """All logits of a prompt."""
-    page = runner.layout.page_size
+    page = runner.pools.layout.page_size
     table = torch.arange(64, dtype=torch.int32)[None] + page
     positions = torch.arange(tokens)
-    return runner.forward(
+    return runner.engine.forward(
         ForwardBatch(
             input_ids=positions * 37 % SIZE.vocab,
             positions=positions,
@@ -122,9 +123,9 @@ def test_ranks_have_blocks_where_they_can_be_divided(tmp_path: Path, mix: str) -
     ranks = make_ranks(2, ServerOptions(model_path=str(path), **options))
     assert noise(together(ranks, run), exact) < NEARLY_EXACT
     whole = make_runner(path, dtype="float32", quantization="gguf")
-    served = sum(runner.step_weight_bytes for runner in ranks)
+    served = sum(runner.engine.step_weight_bytes for runner in ranks)
     dense_o = SIZE.layers * SIZE.hidden**2 * torch.float32.itemsize
-    assert whole.step_weight_bytes < served < whole.step_weight_bytes + dense_o
+    assert whole.engine.step_weight_bytes < served < whole.engine.step_weight_bytes + dense_o
     assert {runner.fingerprint for runner in ranks} == {whole.fingerprint}
 
 
@@ -147,7 +148,7 @@ def test_blocks_are_the_default_and_a_dtype_dequantises(tmp_path: Path) -> None:
     floats = make_runner(path, dtype="float32")
     assert (blocks.quantization, named.quantization, floats.quantization) == ("gguf", "gguf", "none")
     assert blocks.fingerprint == named.fingerprint != floats.fingerprint
-    assert blocks.step_weight_bytes < floats.step_weight_bytes / 5
+    assert blocks.engine.step_weight_bytes < floats.engine.step_weight_bytes / 5
 
 
 def test_activations_rounded_otherwise_are_another_model(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import torch
 from pdserve.model_runner import start_model
 from pdserve.model_runner.device.gpu_placement import MOST_THREADS, beside_gpu, stay_near
 from pdserve.model_runner.device.placement import Placement, plan_placement
-from pdserve.model_runner.engines import model_runner
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines import load
 from pdserve.runtime.machine.control_groups import SystemTree
 from pdserve.runtime.machine.gpus import may_use_gpu, numa_node_of
 from pdserve.runtime.options import ServerOptions
@@ -70,15 +69,13 @@ def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPat
     """A host may have a GPU that its torch knows nothing of."""
     placed: list[tuple[str, Placement | int | None]] = []
 
-    class Model:
-        attention_backend, load_seconds = "triton", {}
-        hardware = SimpleNamespace(numa_node=lambda: 1)
-
-        def __init__(self, options, spin_us, cpus, ranks, compiling) -> None:
-            placed.append(("cpus", cpus))
+    def load_model(options, threads, ranks) -> SimpleNamespace:
+        placed.append(("cpus", threads.cpus))
+        engine, device = SimpleNamespace(attention_backend="triton"), SimpleNamespace(numa_node=lambda: 1)
+        return SimpleNamespace(engine=engine, device=device, load_seconds={})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    monkeypatch.setattr(model_runner, "ModelRunner", Model)
+    monkeypatch.setattr(load, "load_model", load_model)
     for name, value in (("read_machine", lambda: HOST), ("may_use_gpu", lambda device: True)):
         monkeypatch.setattr(start_model, name, value)
     for name in ("confine", "bind_compute_threads"):
@@ -110,6 +107,6 @@ def test_compilers_do_not_inherit_the_cores_of_the_thread(monkeypatch: pytest.Mo
         assert compiling
         raise KeyError
 
-    monkeypatch.setattr(model_runner, "choose_attention_backend", choose)
+    monkeypatch.setattr(load, "choose_attention_backend", choose)
     with pytest.raises(KeyError):
-        ModelRunner(ServerOptions(model_path="smollm2", device="cpu"), compiling=floating)
+        load.load_model(ServerOptions(model_path="smollm2", device="cpu"), load.Threads(compiling=floating))

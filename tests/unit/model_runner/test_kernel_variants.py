@@ -15,8 +15,9 @@ from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, StepResult
-from pdserve.model_runner.engines import model_runner
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines import load, weights
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader import open_packed
 from pdserve.model_runner.steps import step_runner
 from pdserve.model_runner.steps.measure_steps import measure_steps
@@ -45,20 +46,17 @@ def asked() -> Iterator[set[tuple[str, str]]]:
 
 def make_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, device: RecordingDevice | None = None, **options: object
-) -> tuple[StepRunner, ModelRunner]:
+) -> tuple[StepRunner, LoadedModel]:
     """Steps by Triton's attention, operations and sampler, on a device whose memory is aligned as CUDA's."""
     device = device or RecordingDevice(PoisonedMemory(behind=0))
-    for name, value in (
-        ("open_device", lambda *args, **more: device),
-        ("choose_attention_backend", lambda *args: "triton"),
-        ("choose_ops", lambda device: TritonOps()),
-    ):
-        monkeypatch.setattr(model_runner, name, value)
-    monkeypatch.setattr(step_runner, "choose_ops", lambda device: TritonOps())
+    monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
+    monkeypatch.setattr(load, "choose_attention_backend", lambda *args: "triton")
+    for module in (weights, step_runner):
+        monkeypatch.setattr(module, "choose_ops", lambda device: TritonOps())
     monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
     plain = {"dtype": "bfloat16", "device": "cpu", "page_size": PAGE, "max_total_tokens": ROWS * CONTEXT}
     plain |= {"max_running_requests": ROWS, "cuda_graph_bs": "1,4"}
-    model = ModelRunner(ServerOptions(model_path=str(folder), **(plain | options)))
+    model = load_model(ServerOptions(model_path=str(folder), **(plain | options)))
     return Unread(model, ROWS), model
 
 
@@ -71,7 +69,7 @@ class Unread(StepRunner):
         return StepResult(launched.step.step_id, b"", 1.0)
 
 
-def start(steps: StepRunner, model: ModelRunner) -> None:
+def start(steps: StepRunner, model: LoadedModel) -> None:
     """As the worker does before it is ready."""
     warm_up(steps, ROWS, model.context_length, PAGE, every_variant=True)
     steps.capture_graphs()

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.model_runner.cpu_engine import build, library
 from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.runtime.options import ServerOptions
 
 LEVEL = LEVELS[-1]
@@ -123,7 +123,7 @@ def test_another_architecture_runs_on_the_reference_and_says_so(
     config.save_pretrained(tmp_path)
     options = ServerOptions(model_path=str(tmp_path), load_format="dummy", device="cpu", max_total_tokens=64)
     with caplog.at_level(logging.WARNING):
-        assert ModelRunner(options).attention_backend == "torch"
+        assert load_model(options).engine.attention_backend == "torch"
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("running on the torch reference")
     assert line.endswith("the CPU kernels are written for x86_64, and this processor is aarch64")

@@ -22,7 +22,8 @@ from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 try:
@@ -69,9 +70,9 @@ def save_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def make_runner(folder: Path, backend: str, **options: object) -> ModelRunner:
+def make_runner(folder: Path, backend: str, **options: object) -> LoadedModel:
     defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": ROWS * CONTEXT}
-    return ModelRunner(ServerOptions(model_path=str(folder), attention_backend=backend, **(defaults | options)))
+    return load_model(ServerOptions(model_path=str(folder), attention_backend=backend, **(defaults | options)))
 
 
 def request_table() -> torch.Tensor:
@@ -107,9 +108,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def run_all(runner: ModelRunner) -> list[torch.Tensor]:
+def run_all(runner: LoadedModel) -> list[torch.Tensor]:
     table = request_table()
-    return [runner.forward(make_batch(table, entries)).clone() for entries in PASSES]
+    return [runner.engine.forward(make_batch(table, entries)).clone() for entries in PASSES]
 
 
 @pytest.mark.sample(3)
@@ -118,7 +119,7 @@ def run_all(runner: ModelRunner) -> list[torch.Tensor]:
 def test_float32_is_the_torch_model(tmp_path: Path, name: str, threads: int) -> None:
     folder = save_model(tmp_path, name)
     runner = make_runner(folder, "cpu")
-    assert runner.attention_backend == "cpu"
+    assert runner.engine.attention_backend == "cpu"
     for ours, expected in zip(run_all(runner), run_all(make_runner(folder, "torch")), strict=True):
         # Sums in another order, through three layers.
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-4)
@@ -142,8 +143,8 @@ def test_a_token_does_not_depend_on_the_batch(tmp_path: Path, dtype: str, thread
     together, alone = make_runner(folder, "cpu", dtype=dtype), make_runner(folder, "cpu", dtype=dtype)
     table = request_table()
     for entries in PASSES:
-        batched = together.forward(make_batch(table, entries, all_logits=False)).clone()
-        single = [alone.forward(make_batch(table, [entry], all_logits=False)).clone() for entry in entries]
+        batched = together.engine.forward(make_batch(table, entries, all_logits=False)).clone()
+        single = [alone.engine.forward(make_batch(table, [entry], all_logits=False)).clone() for entry in entries]
         assert torch.equal(batched, torch.cat(single))
 
 
@@ -162,7 +163,7 @@ def test_a_pass_without_logits(tmp_path: Path) -> None:
     runner = make_runner(save_model(tmp_path, "heads-64"), "cpu")
     batch = make_batch(request_table(), [(0, 0, 3)])
     batch.logit_indices = torch.empty(0, dtype=torch.int64)
-    assert runner.forward(batch).shape == (0, VOCAB)
+    assert runner.engine.forward(batch).shape == (0, VOCAB)
 
 
 def test_unknown_token_is_refused(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_unknown_token_is_refused(tmp_path: Path) -> None:
     batch = make_batch(request_table(), [(0, 0, 3)])
     batch.input_ids[1] = VOCAB
     with pytest.raises(IndexError, match=str(VOCAB)):
-        runner.forward(batch)
+        runner.engine.forward(batch)
 
 
 def test_blocks_of_a_file_need_a_gguf_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.native_engine import LinearKind
-from pdserve.model_runner.cpu_engine.native_model import CpuEngine
+from pdserve.model_runner.cpu_engine.native_model import NativeModel
 from pdserve.model_runner.cpu_engine.structs import Product
 
 from .test_kernels_engine import make_batch, make_runner, request_table, save_model
@@ -112,11 +112,12 @@ def test_each_number_of_threads_gives_the_same_bits_and_the_foreseen_traffic(tmp
     for threads in THREADS:
         torch.set_num_threads(threads)
         runner = make_runner(folder, "cpu", dtype=dtype)
-        assert isinstance(runner.engine, CpuEngine)
+        native = runner.engine.native
+        assert isinstance(native, NativeModel)
         for tokens in TOKENS:
-            logits = runner.forward(make_batch(table, [(0, 0, tokens)])).clone()
+            logits = runner.engine.forward(make_batch(table, [(0, 0, tokens)])).clone()
             assert torch.equal(logits, expected.setdefault(tokens, logits)), (threads, tokens)
-            assert runner.engine.weight_bytes_read() == foreseen(tokens, threads, runner.dtype), (threads, tokens)
+            assert native.weight_bytes_read() == foreseen(tokens, threads, runner.dtype), (threads, tokens)
 
 
 def foreseen(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, int]:

@@ -136,8 +136,7 @@ def test_a_former_owners_nan_does_not_leak(llama: tuple[torch.nn.Module, Path], 
     """Neither within an instance nor to the one that the pages are handed to."""
     folder, tokens = llama[1], draw(23, 5)
     clean, dirty = harness(folder, engine, name), harness(folder, engine, name)
-    dirty.runner.pool.data[1:].fill_(0xFF)
-    dirty.runner.clears_begun_pages = True
+    dirty.runner.pools.pool.data[1:].fill_(0xFF)
     for ids in (tokens[:6], *([token] for token in tokens[6:])):
         assert torch.equal(dirty.forward((0, ids)), clean.forward((0, ids)))
 
@@ -146,7 +145,7 @@ def test_a_former_owners_nan_does_not_leak(llama: tuple[torch.nn.Module, Path], 
 def test_pages_that_are_begun_leave_without_a_former_owners_nan(llama: tuple[torch.nn.Module, Path]) -> None:
     folder, tokens = llama[1], draw(PAGE + 1, 5)
     sender = Harness(folder, attention_backend="cpu", kv_cache_dtype="fp8_e4m3", disaggregation_mode="prefill")
-    sender.runner.pool.data[1:].fill_(0xFF)
+    sender.runner.pools.pool.data[1:].fill_(0xFF)
     sender.forward((0, tokens))
     receiver = harness(folder, "torch", "fp8_e4m3")
     receiver.take_over(0, sender.hand_over(0))

@@ -19,7 +19,10 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
+from pdserve.model_runner.steps.common_steps import ALL_GENERAL
+from pdserve.model_runner.steps.native_steps import NativeSteps
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.layers_done import LayersDone
 from pdserve.runtime.options import ServerOptions
@@ -33,9 +36,9 @@ except BuildError as error:
 PAGE, ROWS = 16, 6
 
 
-def make_model(folder: Path, **options: Any) -> ModelRunner:
+def make_model(folder: Path, **options: Any) -> LoadedModel:
     defaults = {"dtype": "bfloat16", "device": "cpu", "page_size": PAGE, "max_total_tokens": ROWS * CONTEXT}
-    return ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
+    return load_model(ServerOptions(model_path=str(folder), **(defaults | options)))
 
 
 def make_row(row: int, prompt_len: int, **changes: Any) -> RowInit:
@@ -98,10 +101,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_steps_are_those_of_the_general_way(folder: Path, dtype: str, kv_dtype: str, mode: str) -> None:
     models = [make_model(folder, dtype=dtype, kv_cache_dtype=kv_dtype, disaggregation_mode=mode) for _ in range(2)]
     ours, general = (StepRunner(model, ROWS) for model in models)
-    general._native = None
+    general._common = ALL_GENERAL
     for model in models:
         # What former owners leave in a page.
-        model.pool.data[1:].fill_(0xFF if model.pool.is_quantized else float("nan"))
+        model.pools.pool.data[1:].fill_(0xFF if model.pools.pool.is_quantized else float("nan"))
     for step in random_steps(11):
         expected = general.run(step)
         result = ours.run(step)
@@ -109,13 +112,13 @@ def test_steps_are_those_of_the_general_way(folder: Path, dtype: str, kv_dtype: 
         assert result.bad_entries == expected.bad_entries == []
     assert torch.equal(ours._req_to_token, general._req_to_token)
     assert torch.equal(ours._rows.last_tokens, general._rows.last_tokens)
-    assert torch.equal(*(model.pool.data.view(torch.uint8) for model in models))
+    assert torch.equal(*(model.pools.pool.data.view(torch.uint8) for model in models))
 
 
 def test_what_asks_for_more_than_tokens_goes_the_general_way(folder: Path) -> None:
     runner = StepRunner(make_model(folder), ROWS)
-    native = runner._native
-    assert native is not None
+    native = runner._common
+    assert isinstance(native, NativeSteps)
     native._engine.ropes.reserve(CONTEXT)
     special = {
         "logprobs": {"logprobs": 2},
@@ -156,21 +159,21 @@ def bad_steps() -> dict[str, ForwardStep]:
 def test_steps_that_make_no_sense_change_nothing(folder: Path, name: str) -> None:
     runner = StepRunner(model := make_model(folder), ROWS)
     runner._apply(make_step([(0, 0, [1], True)], new_rows=[make_row(0, 3), make_row(1, 1)]))
-    assert runner._native is not None
-    runner._native._engine.ropes.reserve(CONTEXT)
-    table, pool = runner._req_to_token.clone(), model.pool.data.clone()
-    assert runner._native.run(bad_steps()[name]) is None
+    assert isinstance(runner._common, NativeSteps)
+    runner._common._engine.ropes.reserve(CONTEXT)
+    table, pool = runner._req_to_token.clone(), model.pools.pool.data.clone()
+    assert runner._common.run(bad_steps()[name]) is None
     assert torch.equal(runner._req_to_token, table)
-    assert torch.equal(model.pool.data, pool)
+    assert torch.equal(model.pools.pool.data, pool)
     assert runner._rows.last_tokens[:2].tolist() == [-1, -1]
 
 
 class Watched(LayersDone):
     """Keeps what the pool has of the layers that are done, as soon as they are."""
 
-    def __init__(self, model: ModelRunner) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         super().__init__()
-        self._pool = model.pool.data
+        self._pool = model.pools.pool.data
         self.seen: dict[int, torch.Tensor] = {}
 
     def advance(self, count: int) -> None:
@@ -201,11 +204,11 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: i
         torch.set_num_threads(before)
     runner, layers = StepRunner(model, ROWS), model.spec.num_layers
     if way == "general":
-        runner._native = None
+        runner._common = ALL_GENERAL
     mid_way: set[int] = set()
     deadline = time.monotonic() + limit(20)  # a pass is over in a moment, and others may have the cores
     for attempt in itertools.count():
-        model.pool.data.zero_()
+        model.pools.pool.data.zero_()
         done, over = Watched(model), threading.Event()
         observer = threading.Thread(target=done.watch, args=(over,))
         observer.start()
@@ -214,7 +217,7 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: i
         observer.join()
         assert done.count == layers
         for count, seen in done.seen.items():
-            assert torch.equal(seen, model.pool.data[:, :count]), count
+            assert torch.equal(seen, model.pools.pool.data[:, :count]), count
         mid_way |= set(done.seen) & set(range(1, layers))
         if mid_way and attempt >= 5:
             return

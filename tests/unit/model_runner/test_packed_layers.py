@@ -23,7 +23,7 @@ from pdserve.model_files.packing import Packing, PackingKind
 from pdserve.model_files.sharding import Shard, shard
 from pdserve.model_files.spec import ModelSpec
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.loader import open_packed
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.open_packed import choose_packed
@@ -295,7 +295,7 @@ def test_ranks_with_their_parts_compute_what_one_does(plain, tmp_path: Path, mon
     folder = packed_checkpoint(plain["qwen3"], tmp_path, "gptq").source.path
     common = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "page_size": 16}
     options = ServerOptions(model_path=str(folder), max_total_tokens=256, **common)  # type: ignore[arg-type]
-    expected = run(ModelRunner(options))
+    expected = run(load_model(options))
     ranks = make_ranks(2, replace(options, quantization="packed"))
     torch.testing.assert_close(together(ranks, run), expected, atol=1e-4, rtol=1e-4)
     assert {rank.quantization for rank in ranks} == {"packed"}

@@ -35,7 +35,7 @@ from pdserve.messages.question import Refused
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
 from pdserve.model_runner.steps.step_queue import StepQueue
@@ -203,10 +203,10 @@ class Worker:
             device="cpu",
             attention_backend=backend,
         )
-        model = ModelRunner(self.options)
+        model = load_model(self.options)
         self.folder = folder / "profiles"
         self.queue = StepQueue(steps := StepRunner(model, 2), NoPageMover(), 0)
-        self.rank = RankProfiler(self.folder, 0, model.device, steps)
+        self.rank = RankProfiler(self.folder, 0, model.device.torch, steps)
         self.profiler = Profiler(self.rank, self.queue, None)
 
     def step(self, id_: int, tokens: list[int]) -> bytes:

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.rank_threads import make_apart, together
+from support.rank_threads import ThreadRank, make_apart, together
 from support.recording_device import RecordingDevice
 from support.static_attention import StaticAttention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pdserve.messages.worker import CaptureGraphs, ForwardStep
 from pdserve.model_files.errors import UnsupportedModel
-from pdserve.model_runner.engines import model_runner
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines import load
+from pdserve.model_runner.engines import torch as torch_engine
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.ranks import world
 from pdserve.model_runner.ranks.leading_steps import FollowingSteps, LeadingSteps
 from pdserve.model_runner.ranks.on_devices import refuse_on_devices
@@ -51,8 +53,8 @@ def devices(monkeypatch) -> list[RecordingDevice]:
         opened.append(RecordingDevice())
         return opened[-1]
 
-    monkeypatch.setattr(model_runner, "open_device", open_device)
-    monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+    monkeypatch.setattr(load, "open_device", open_device)
+    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
     return opened
 
 
@@ -67,9 +69,9 @@ def test_ranks_with_pools_of_their_own_answer_as_one_with_graphs(folder, devices
     """Four ranks share two KV heads: each keeps its own copy."""
     plain = StepRunner(_one(folder), ROWS)
     ranks = make_apart(size, options(folder, cuda_graph_bs="1,3"))
-    assert all(rank.graph_sizes == (1, 3) for rank in ranks)
-    assert all(rank.kv_region is None and rank.pool.heads == (0, 1) for rank in ranks)
-    assert len({rank.pool.data.data_ptr() for rank in ranks}) == size
+    assert all(rank.engine.graph_sizes == (1, 3) for rank in ranks)
+    assert all(rank.pools.region is None and rank.pools.pool.heads == (0, 1) for rank in ranks)
+    assert len({rank.pools.pool.data.data_ptr() for rank in ranks}) == size
     runners = [StepRunner(rank, ROWS) for rank in ranks]
     together(runners, StepRunner.capture_graphs)
     replays = 0
@@ -79,22 +81,24 @@ def test_ranks_with_pools_of_their_own_answer_as_one_with_graphs(folder, devices
     assert replays > 5
 
 
-def _one(folder: Path) -> ModelRunner:
-    return ModelRunner(options(folder, disable_cuda_graph=True))
+def _one(folder: Path) -> LoadedModel:
+    return load_model(options(folder, disable_cuda_graph=True))
 
 
 def test_the_fewest_pages_are_everybodys(folder, devices, monkeypatch) -> None:
-    monkeypatch.setattr(ModelRunner, "_choose_pages", lambda self, *_args: 20 - 7 * self._ranks.place.rank)
+    agree = ThreadRank.agree
+    fewer = lambda self, _pages, identity: agree(self, 20 - 7 * self.place.rank, identity)  # noqa: E731
+    monkeypatch.setattr(ThreadRank, "agree", fewer)
     ranks = make_apart(2, options(folder))
-    assert {rank.num_slots // PAGE for rank in ranks} == {len(rank.pool.data) for rank in ranks} == {13}
+    assert {rank.pools.num_slots // PAGE for rank in ranks} == {len(rank.pools.pool.data) for rank in ranks} == {13}
 
 
 def test_graphs_of_ranks_are_captured_where_they_are_asked_for(folder, devices, caplog) -> None:
     caplog.set_level("INFO")
-    assert {rank.graph_sizes for rank in make_apart(2, options(folder))} == {()}
+    assert {rank.engine.graph_sizes for rank in make_apart(2, options(folder))} == {()}
     assert "--cuda-graph-max-bs or --cuda-graph-bs asks for them" in caplog.text
     assert "has not been tried on GPUs yet" in caplog.text
-    assert {rank.graph_sizes for rank in make_apart(2, options(folder, cuda_graph_max_bs=2))} == {(1, 2)}
+    assert {rank.engine.graph_sizes for rank in make_apart(2, options(folder, cuda_graph_max_bs=2))} == {(1, 2)}
 
 
 class Told(list):
@@ -105,7 +109,7 @@ class Told(list):
 
 def test_the_lead_says_when_graphs_are_captured_and_followers_are_one_step_behind(folder, devices) -> None:
     model = _one(folder)
-    model.graph_sizes = (1,)
+    model.engine.graph_sizes = (1,)
     told = Told()
     lead: Any = SimpleNamespace(place=RankPlace(0, 2), followers=[told])
     leading, following = LeadingSteps(model, ROWS, lead), FollowingSteps(model, ROWS)

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.options import ServerOptions
 
 try:
@@ -51,11 +52,11 @@ def options(folder: Path, engine: str) -> ServerOptions:
     )
 
 
-def run(runner: ModelRunner) -> torch.Tensor:
+def run(runner: LoadedModel) -> torch.Tensor:
     """All logits of a prompt, whose last page is begun and not filled."""
     table = torch.arange(64, dtype=torch.int32)[None] + PAGE
     positions = torch.arange(LENGTH)
-    return runner.forward(
+    return runner.engine.forward(
         ForwardBatch(
             input_ids=positions * 37 % 101,
             positions=positions,
@@ -72,24 +73,24 @@ def run(runner: ModelRunner) -> torch.Tensor:
 @pytest.mark.parametrize("engine", ["cpu", "torch"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_compute_what_one_does(engine: str, size: int, folder: Path) -> None:
-    expected = run(ModelRunner(options(folder, engine)))
+    expected = run(load_model(options(folder, engine)))
     torch.testing.assert_close(together(make_ranks(size, options(folder, engine)), run), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])
 def test_who_is_late_clears_nothing_that_another_has_written(engine: str, folder: Path) -> None:
     """Both ranks write the same head of a page that they begin. The first may not until the second has cleared it."""
-    expected = run(ModelRunner(options(folder, engine)))
+    expected = run(load_model(options(folder, engine)))
     first, second = make_ranks(2, options(folder, engine))
     is_waiting, may_clear = threading.Event(), threading.Event()
-    clear, written = second.pool.clear, []
+    clear, written = second.pools.pool.clear, []
 
     def late(pages: torch.Tensor) -> None:
         is_waiting.set()
         assert may_clear.wait(limit(20))
         clear(pages)
 
-    second.pool.clear = late  # type: ignore[method-assign]
+    second.pools.pool.clear = late  # type: ignore[method-assign]
 
     def watch() -> None:
         assert is_waiting.wait(limit(20))
@@ -105,12 +106,12 @@ def test_who_is_late_clears_nothing_that_another_has_written(engine: str, folder
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def wait_for_keys(runner: ModelRunner, seconds: float) -> bool:
+def wait_for_keys(runner: LoadedModel, seconds: float) -> bool:
     """Whether anything is written to the pool within this time."""
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
     timer.start()
     while not end.is_set():
-        if bool(runner.pool.data[1:].any()):
+        if bool(runner.pools.pool.data[1:].any()):
             return True
     return False

@@ -21,8 +21,8 @@ from support.recording_device import RecordingDevice
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.requests import MAX_TOP_LOGPROBS
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
-from pdserve.model_runner.engines import model_runner
 from pdserve.model_runner.errors import NotEnoughMemory
+from pdserve.model_runner.kv import pools
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
@@ -59,7 +59,7 @@ class Instance:
 
     def __init__(self, folder: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch, **options) -> None:
         self._device = device
-        make_pool = model_runner.make_pool
+        make_pool = pools.make_pool
 
         def marked(*args, **more):
             # The first pools are those that steps are measured with, the last ones serve.
@@ -71,7 +71,7 @@ class Instance:
 
         self.at_start = self.before_pools = 0
         """Memory in use before the first and before the last pool was made."""
-        monkeypatch.setattr(model_runner, "make_pool", marked)
+        monkeypatch.setattr(pools, "make_pool", marked)
         self.steps, self.model = make_steps(folder, monkeypatch, device, **(OPTIONS | options))
         warm_up(self.steps, ROWS, self.model.context_length, PAGE, every_variant=True)
         self.steps.capture_graphs()
@@ -136,7 +136,7 @@ def test_all_that_comes_after_the_pool_was_measured_before_it(device, tmp_path: 
 def test_more_graphs_than_one_take_no_more_but_for_the_drivers_part(device, tmp_path: Path, monkeypatch) -> None:
     """Graphs that were not captured for the measurement use the memory of the largest one."""
     instance = Instance(model_of("qwen3", tmp_path), device, monkeypatch, cuda_graph_bs="1,2,4")
-    assert instance.model.graph_sizes == (1, 2, 4)
+    assert instance.model.engine.graph_sizes == (1, 2, 4)
     assert instance.taken + 2 * GRAPH_BYTES <= instance.model.step_bytes
 
 

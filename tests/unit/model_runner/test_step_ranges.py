@@ -16,8 +16,9 @@ from support.static_attention import StaticAttention
 
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.profiling import StartProfile
-from pdserve.model_runner.engines import model_runner
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines import load
+from pdserve.model_runner.engines import torch as torch_engine
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.profiler import RankProfiler
 from pdserve.model_runner.ranks.leading_steps import FollowingSteps
 from pdserve.model_runner.start_model import _make_steps
@@ -82,8 +83,8 @@ def test_phases_and_layers_have_names_and_tokens_stay(folder, ranges) -> None:
 
 def test_a_graphs_replay_has_a_name_and_nothing_waits(folder, ranges, monkeypatch) -> None:
     with RecordingDevice() as device:
-        monkeypatch.setattr(model_runner, "open_device", lambda *args, **more: device)
-        monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+        monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
+        monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
         steps = steps_of(folder, enable_nvtx=True, cuda_graph_bs="2")
         steps.capture_graphs()
         ranges.clear()
@@ -95,9 +96,9 @@ def test_a_graphs_replay_has_a_name_and_nothing_waits(folder, ranges, monkeypatc
 def test_weights_that_come_back_have_their_names_again(folder, ranges) -> None:
     steps = steps_of(folder, enable_nvtx=True)
     model = steps._model
-    assert isinstance(model, ModelRunner)
-    model.drop_weights()
-    model.take_weights()
+    assert isinstance(model, LoadedModel)
+    model.engine.drop_weights()
+    model.engine.take_weights()
     answer(steps, 1)
     assert ranges[1] == PHASES
 
@@ -105,7 +106,7 @@ def test_weights_that_come_back_have_their_names_again(folder, ranges) -> None:
 def test_without_the_option_no_class_and_no_call_is_another(folder) -> None:
     steps = steps_of(folder)
     assert type(steps) is StepRunner
-    assert steps._model._named_layers is None
+    assert steps._engine._wrap_layer is None
     ranged = step_ranges.with_ranges(FollowingSteps)
     assert issubclass(ranged, FollowingSteps)
     assert ranged.launch is not FollowingSteps.launch

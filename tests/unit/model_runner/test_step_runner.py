@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.device.cpu import CpuDevice
+from pdserve.model_runner.steps.common_steps import ALL_GENERAL, CommonSteps, RequestTables
 from pdserve.model_runner.steps.step_runner import StepRunner
 
 VOCAB = 100
@@ -24,20 +26,20 @@ class FakeModel:
 
     vocab_size = VOCAB
     context_length = 64
-    num_slots = 512
-    hardware = CpuDevice()
+    device = CpuDevice()
     graph_sizes = ()
     logits_dtype = torch.float32
-    engine = None
     sampler = None
-    clears_begun_pages = False
-    page_size = 16
-    num_window_pages = 0
 
     def __init__(self) -> None:
+        self.engine = self
+        self.pools = SimpleNamespace(num_slots=512, page_size=16, num_window_pages=0)
         self.batches: list[ForwardBatch] = []
         self.tables: list[torch.Tensor] = []
         self.bad_tokens: set[int] = set()
+
+    def common_steps(self, tables: RequestTables) -> CommonSteps:
+        return ALL_GENERAL
 
     def prepare(self, batch: ForwardBatch) -> None:
         pass
@@ -249,7 +251,7 @@ def test_bad_rows_and_moved_slots_are_errors_before_anything_is_written(runner, 
 
 
 def test_window_pages_follow_the_steps(model: FakeModel) -> None:
-    model.num_window_pages = 4
+    model.pools.num_window_pages = 4
     runner = StepRunner(model, 4)
     first = make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)])
     first.window_pages = pack_i32([1, 3, 31, 2])
@@ -268,7 +270,7 @@ def test_window_pages_follow_the_steps(model: FakeModel) -> None:
 @pytest.mark.parametrize("changes", [[32, 1], [-1, 1], [1, 4], [1, -1]])
 def test_window_pages_that_are_not_there_are_errors(model: FakeModel, changes: list[int]) -> None:
     for pages in (4, 0):
-        model.num_window_pages = pages
+        model.pools.num_window_pages = pages
         step = make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)])
         step.window_pages = pack_i32(changes)
         with pytest.raises(IndexError, match="step 1"):

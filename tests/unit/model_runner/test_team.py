@@ -15,7 +15,8 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.device.placement import SPIN_US, plan_placement
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.machine.topology import read_machine
 from pdserve.runtime.options import ServerOptions
 
@@ -67,18 +68,18 @@ def make_batch(start: int, q_len: int) -> ForwardBatch:
     )
 
 
-def make_runner(folder: Path, threads: int, spin_us: int, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+def make_runner(folder: Path, threads: int, spin_us: int, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     options = ServerOptions(
         model_path=str(folder), load_format="dummy", attention_backend="cpu", dtype="float32", max_total_tokens=512
     )
-    return ModelRunner(options, spin_us)
+    return load_model(options, Threads(spin_us))
 
 
-def cpu_seconds(runner: ModelRunner, batch: ForwardBatch) -> float:
+def cpu_seconds(runner: LoadedModel, batch: ForwardBatch) -> float:
     """Of all threads together: a busy machine makes a pass take longer, but spinning makes it cost far more."""
     begin = time.process_time()
-    runner.forward(batch)
+    runner.engine.forward(batch)
     return time.process_time() - begin
 
 
@@ -91,9 +92,9 @@ def test_sixteen_threads_on_few_cores(folder: Path, monkeypatch: pytest.MonkeyPa
     spinning = make_runner(folder, 16, SPIN_US, monkeypatch)
     prompt, decode = make_batch(0, PROMPT), make_batch(PROMPT, 1)
     for batch in (prompt, decode):
-        expected = alone.forward(batch)
+        expected = alone.engine.forward(batch)
         for crowd in (planned, spinning):
-            torch.testing.assert_close(crowd.forward(batch), expected, rtol=0, atol=0)
+            torch.testing.assert_close(crowd.engine.forward(batch), expected, rtol=0, atol=0)
     costs = [(cpu_seconds(planned, decode), cpu_seconds(spinning, decode)) for _ in range(PASSES)]
     sleeping, spin = (min(of) for of in zip(*costs, strict=True))
     assert SPIN_IS_DEARER * sleeping < spin, costs

@@ -13,7 +13,7 @@ from support.model_harness import draw
 from support.sim import SimInstance, make_options
 
 from pdserve.messages.worker import WorkerReady
-from pdserve.model_runner.engines.model_runner import ModelRunner
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.kv.staging import page_groups
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.scheduler.scheduler import Scheduler
@@ -43,19 +43,19 @@ class ServedModel(SimInstance):
         defaults |= {"device": "cpu", "chunked_prefill_size": 32, "max_running_requests": 4}
         self.options = options = make_options(**(defaults | changes))
         super().__init__(options)
-        self.runner = runner = ModelRunner(options)
+        self.runner = runner = load_model(options)
         ready = WorkerReady(
             fingerprint=runner.fingerprint,
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
-            max_total_tokens=runner.max_total_tokens,
-            layout=runner.layout,
+            max_total_tokens=runner.pools.max_total_tokens,
+            layout=runner.pools.layout,
             device="cpu",
-            attention_backend=runner.attention_backend,
+            attention_backend=runner.engine.attention_backend,
             weights_dtype="float32",
             backend_metadata=b"",
             load_seconds={},
-            max_window_tokens=runner.max_window_tokens,
+            max_window_tokens=runner.pools.max_window_tokens,
         )
         self.scheduler = Scheduler(options, ready, self.outbox)
         self.worker = StepRunner(runner, options.max_running_requests)
@@ -80,11 +80,11 @@ def test_tokens_are_those_of_transformers(family: str, engine: str, tmp_path: Pa
     expected = greedy(model, prompts)
     served = ServedModel(tmp_path, attention_backend=engine, swa_full_tokens_ratio=0.3)
     runner = served.runner
-    assert runner.attention_backend == engine
-    assert runner.window_pool is not None
+    assert runner.engine.attention_backend == engine
+    assert runner.pools.window_pool is not None
     # All three hold far more tokens than that at once.
-    assert runner.max_window_tokens < 2 * PROMPT
-    for window_pages in runner.window_pool.data[1:]:
+    assert runner.pools.max_window_tokens < 2 * PROMPT
+    for window_pages in runner.pools.window_pool.data[1:]:
         window_pages.fill_(float("nan"))  # what another left there
     for rid, prompt in enumerate(prompts[:2]):
         served.submit(str(rid), prompt, max_new_tokens=GREEDY)
@@ -112,6 +112,8 @@ def test_who_saves_pages_late_or_rounded_or_never_cuts_a_prompt_keeps_one_group(
     for changes, groups in (({"handover": "on"}, 2), (tiers, 2), *((changes, 1) for changes in one)):
         served = ServedModel(tmp_path, **changes)
         runner = served.runner
-        assert [group is not None for group in page_groups(runner, served.options)] == [True] * groups
-        assert (runner.window_pool is None) == (groups == 1)
-        assert len(runner.layout.groups) == groups
+        assert [group is not None for group in page_groups(runner.pools, runner.device, served.options)] == [
+            True
+        ] * groups
+        assert (runner.pools.window_pool is None) == (groups == 1)
+        assert len(runner.pools.layout.groups) == groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,9 +20,10 @@ from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, Trim
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
+from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.memory_table import full_requests, memory_use, table
-from pdserve.model_runner.engines.model_runner import ModelRunner
 from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.model_runner.kv.prefault import PoolPrefault
 from pdserve.model_runner.memory_saver import MemorySaver, unreleasable
 from pdserve.model_runner.steps.step_runner import StepRunner
@@ -45,9 +47,9 @@ class Rig:
         defaults = {"load_format": "dummy", "dtype": "float32", "max_total_tokens": 16384 if wide else 512}
         defaults |= {"max_running_requests": 2, "device": "cpu"}
         self.options = ServerOptions(model_path=str(folder), **(defaults | options))
-        self.model = ModelRunner(self.options)
+        self.model = load_model(self.options)
         self.steps = StepRunner(self.model, 2)
-        self.prefault = PoolPrefault.of(self.model.kv_region, self.model.layout)
+        self.prefault = PoolPrefault.of(self.model.pools.region, self.model.pools.layout)
         self.occupation = MemorySaver(self.model, self.steps, self.prefault)
 
     def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
@@ -72,7 +74,7 @@ class Rig:
 def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: list) -> None:
     rig = Rig(tmp_path, attention_backend=backend)
     before = rig.answer()
-    kept = rig.model.pool.data.clone()
+    kept = rig.model.pools.pool.data.clone()
     changed = rig.occupation.obey(ReleaseMemory(tags))
     assert (changed.released, changed.error) == (tags, "")
     if len(tags) == 2:
@@ -81,8 +83,8 @@ def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: l
     changed = rig.occupation.obey(ResumeMemory(tags))
     assert (changed.released, changed.error) == ([], "")
     # Weights alone leave the pool as it is: what is cached there goes on being right.
-    assert torch.equal(rig.model.pool.data, kept) == ("kv_cache" not in tags)
-    assert ("kv_cache" not in tags) or not rig.model.pool.data.any()
+    assert torch.equal(rig.model.pools.pool.data, kept) == ("kv_cache" not in tags)
+    assert ("kv_cache" not in tags) or not rig.model.pools.pool.data.any()
     assert rig.answer(first_page=4) == before
 
 
@@ -90,12 +92,12 @@ def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: l
 @pytest.mark.parametrize("transfer", ["tcp", "shm"])
 def test_memory_goes_back_to_the_system(tmp_path: Path, backend: str, transfer: str) -> None:
     rig = Rig(tmp_path, wide=True, attention_backend=backend, disaggregation_transfer_backend=transfer)
-    pool, weights = rig.model.pool.data.nbytes, rig.model.weight_bytes
+    pool, weights = rig.model.pools.pool.data.nbytes, rig.model.weight_bytes
     assert min(pool, weights) > 48 * MIB
     rig.answer()
-    assert rig.model.kv_region is not None
-    assert (rig.model.kv_region.fd is not None) == (transfer == "shm")
-    rig.model.kv_region.commit(0, rig.model.kv_region.nbytes)
+    assert rig.model.pools.region is not None
+    assert (rig.model.pools.region.fd is not None) == (transfer == "shm")
+    rig.model.pools.region.commit(0, rig.model.pools.region.nbytes)
     full = resident_bytes()
     changed = rig.occupation.obey(ReleaseMemory(["kv_cache"]))
     without_kv = resident_bytes()
@@ -114,27 +116,22 @@ def test_other_weights_than_before_are_refused_and_nothing_is_held(tmp_path: Pat
     rig = Rig(tmp_path)
     before = rig.answer()
     rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
-    good = rig.model._again
-    assert good is not None
+    good = rig.model.engine._reload
 
     def missing() -> None:
         raise InvalidWeights("the checkpoint lacks 3 tensors")
 
-    rig.model._again = missing
+    rig.model.engine._reload = missing
     changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
     assert (changed.released, changed.error) == (["kv_cache", "weights"], "the checkpoint lacks 3 tensors")
     changed = rig.occupation.obey(ResumeMemory(["kv_cache"]))
     assert (changed.released, changed.error) == (["weights"], "")
-
-    def others() -> None:
-        good()
-        rig.model.fingerprint = "another"
-
-    rig.model._again = others
+    # As if the weights of the start had been others.
+    rig.model.engine._reload = partial(good.func, "another")
     changed = rig.occupation.obey(ResumeMemory(["weights"]))
     assert changed.released == ["weights"]
     assert "other weights than at the start" in changed.error
-    rig.model._again = good
+    rig.model.engine._reload = good
     assert rig.occupation.obey(ResumeMemory(["weights"])).error == ""
     assert rig.answer() == before
 
@@ -142,8 +139,8 @@ def test_other_weights_than_before_are_refused_and_nothing_is_held(tmp_path: Pat
 def test_what_does_not_fit_is_refused_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path)
     rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
-    both = rig.model.pool.data.nbytes + rig.model.weight_bytes
-    monkeypatch.setattr(rig.model.hardware, "memory", lambda: Memory(2 * both, both - 1))
+    both = rig.model.pools.pool.data.nbytes + rig.model.weight_bytes
+    monkeypatch.setattr(rig.model.device, "memory", lambda: Memory(2 * both, both - 1))
     changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
     assert changed.released == ["kv_cache", "weights"]
     assert "are free; free memory and ask again" in changed.error
@@ -154,15 +151,15 @@ def test_a_pool_that_became_smaller_needs_no_more_than_that(tmp_path: Path, monk
     rig = Rig(tmp_path)
     rig.occupation.trim(TrimPool(8))
     rig.occupation.obey(ReleaseMemory(["kv_cache"]))
-    left = 8 * rig.model.layout.groups[0].page_bytes
-    monkeypatch.setattr(rig.model.hardware, "memory", lambda: Memory(GIB, left))
-    assert left < rig.model.pool.data.nbytes
+    left = 8 * rig.model.pools.layout.groups[0].page_bytes
+    monkeypatch.setattr(rig.model.device, "memory", lambda: Memory(GIB, left))
+    assert left < rig.model.pools.pool.data.nbytes
     assert rig.occupation.obey(ResumeMemory(["kv_cache"])).error == ""
 
 
 def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -> None:
     rig = Rig(tmp_path, wide=True)
-    before, region, page_bytes = rig.answer(), rig.model.kv_region, rig.model.layout.groups[0].page_bytes
+    before, region, page_bytes = rig.answer(), rig.model.pools.region, rig.model.pools.layout.groups[0].page_bytes
     assert region is not None
     region.commit(0, region.nbytes)
     full = resident_bytes()
@@ -180,8 +177,8 @@ def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -
 
 def test_what_a_pool_may_grow_to_is_reserved_and_not_taken(tmp_path: Path) -> None:
     rig = Rig(tmp_path, wide=True, max_total_tokens=512, max_total_tokens_limit=16384)
-    model, page_bytes = rig.model, rig.model.layout.groups[0].page_bytes
-    assert (model.max_total_tokens, model.limit_tokens, model.num_slots) == (512, 16384, 16384 + PAGE)
+    model, page_bytes = rig.model, rig.model.pools.layout.groups[0].page_bytes
+    assert (model.pools.max_total_tokens, model.pools.limit_tokens, model.pools.num_slots) == (512, 16384, 16384 + PAGE)
     assert memory_use(model, 0).kv_pool == 33 * page_bytes
     rig.occupation.trim(TrimPool(33))
     before = resident_bytes()
@@ -248,12 +245,11 @@ def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again(
 
     layout = make_layout(KVShape(2, 2, 8), PAGE, torch.float32)
     pool = make_pool(layout, 4, torch.device("cpu"))
-    hardware = RecordingDevice()
-    model: Any = SimpleNamespace(
-        device=torch.device("cuda"), hardware=hardware, pools=[pool], kv_region=None, window_region=None, weight_bytes=0
-    )
+    device = RecordingDevice()
+    device.torch = torch.device("cuda")
+    model: Any = SimpleNamespace(device=device, pools=Pools(layout, PoolPlan(4), pool, None), weight_bytes=0)
     steps: Any = Steps()
-    occupation = MemorySaver(model, steps, PoolPrefault(None, 1, hardware.memory))
+    occupation = MemorySaver(model, steps, PoolPrefault(None, 1, device.memory))
     rows = pool.token_rows(torch.tensor([PAGE, PAGE + 1]))
     pool.store(1, rows, torch.ones(2, 2, 8), torch.ones(2, 2, 8))
     assert occupation.obey(ReleaseMemory(["kv_cache"])).released == ["kv_cache"]

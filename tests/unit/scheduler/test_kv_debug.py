@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from pdserve.model_runner.device.choice import open_device
 from pdserve.model_runner.kv.page_hasher import PageHasher
 from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv.pool_hasher import PoolHasher
+from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
 from pdserve.scheduler.kv_hashes import answer_hashes
@@ -133,18 +135,12 @@ def test_pools_are_looked_at_where_they_lie():
         b"".join(PageHasher(layout, group).hash(pages[page].numpy()) if page else bytes(32) for page in asked)
         for group, (pages, asked) in enumerate(zip(held, ((2, 1), (0, 3)), strict=True))
     ]
-    on_device = SimpleNamespace(
-        layout=layout,
-        hardware=open_device(torch.device("cpu")),
-        pool=pools[0],
-        window_pool=pools[1],
-        kv_region=None,
-        window_region=None,
-    )
+    on_device = Pools(layout, PoolPlan(4, 0, 4), pools[0], None, pools[1], None)
     regions = [SimpleNamespace(buffer=pages.numpy().data) for pages in held]
-    on_host = SimpleNamespace(**{**vars(on_device), "kv_region": regions[0], "window_region": regions[1]})
-    for model in (on_device, on_host):
-        hashed = PoolHasher(model).obey(HashPages(5, [pack_i32([2, 1]), pack_i32([0, 3])]))
+    on_host = dataclasses.replace(on_device, region=regions[0], window_region=regions[1])
+    for lying in (on_device, on_host):
+        hasher = PoolHasher(lying, open_device(torch.device("cpu")))
+        hashed = hasher.obey(HashPages(5, [pack_i32([2, 1]), pack_i32([0, 3])]))
         assert hashed == PagesHashed(5, wanted, "tokens")
 
 

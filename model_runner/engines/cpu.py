@@ -1,0 +1,78 @@
+"""The C++ engine: whole passes, and common steps, in one call of the CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..batch.forward_batch import ForwardBatch
+from ..cpu_engine.native_engine import Ranks
+from ..cpu_engine.native_model import NativeModel
+from ..cpu_engine.team import Team
+from ..kv.pools import Pools
+from ..sampling.native import NativeSampler
+from ..steps.common_steps import CommonSteps, RequestTables
+from ..steps.native_steps import NativeSteps
+from .base import Engine, meet_alone, without_weights
+from .weights import Weights
+
+
+class CpuEngine(Engine):
+    """Computes with weights that are packed for the CPU kernels."""
+
+    attention_backend = "cpu"
+
+    def __init__(
+        self,
+        weights: Weights,
+        pools: Pools,
+        team: Team,
+        ranks: Ranks | None,
+        reload: Callable[[], Weights],
+        *,
+        clears_begun_pages: bool,
+    ) -> None:
+        """Pack ``weights``, which may be dropped afterwards. ``reload`` loads the same ones again.
+
+        ``ranks``: tensor-parallel ranks that it computes the model with.
+        """
+        super().__init__(pools, clears_begun_pages=clears_begun_pages)
+        self.team = team
+        self.sampler = NativeSampler(team)
+        self._ranks = ranks
+        self._reload = reload
+        self.native: NativeModel | None = None
+        """Model on the kernels; None while its weights are dropped."""
+        self._use(weights)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """See the base class."""
+        return without_weights(batch) if self.native is None else self.native.forward(batch)
+
+    def common_steps(self, tables: RequestTables) -> CommonSteps:
+        """See the base class."""
+        if self.native is None:
+            return super().common_steps(tables)
+        return NativeSteps(self.native, tables, clear_begun=self._clears)
+
+    def weight_bytes_read(self) -> int:
+        """See the base class."""
+        return 0 if self.native is None else sum(self.native.weight_bytes_read().values())
+
+    def drop_weights(self) -> None:
+        """See the base class."""
+        self.native = None
+        self._meet = meet_alone
+
+    def take_weights(self) -> None:
+        """See the base class."""
+        self._use(self._reload())
+
+    def _use(self, weights: Weights) -> None:
+        pools = self._pools
+        native = NativeModel(weights.model, pools.pool, self.team, weights.blocks, self._ranks, pools.window_pool)
+        self.native = native
+        self.step_weight_bytes = native.weight_bytes
+        if native.shares_heads:
+            self._meet = native.meet

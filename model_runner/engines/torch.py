@@ -1,0 +1,115 @@
+"""Engines on an attention backend; of them, the torch engine: a native model, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ...runtime.options import ServerOptions
+from ..attention.base import attention_limits
+from ..attention.registry import BackendNeeds, make_attention_backend
+from ..batch.forward_batch import ForwardBatch
+from ..device.base import Device
+from ..kv.pools import Pools
+from ..models.decoder import Decoder, LayerForward
+from ..steps.decode_graphs import graph_sizes, why_no_graphs
+from .base import Engine, meet_alone, without_weights
+from .weights import Weights
+
+log = logging.getLogger(__name__)
+
+WrapLayer = Callable[[int, LayerForward], LayerForward]
+
+
+class AttentionEngine(Engine):
+    """Computes a model of torch's layers, with an attention backend over the pools."""
+
+    def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: ServerOptions) -> None:
+        """Make the attention backend of the name ``backend`` from what it ``needs``."""
+        self._attention = attention = make_attention_backend(backend, needs)
+        super().__init__(pools, clears_begun_pages=options.hands_over or attention.reads_whole_pages)
+        self.attention_backend = backend
+
+    @property
+    def gathers(self) -> bool:
+        """Whether attention copies whole contexts."""
+        return not self._attention.is_graph_safe
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """See the base class."""
+        super().prepare(batch)
+        self._attention.plan(batch)
+
+    def _choose_graphs(self, sizes: tuple[int, ...], options: ServerOptions, device: Device, model: object) -> None:
+        why_not = why_no_graphs(options, device, model, self._attention.is_graph_safe)
+        if why_not is None:
+            self.graph_sizes = sizes
+        elif device.can_capture:
+            log.info("decode steps run without CUDA graphs: %s", why_not)
+
+
+class TorchEngine(AttentionEngine):
+    """Computes ``models/decoder.py``, on any device."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        pools: Pools,
+        backend: str,
+        device: Device,
+        options: ServerOptions,
+        context_length: int,
+        reload: Callable[[], Weights],
+        *,
+        shares_heads: bool = False,
+        wrap_layer: WrapLayer | None = None,
+    ) -> None:
+        """Compute with the attention backend of the name ``backend``. ``reload`` loads the same weights again.
+
+        ``shares_heads``: other ranks write the same keys and values to the pool. ``wrap_layer``: see
+        ``Decoder.wrap_layers``.
+        """
+        model, rows = weights.model, options.max_running_requests
+        sizes = graph_sizes(rows, options.graph_sizes, options.cuda_graph_max_bs)
+        needs = BackendNeeds(
+            pools.pool,
+            weights.dtype,
+            pools.window_pool,
+            attention_limits(model.spec, rows, context_length),
+            device,
+            [layer.attention for layer in model.spec.layers],
+            -(-context_length // pools.page_size) * max(sizes, default=0),
+            options.flashinfer_workspace_size,
+            options,
+        )
+        super().__init__(backend, needs, pools, options)
+        self.logits_dtype = model.logits_dtype
+        self.step_weight_bytes = weights.nbytes - model.idle_bytes
+        self._reload = reload
+        self._shares_heads = shares_heads
+        self._wrap_layer = wrap_layer
+        self._compute: Callable[[ForwardBatch], Tensor] = without_weights
+        self._use(model)
+        self._choose_graphs(sizes, options, device, model)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """See the base class."""
+        return self._compute(batch)
+
+    def drop_weights(self) -> None:
+        """See the base class."""
+        self._compute, self._meet = without_weights, meet_alone
+
+    def take_weights(self) -> None:
+        """See the base class."""
+        self._use(self._reload().model)
+
+    def _use(self, model: Decoder) -> None:
+        attention = self._attention
+        if self._shares_heads:
+            self._meet = model.ranks.meet
+        if self._wrap_layer is not None:
+            model.wrap_layers(self._wrap_layer)
+        self._compute = lambda batch: model.forward(batch, attention)

@@ -1,0 +1,47 @@
+"""The engine for models that transformers' own class computes (``--model-impl``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...model_files.errors import UnsupportedModel
+from ...runtime.options import ServerOptions
+from ..attention.registry import BackendNeeds
+from ..batch.forward_batch import ForwardBatch
+from ..device.base import Device
+from ..kv.pools import Pools
+from ..models.transformers.model import TransformersModel
+from ..steps.decode_graphs import graph_sizes
+from .torch import AttentionEngine
+
+
+class TransformersEngine(AttentionEngine):
+    """Computes a transformers model on the torch attention backend. It keeps its weights, and captures no steps."""
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        weight_bytes: int,
+        pools: Pools,
+        device: Device,
+        dtype: torch.dtype,
+        options: ServerOptions,
+    ) -> None:
+        needs = BackendNeeds(pools.pool, dtype, pools.window_pool, device=device, options=options)
+        super().__init__("torch", needs, pools, options)
+        self._model = model
+        self.step_weight_bytes = weight_bytes
+        self._choose_graphs(graph_sizes(options.max_running_requests), options, device, model)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """See the base class."""
+        return self._model.forward(batch, self._attention)
+
+    def drop_weights(self) -> None:
+        """See the base class."""
+        raise UnsupportedModel("a model by transformers' own class (--model-impl) keeps its weights")
+
+    def take_weights(self) -> None:
+        """See the base class."""
+        raise UnsupportedModel("a model by transformers' own class (--model-impl) keeps its weights")

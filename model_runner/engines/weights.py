@@ -1,0 +1,122 @@
+"""Loads the weights of a native model, or of the part that a rank computes: once, and again after they were dropped."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...model_files.errors import InvalidWeights, UnsupportedModel
+from ...model_files.model_path import ModelSource
+from ...model_files.spec import ModelSpec
+from ...runtime.options import ServerOptions
+from ..loader.load import fingerprint, load_model_weights
+from ..loader.open_blocks import open_blocks
+from ..loader.open_packed import Quantization, choose_quantization, open_packed
+from ..loader.packed_layers import PackedLayers
+from ..loader.quantized_blocks import BlockSource, QuantizedActivations, has_whole_blocks
+from ..models.decoder import Decoder
+from ..models.group import alone
+from ..ops.choose import choose_ops
+from ..ranks.part import ModelPart
+
+log = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """A model with its weights."""
+
+    model: Decoder
+    blocks: BlockSource | None
+    """Quantised weights that stand for some of the model's; None: all are the model's."""
+    quantization: Quantization
+    activations: QuantizedActivations | None
+    """Type that activations are rounded to; None: they stay as they are."""
+    fingerprint: str
+    """Fingerprint of the whole model, also on a rank."""
+    nbytes: int
+    """Bytes of memory."""
+    dtype: torch.dtype
+    """Type of weights and activations."""
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """Loads the weights of one model, from files or at random. Raises ``ModelError``."""
+
+    options: ServerOptions
+    source: ModelSource
+    spec: ModelSpec
+    identity: ModelSpec
+    """Description by which instances recognise each other."""
+    dtype: torch.dtype
+    device: torch.device
+    part: ModelPart
+    """Part of the model that this process computes."""
+    is_native: bool
+    """Whether the C++ engine computes."""
+
+    def load(self) -> Weights:
+        """Load the weights."""
+        options, source, spec, shard = self.options, self.source, self.spec, self.part.shard
+        quantization = choose_quantization(
+            options, source, self.device, self.dtype, is_torch=not self.is_native, is_alone=shard is None
+        )
+        blocks = self._open_blocks(quantization)
+        model, packed = self._make_model(), None
+        if quantization == "packed" or quantization == "w8a8":
+            seed = options.random_seed if options.load_format == "dummy" else None
+            packed = open_packed(quantization, model, source, spec, self.dtype, seed, shard)
+        views = model.weights()
+        samples = load_model_weights(
+            views, source, spec, options.load_format, options.random_seed, blocks, shard, packed
+        )
+        nbytes = sum(view.nbytes for view in views.values())
+        for instead in (packed, blocks):
+            if instead is not None:
+                nbytes += instead.nbytes - sum(views[name].nbytes for name in instead.left_out)
+        return Weights(
+            model,
+            blocks,
+            quantization,
+            None if blocks is None else options.quantized_activations,
+            fingerprint(self.identity, samples, self._rounding(quantization, packed), blocks),
+            nbytes,
+            self.dtype,
+        )
+
+    def reload(self, expected: str) -> Weights:
+        """Load the weights again; raise ``InvalidWeights`` if their fingerprint is not the ``expected`` one."""
+        weights = self.load()
+        if weights.fingerprint != expected:
+            raise InvalidWeights("the files hold other weights than at the start; restart to serve those")
+        return weights
+
+    def _open_blocks(self, quantization: Quantization) -> BlockSource | None:
+        if quantization == "none" or quantization == "packed" or quantization == "w8a8":
+            return None
+        if not self.is_native:
+            raise UnsupportedModel(
+                f"--quantization {self.options.quantization} needs the CPU kernels, which can't be used here"
+            )
+        activations = self.options.quantized_activations
+        return open_blocks(quantization, self.source, self.spec, self.dtype, self.part.shard, activations)
+
+    def _make_model(self) -> Decoder:
+        ops, shard = choose_ops(self.device), self.part.shard
+        if shard is None:
+            return Decoder(self.spec, self.dtype, self.device, ops=ops)
+        group = alone if self.is_native else self.part.group(self.device)
+        return Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, ops)
+
+    def _rounding(self, quantization: Quantization, packed: PackedLayers | None) -> str:
+        shard = self.part.shard
+        if packed is not None:
+            return packed.rounding
+        if quantization in ("int8", "int4") and shard is not None and not has_whole_blocks(shard.spec):
+            # Those layers stay as they are: another model than where they are rounded.
+            log.warning("--tp-size %d: rows that are no whole blocks on a rank are not rounded", shard.size)
+            return f"{quantization} on {shard.size} ranks"
+        return quantization

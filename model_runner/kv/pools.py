@@ -1,0 +1,133 @@
+"""The KV pools of a model: how many pages they have, and the memory that they lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...mem_cache.kv_pages.region import KVRegion, allocate_region
+from ...messages.worker import KVLayout
+from ...runtime.machine.memory import Memory
+from ...runtime.options import ServerOptions
+from ...runtime.transfer_backends import BACKENDS
+from .pool import KVPool, make_pool
+from .size import choose_pools
+from .sparse.channels import LabelChannels
+
+
+class PoolPlan(NamedTuple):
+    """Sizes of pools."""
+
+    num_pages: int
+    """Pages that are reserved, page 0 included."""
+    max_total_tokens: int = 0
+    """Slots to hand out at first, page 0 excluded; 0: all that are reserved."""
+    num_window_pages: int = 0
+    """Pages of the layers that attend to a window, page 0 included; 0 without such layers."""
+
+
+def plan_pools(
+    options: ServerOptions,
+    layout: KVLayout,
+    context_length: int,
+    weight_bytes: int,
+    memory: Memory,
+    device_type: str,
+    step_bytes: int,
+) -> PoolPlan:
+    """Choose the sizes of pools beside weights that are loaded; see ``choose_pools``. Raises ``ModelError``."""
+    tokens, reserved = choose_pools(options, layout, context_length, weight_bytes, memory, device_type, step_bytes)
+    num_window_pages = reserved.windowed // options.page_size + 1 if reserved.windowed else 0
+    return PoolPlan(reserved.kept // options.page_size + 1, tokens, num_window_pages)
+
+
+def shares_pools(options: ServerOptions) -> bool:
+    """Return whether other processes map the pools."""
+    return BACKENDS[options.disaggregation_transfer_backend].needs_shared_memory
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """KV pools of one model, and what is handed out of them."""
+
+    layout: KVLayout
+    plan: PoolPlan
+    pool: KVPool
+    """Pool of the layers that keep their pages."""
+    region: KVRegion | None
+    """Memory of ``pool`` as one buffer; None on an accelerator, or if its pages have no bytes."""
+    window_pool: KVPool | None = None
+    """Pool of the layers that attend to a window, and give pages back behind it; None without such layers."""
+    window_region: KVRegion | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.layout.page_size
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are reserved, page 0 included."""
+        return self.plan.num_pages * self.page_size
+
+    @property
+    def limit_tokens(self) -> int:
+        """Slots that may be handed out, page 0 excluded."""
+        return self.num_slots - self.page_size
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Slots to hand out at first, page 0 excluded."""
+        return min(self.plan.max_total_tokens or self.limit_tokens, self.limit_tokens)
+
+    @property
+    def num_window_pages(self) -> int:
+        """Pages of ``window_pool``, page 0 included; 0 without one."""
+        return self.plan.num_window_pages
+
+    @property
+    def max_window_tokens(self) -> int:
+        """Slots of ``window_pool`` to hand out, page 0 excluded; 0 without one."""
+        return max(0, self.num_window_pages - 1) * self.page_size
+
+    @property
+    def all(self) -> list[KVPool]:
+        """All pools."""
+        return [self.pool] if self.window_pool is None else [self.pool, self.window_pool]
+
+
+def make_pools(
+    layout: KVLayout,
+    plan: PoolPlan,
+    device: torch.device,
+    labels: LabelChannels | None = None,
+    region: KVRegion | None = None,
+    heads: tuple[int, int] | None = None,
+    *,
+    is_shared: bool = False,
+) -> Pools:
+    """Make pools over ``region``, or over memory of their own without one. ``heads``: see ``MHATokenToKVPool``.
+
+    On a CPU the window pool gets a region. Its memory is committed as it is touched, unlike that of a tensor of zeros.
+    ``is_shared``: other processes map it.
+    """
+    buffer = None if region is None else region.buffer
+    pool = make_pool(layout, plan.num_pages, device, buffer, heads, labels=labels)
+    if not plan.num_window_pages:
+        return Pools(layout, plan, pool, region)
+    window_region = None
+    if device.type == "cpu":
+        window_region = allocate_region(plan.num_window_pages * layout.groups[1].page_bytes, shared=is_shared)
+    buffer = None if window_region is None else window_region.buffer
+    window_pool = make_pool(layout, plan.num_window_pages, device, buffer, group=1)
+    return Pools(layout, plan, pool, region, window_pool, window_region)
+
+
+def make_smallest_pools(layout: KVLayout, device: torch.device, labels: LabelChannels | None) -> Pools:
+    """Make pools of page 0 alone."""
+    pool = make_pool(layout, 1, device, labels=labels)
+    if layout.window_group is None:
+        return Pools(layout, PoolPlan(1), pool, None)
+    return Pools(layout, PoolPlan(1, 0, 1), pool, None, make_pool(layout, 1, device, group=1))

@@ -1,0 +1,95 @@
+"""The part of a model that a process computes, and the KV pool for it.
+
+All of it, or a tensor-parallel rank's. On a CPU the ranks of a host share one pool, each with its own heads of every
+page. Ranks with a device each have pools of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ...mem_cache.kv_pages.region import KVRegion, allocate_region
+from ...model_files.sharding import Shard
+from ...runtime.options import ServerOptions
+from ..kv.pool import HasKV
+from ..kv.pools import PoolPlan, shares_pools
+from ..models.group import RankGroup, alone
+
+if TYPE_CHECKING:
+    from ..cpu_engine.native_engine import Ranks
+    from ..cpu_engine.ranks import ExchangeRoom
+
+
+class Own(NamedTuple):
+    """What a process knows before it makes a pool."""
+
+    weight_bytes: int
+    page_bytes: int
+    plan_pools: Callable[[int], PoolPlan]
+    """Chooses sizes of pools beside this many bytes of weights."""
+    room: ExchangeRoom | None
+    """Room for the longest pass of the C++ engine; None for a torch model."""
+    identity: str
+    """Description that all ranks must agree on."""
+
+
+class Reserved(NamedTuple):
+    """Room for the pool of a part."""
+
+    plan: PoolPlan
+    region: KVRegion | None = None
+    """Memory of the pool; None on an accelerator, or if its pages have no bytes."""
+    heads: tuple[int, int] | None = None
+    """``[begin, end)`` of the pool's heads that are this part's; None: all."""
+    ranks: Ranks | None = None
+    """Ranks that the C++ engine computes with."""
+
+
+class ModelPart(ABC):
+    """What a process computes of a model, and what it shares for that with other processes."""
+
+    kept: HasKV
+    """What the pool keeps of the model."""
+    windows: Mapping[int, int] = MappingProxyType({})
+    """Layers that give pages back behind a window, and their windows."""
+    shard: Shard | None = None
+    """Part of the model; None: all of it."""
+    shares_heads = False
+    """Whether other ranks write the same keys and values to the pool."""
+
+    @abstractmethod
+    def group(self, device: torch.device) -> RankGroup:
+        """Return the ranks that the torch model computes with; meets them. Raises ``UnsupportedModel``."""
+
+    @abstractmethod
+    def reserve(self, own: Own) -> Reserved:
+        """Reserve room for the pool, as all ranks agree. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
+
+
+class WholeModel(ModelPart):
+    """All of a model, computed by one process."""
+
+    def __init__(
+        self, kept: HasKV, device: torch.device, options: ServerOptions, windows: Mapping[int, int] | None = None
+    ) -> None:
+        self.kept = kept
+        self.windows = windows or {}
+        self._on_host = device.type == "cpu"
+        self._is_shared = shares_pools(options)
+
+    def group(self, device: torch.device) -> RankGroup:
+        """See the base class."""
+        return alone
+
+    def reserve(self, own: Own) -> Reserved:
+        """See the base class."""
+        plan = own.plan_pools(own.weight_bytes)
+        nbytes = plan.num_pages * own.page_bytes
+        if not self._on_host or not nbytes:
+            return Reserved(plan)
+        return Reserved(plan, allocate_region(nbytes, shared=self._is_shared))

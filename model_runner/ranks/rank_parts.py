@@ -1,0 +1,56 @@
+"""The parts of a model that tensor-parallel ranks compute."""
+
+from __future__ import annotations
+
+import torch
+
+from ...model_files.sharding import Shard
+from ...model_files.spec import ModelSpec
+from ..cpu_engine.native_engine import Ranks
+from ..device.base import Device
+from ..models.group import RankGroup
+from .host_ranks import HostRanks
+from .part import ModelPart, Own, Reserved
+
+
+class _RankPart(ModelPart):
+    """A rank's part of a model. Raises ``UnsupportedModel`` if the model can't be divided."""
+
+    def __init__(self, spec: ModelSpec, ranks: HostRanks) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self.shard: Shard = ranks.shard(spec)
+
+    def group(self, device: torch.device) -> RankGroup:
+        """See the base class."""
+        return self._ranks.join().torch_ranks(self._spec.vocab_size, device)
+
+
+class PartInSharedPool(_RankPart):
+    """The part of a rank that shares the pool with the other ranks of its host."""
+
+    def __init__(self, spec: ModelSpec, ranks: HostRanks) -> None:
+        super().__init__(spec, ranks)
+        self.kept = ranks.kept(spec)
+        self.shares_heads = self.shard.shares_kv_heads
+
+    def reserve(self, own: Own) -> Reserved:
+        """See the base class."""
+        plan, region, exchange = self._ranks.share(own)
+        ranks = None if exchange is None else Ranks(self.shard, exchange)
+        return Reserved(plan, region, self._ranks.own_heads(self.shard.whole), ranks)
+
+
+class PartOnDevice(_RankPart):
+    """The part of a rank that has a device, and a pool on it, of its own."""
+
+    def __init__(self, spec: ModelSpec, ranks: HostRanks, device: Device) -> None:
+        super().__init__(spec, ranks)
+        self.kept = ranks.kept_apart(spec)
+        self._device_name = device.name
+
+    def reserve(self, own: Own) -> Reserved:
+        """See the base class."""
+        plan = own.plan_pools(own.weight_bytes)
+        pages = self._ranks.agree(plan.num_pages, f"{own.identity} {self._device_name}")
+        return Reserved(plan._replace(num_pages=pages))

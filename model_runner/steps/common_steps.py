@@ -1,0 +1,58 @@
+"""Steps that an engine computes in one call: the common ones, which want tokens and nothing else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ...messages.worker import ForwardStep
+from ...runtime.layers_done import LayersDone
+from ..sampling.row_params import RowParams
+
+
+class Chosen(NamedTuple):
+    """Tokens that were chosen in a common step."""
+
+    tokens: bytes
+    """int32, one for each entry that samples."""
+    finite: npt.NDArray[np.bool_]
+    """[S]: whether the entry's logits were finite."""
+
+
+class RequestTables(NamedTuple):
+    """Tables of a ``StepRunner`` that a step reads and writes. R rows, C columns."""
+
+    req_to_token: Tensor
+    """[R, C] int32: slot of each position."""
+    last_tokens: Tensor
+    """[R] int64: last token of each row."""
+    params: RowParams
+    """[R]: parameters of sampling."""
+    window_pages: Tensor | None
+    """[P] int32, see ``ForwardBatch``."""
+
+
+class CommonSteps(Protocol):
+    """Computes steps in one call where it can."""
+
+    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+        """Compute ``step``, counting layers ``done``. Its ``new_rows`` and ``slot_deltas`` are applied already.
+
+        Return None, with nothing changed, if the step has to go the general way.
+        """
+        ...
+
+
+class _GeneralSteps:
+    """Leaves every step to the general way."""
+
+    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+        """See ``CommonSteps``."""
+        return None
+
+
+ALL_GENERAL: CommonSteps = _GeneralSteps()
+"""Common steps of an engine that computes every step the general way."""
