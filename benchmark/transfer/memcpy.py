@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...disaggregation.transfer.engine import CHECK_BYTES
 from ...disaggregation.transfer.page_check import Landed, PageCheck
 from ...disaggregation.transfer.page_pool import PagePool
+from ...disaggregation.transfer.received_pages import CHECK_BYTES
 from ...mem_cache.kv_pages.page_group import PageGroup, neighbour_spans
 from ...messages.base import I32
 from ...messages.worker import SliceChecksum

@@ -96,7 +96,7 @@ def pool_group(
 
 def held(engine: TransferEngine) -> int:
     """Slots and slabs of an engine that somebody has. Only while nothing happens."""
-    pools = [pool for pool in engine._pools if pool is not None and pool.group.staging is not None]
+    pools = [pool for pool in engine._pools.pools if pool is not None and pool.group.staging is not None]
     slots = sum(pool.slots.count - pool.slots.free for pool in pools if pool.slots is not None)
     slabs = [pool.group.staging.slabs for pool in pools[:1] if pool.group.staging is not None]
     return slots + sum(one.count - one.free for one in slabs)

@@ -16,7 +16,7 @@ from pdserve.disaggregation.bootstrap.registration import Reached, Registration
 from pdserve.disaggregation.bootstrap.registry import Registry
 from pdserve.disaggregation.errors import NotRegistered, RegistrationConflict
 from pdserve.disaggregation.handover.kv_manager import KVManager
-from pdserve.disaggregation.transfer import engine as engine_module
+from pdserve.disaggregation.transfer import push_queue, received_pages
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.page_group import PageGroup
 from pdserve.messages.base import Message
@@ -370,7 +370,8 @@ class Node:
         if not self.alive or self.worker_frozen:
             return
         # A page at a time, so that there is something between two of them.
-        with patch.multiple(engine_module, SLICE_BYTES=1, WINDOW_SLICES=2, CHECK_BYTES=1):
+        slices = patch.multiple(push_queue, SLICE_BYTES=1, WINDOW_SLICES=2)
+        with slices, patch.object(received_pages, "CHECK_BYTES", 1):
             # What a turn finds landed makes room for what only the next one can push.
             idle = 0
             while idle < 2:

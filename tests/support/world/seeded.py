@@ -65,11 +65,12 @@ def hand_overs_outlive_their_link(patch: Patch) -> None:
     original = TransferEngine._on_link
 
     def on_link(self: TransferEngine, event: Any) -> None:
-        outgoing = dict(self._outgoing)
+        waiting = self._pushes._outgoing
+        outgoing = dict(waiting)
         if isinstance(event, LinkDown):
-            self._outgoing.clear()
+            waiting.clear()
         original(self, event)
-        self._outgoing.update(outgoing)
+        waiting.update(outgoing)
 
     patch.setattr(TransferEngine, "_on_link", on_link)
 

@@ -103,18 +103,9 @@ SKIPPED = frozenset(
 """Attributes that say when, how much or to whom."""
 OF_SCHEDULER = ("reqs", "draining", "completed_step", "_in_flight", "memory")
 OF_PLANNER = ("waiting", "running", "arriving", "_new_rows", "_slot_deltas", "_step_id")
-OF_ENGINE = [
-    "_outgoing",
-    "_turns",
-    "_windows",
-    "_broken",
-    "_checks",
-    "_granted",
-    "_links",
-    "_writing",
-    "_parting",
-    "_down",
-]
+OF_ENGINE = ("_links", "_parting", "_down")
+OF_PUSHES = ("_outgoing", "_turns", "_windows", "_broken", "_writing")
+OF_RECEIVED = ("_checks", "_granted")
 OF_BACKEND = ("alive", "granted", "_peers", "_fenced", "_events")
 
 
@@ -190,6 +181,8 @@ def signature(world: World, nodes: list[Node], more: object = None) -> int:
             (node.scheduler, OF_SCHEDULER),
             (node.scheduler.planner, OF_PLANNER),
             (node.engine, OF_ENGINE),
+            (node.engine._pushes, OF_PUSHES),
+            (node.engine._received, OF_RECEIVED),
             (node.backend, OF_BACKEND),
         ):
             for name in names:

@@ -239,7 +239,7 @@ def test_a_link_that_goes_down_in_the_middle_leaves_nothing_behind(make_pair):
     assert held(writer.engine) == held(owner.engine) == 0
     owner.engine.submit(RevokePages(named(1)))
     link(writer, owner, 2)
-    assert not owner.engine._landed
+    assert not owner.engine._received._landed
     assert all(np.array_equal(before, after) for before, after in zip(landed, owner.pools, strict=True))
     owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
     ended = writer.ask(send())

@@ -13,7 +13,7 @@ from support.machine import limit
 from support.slices import assert_summed_up
 from support.staged_pools import held, pool_group, slabs_of, staged_group
 
-from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer import push_queue
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.base import pack_i32
@@ -180,8 +180,8 @@ class Campaign:
 )
 def test_every_room_ends_once_and_nothing_is_written_after(kind, staged, seed, monkeypatch):
     fake_cuda_driver.install(monkeypatch)
-    monkeypatch.setattr(engine, "SLICE_BYTES", 16 * PAGE)
-    monkeypatch.setattr(engine, "WINDOW_BYTES", 64 * PAGE)
+    monkeypatch.setattr(push_queue, "SLICE_BYTES", 16 * PAGE)
+    monkeypatch.setattr(push_queue, "WINDOW_BYTES", 64 * PAGE)
     campaign = Campaign(kind, seed, staged)
     operations = [campaign.open_room, campaign.push_chunk, campaign.cancel, campaign.disconnect]
     try:

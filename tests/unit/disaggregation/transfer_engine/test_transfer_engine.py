@@ -11,7 +11,7 @@ from support.processes import wait_until
 from support.slices import assert_summed_up
 from support.transfer_node import LIMIT, PAGE, PAGES, send, summed
 
-from pdserve.disaggregation.transfer import engine, outgoing_pages
+from pdserve.disaggregation.transfer import outgoing_pages, received_pages
 from pdserve.disaggregation.transfer.page_check import covers
 from pdserve.mem_cache.kv_pages.page_order import PageConverter
 from pdserve.messages.base import pack_i32
@@ -65,7 +65,7 @@ def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
 
 def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
     """More than one slice; what has the wrong checksum, or an order that can't be made ours, stays as it landed."""
-    monkeypatch.setattr(engine, "CHECK_BYTES", 3 * PAGE)
+    monkeypatch.setattr(received_pages, "CHECK_BYTES", 3 * PAGE)
     layout = uniform_layout(8, 2, 1, 16, "bfloat16", PAGE, "blocks")
     node, blind = make_node("tcp", "D", layout=layout), make_node("tcp", "E")
     pages = [*range(1, 12), 40, 30]
@@ -204,7 +204,7 @@ def test_without_checksums_slices_are_still_all_of_the_pages(pair):
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
-    monkeypatch.setattr(engine, "CHECK_BYTES", 3 * PAGE)
+    monkeypatch.setattr(received_pages, "CHECK_BYTES", 3 * PAGE)
     node = pair[1]
     pages = [*range(1, 12), 40, 30]
     node.submit(

@@ -9,7 +9,7 @@ from support.handovers import named
 from support.transfer_node import PAGE, PAGES, send, summed
 
 from pdserve.disaggregation.errors import NotConnected
-from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer import engine, push_queue
 from pdserve.disaggregation.transfer.backends.base import (
     Capabilities,
     Completion,
@@ -40,7 +40,7 @@ def test_a_peer_that_stands_still_costs_no_core(completion):
     made = TransferEngine(
         backend, [PageGroup(region, PAGE)], "P", "127.0.0.1", lambda event: None, clock=lambda: clock[0]
     )
-    made._writing["D"] = 1
+    made._pushes.use_link("D", 1)
     made.submit(send(1, [1], [2]))
     made.turn(wait=False)
     assert made._pause() == 0.0
@@ -97,8 +97,8 @@ class SlowBackend(TransferBackend):
 @pytest.fixture
 def slow(make_node, monkeypatch):
     """An engine with slices of 4 pages and a window of 8, over a backend whose writes land when told."""
-    monkeypatch.setattr(engine, "SLICE_BYTES", 4 * PAGE)
-    monkeypatch.setattr(engine, "WINDOW_BYTES", 8 * PAGE)
+    monkeypatch.setattr(push_queue, "SLICE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(push_queue, "WINDOW_BYTES", 8 * PAGE)
     node = make_node(SlowBackend(), "P")
     node.backend = node.engine._backend
     node.submit(ConnectPeer("D", 1, b"slow"))

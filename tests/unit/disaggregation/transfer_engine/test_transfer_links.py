@@ -10,7 +10,7 @@ from support.handovers import named
 from support.staged_pools import pool_group
 from support.transfer_node import PAGE, PAGES, send
 
-from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer import push_queue
 from pdserve.disaggregation.transfer.backends.load import make_backend
 from pdserve.mem_cache.kv_pages.region import allocate_region
 from pdserve.messages.worker import (
@@ -79,7 +79,7 @@ def test_a_link_that_was_given_up_before_it_was_opened_stays_closed(make_node, k
 
 def test_pages_for_a_peer_without_a_link_are_not_kept_for_the_next_link(pair, kind, make_node, monkeypatch):
     """Pages of an earlier hand-over would be written where something else lies by now."""
-    monkeypatch.setattr(engine, "SLICE_BYTES", PAGE)
+    monkeypatch.setattr(push_queue, "SLICE_BYTES", PAGE)
     writer, receiver = pair
     other = make_node(kind, "E")
     writer.submit(ConnectPeer("E", 2, other.engine.metadata))
