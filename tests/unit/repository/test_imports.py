@@ -1,4 +1,7 @@
-"""No import runs up, none in a circle: what stands below can be read, tested and changed without what stands above."""
+"""No import runs up, none in a circle: what stands below can be read, tested and changed without what stands above.
+
+Rooms have a given order, ``FLOORS``. The folders and files directly inside a room have none, but they must have one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.import_arrows import FLOORS, circles, read_arrows, running_up
+
+from tools.house.arrows import room_arrows
+from tools.house.source import read_product
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,6 +31,30 @@ def test_no_import_runs_in_a_circle(arrows):
 
 def test_every_floor_is_there_and_read(arrows):
     assert {a.source.split(".")[0] for a in arrows} | {"messages"} == set(FLOORS)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return read_product(ROOT)
+
+
+@pytest.mark.parametrize("room", [room for room in FLOORS if room != "tools"])
+def test_no_import_between_parts_of_a_room_runs_up(arrows, modules, room):
+    found = room_arrows(room, modules)
+    wrong = {*found.up, *found.mutual}
+    assert not [str(a) for a in arrows if (part_of(a.source), part_of(a.target)) in wrong], found.order
+
+
+def part_of(module: str) -> str:
+    """Return the folder or file directly inside a room that ``module`` lies in."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_a_mutual_import_of_two_parts_of_a_room_is_named(tmp_path):
+    root = made(tmp_path, router__a__x="from ..b.y import z\n", router__b__y="z = 1\n", router__c="u = 1\n")
+    assert room_arrows("router", read_product(root)).up == []
+    made(root, router__b__w="from ..a.v import u\n", router__a__v="u = 1\n")
+    assert room_arrows("router", read_product(root)).mutual == [("router.a", "router.b")]
 
 
 def test_only_the_bench_commands_import_the_benchmarks(arrows):
