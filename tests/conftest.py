@@ -83,7 +83,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Generator[None]:
-    """The same for what the files before this one have imported."""
+    """Leave out of garbage collections what the files before this one have imported."""
     gc.collect()
     gc.freeze()
     yield

@@ -36,7 +36,7 @@ class PageLists(NamedTuple):
 
 
 def cases_of(options: TransferBenchOptions, page_bytes: int) -> list[Case]:
-    """Those with pages of this size."""
+    """Return the cases with pages of this size."""
     return [
         Case(page_bytes, size, contiguity, max(1, round(size * MIB / page_bytes)))
         for size in options.request_mib

@@ -43,7 +43,7 @@ from .sides import Owner, Pools, Side, SideFailed, Writer
 
 
 class Descriptors(NamedTuple):
-    """Of the pools."""
+    """File descriptors of the two pools."""
 
     source: int
     destination: int

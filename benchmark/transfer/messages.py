@@ -13,7 +13,7 @@ from ...messages.worker import SliceChecksum
 
 
 class How(Enum):
-    """By what bytes are moved. ``ENGINE``: a ``TransferEngine``, by one of its backends. ``RAW``: a library alone."""
+    """Means of moving bytes. ``ENGINE``: a ``TransferEngine``, by one of its backends. ``RAW``: a library alone."""
 
     ENGINE = "engine"
     RAW = "raw"

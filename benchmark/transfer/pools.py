@@ -25,7 +25,7 @@ class SharedPools:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the source and of the destination."""
+        """Return the file descriptors of the source and the destination, if they have any."""
         return [region.fd for region in self._regions if region.fd is not None]
 
     def clear(self) -> None:

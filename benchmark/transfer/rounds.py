@@ -20,7 +20,7 @@ LIBRARIES = ("nixl", "mooncake")
 
 
 def ways_of(backends: list[TransferBackendName]) -> list[Way]:
-    """Those backends, and what they are compared with."""
+    """Return the ways to measure: these backends, and what they are compared with."""
     ways = [MEMCPY]
     for name in backends:
         ways.append(Way(How.ENGINE, name))
@@ -63,7 +63,7 @@ class TransferBench:
         return contestants
 
     def _measure(self, case: Case, pages: PageLists, contestants: list[Contestant]) -> CaseResult:
-        """Who fails is taken out of ``contestants``."""
+        """Measure one case in rounds. A contestant that fails is taken out of ``contestants``."""
         self._notes.print(f"[dim]{case.page_bytes:,}-byte pages, {case.request_mib:g} MiB {case.contiguity}[/dim]")
         rounds: dict[Way, list[Round]] = {contestant.way: [] for contestant in contestants}
         for number in range(-1, self._options.rounds):

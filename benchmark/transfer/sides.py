@@ -61,7 +61,7 @@ class Owner(Side):
 
 
 class Writer(Side, ABC):
-    """Who writes."""
+    """Side that writes pages into the pool of the other one."""
 
     def connect(self, means: bytes) -> None:
         """Reach the owner."""

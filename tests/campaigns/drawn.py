@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "hostile": (False, False, True),
 }
 FEATURE_CHANCE = 0.4
-"""Of each feature, to be in a campaign."""
+"""Probability of each feature to be in a campaign."""
 
 
 def draw(seed: int) -> Instances:

@@ -52,6 +52,6 @@ class Prompts:
 QUARTERS = Prompts((20, 30, 40, 45, 50), shared=(8, 16, 24), sharing=0.3)
 """About a quarter of a pool of 192 tokens: four requests fill it."""
 UNLIKE_QUARTERS = Prompts((30, 40, 45, 50))
-"""The same without shared prefixes."""
+"""About as long as ``QUARTERS``, without shared prefixes."""
 HALVES = Prompts((20, 80, 100, 120), longest=130)
 """Most prompts are half of a pool of 192 tokens or more: one request runs, and the others wait for it."""

@@ -28,11 +28,11 @@ LOOK_SECONDS = 0.25
 LONGEST_TURN = 1.0
 """Seconds between two turns. An instance that hangs for longer can't give anything away."""
 SPARE_SECONDS = 2.0
-"""Of a wait, for slow messages and for reservations that are given back after a second."""
+"""Seconds that a wait may take longer, for slow messages and for reservations that are given back after a second."""
 LEG_SECONDS = 0.02
-"""Of a request without its steps: to be sent, linked, handed over and checked."""
+"""Seconds of a request without its steps: it is sent, linked, handed over and checked."""
 STEP_SECONDS = 0.004
-"""Of the simulated world, on average, with what is computed again after a retraction."""
+"""Seconds of a step of the simulated world, on average, with what is computed again after a retraction."""
 TOKENS_A_STEP = 8
 LOST_SECONDS = 6.0
 """A leg whose other leg was lost is given up then."""
@@ -181,7 +181,7 @@ class WaitsAreBounded(Judge):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self._asked_back: dict[str, dict[str, float]] = {}
-        """For each instance, the reservations that were asked back when it was last seen, with their patience."""
+        """Reservations of each instance that were asked back when it was last seen, with their patience."""
         self._standoffs: list[tuple[float, float]] = []
         """When instances may have waited for each other."""
         self._came: dict[tuple[str, str], tuple[float, GenerateReq]] = {}

@@ -24,7 +24,7 @@ from .requests import RequestMaker
 DRAIN_SECONDS = 20.0
 """An instance that drains is ended then, whatever is left."""
 LOOK_SECONDS = 0.3
-"""Between two looks at whether it is drained."""
+"""Seconds between two looks at whether an instance is drained."""
 STOP_SECONDS = 0.3
 """A stop string is found within this time."""
 

@@ -36,7 +36,7 @@ class Logs:
         self.news()
 
     def news(self) -> dict[str, str]:
-        """By instance."""
+        """Return what each instance has logged since the last call."""
         found = {}
         for name, path in self._paths.items():
             text = path.read_text(errors="replace")
@@ -131,7 +131,7 @@ def campaign(backend: str, count: int, seed: int, inside: bool, tmp: Path, resul
 
 
 def line(backend: str, number: int, verdict: Verdict, seconds: float) -> str:
-    """For people who watch."""
+    """Return the line that is printed for a fault."""
     bad = f", wrong {verdict.wrong}, late {verdict.late}, leaked {verdict.leaked}" if not verdict.good else ""
     return (
         f"{backend} {number + 1:3}: {verdict.fault}: {verdict.requests} requests, {verdict.finished} finished, "

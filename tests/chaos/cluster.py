@@ -39,7 +39,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Of the router."""
+        """Return the URL of the router."""
         return self.servers[ROUTER].url
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Cluster:
         return all(told["state"] == "healthy" and "info" in told for told in self.told().values())
 
     def handed_over(self) -> dict[str, tuple[str, int]]:
-        """Of each instance its start's name, and how many hand-overs it has done since."""
+        """Return for each instance its epoch, and how many hand-overs it has done since it started."""
         return {
             name: (told["epoch"], told["info"]["disaggregation"][HANDOVERS[name[:-1]]]["done"])
             for name, told in self.told().items()
@@ -86,7 +86,7 @@ class Cluster:
         return whole and all(name in now and _is_later(now[name], since.get(name)) for name in INSTANCES)
 
     def recomputed(self) -> dict[str, tuple[str, float]]:
-        """Of each decode its start's name, and how many prompts it had to compute behind their first token."""
+        """Return for each decode its epoch, and how many prompts it had to compute after their first token."""
         found = {}
         for name in DECODES:
             server = self.servers[name]

@@ -34,7 +34,7 @@ def model_args(folder: Path) -> list[str]:
 
 
 def prompts() -> list[list[int]]:
-    """Of every length that matters, several of each, and some with a beginning in common."""
+    """Draw several prompts of every length that matters, and some with a common beginning."""
     rng = random.Random(0)
     draw = lambda count: [rng.randrange(100, 40000) for _ in range(count)]  # noqa: E731
     shared = draw(9 * PAGE)

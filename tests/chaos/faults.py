@@ -1,4 +1,4 @@
-"""Which faults there are, and the list of them that a seed stands for."""
+"""Kinds of faults, and the list of faults that a seed stands for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 
 LINKS = frozenset({Kind.RESET, Kind.LOSE, Kind.UNPLUG, Kind.SLOW})
-"""Those that need hosts of our own."""
+"""Faults that need hosts of their own."""
 WRITES = {Kind.WRITE_WRONG: "another page", Kind.WRITE_TWICE: "twice", Kind.WRITE_LATE: "told late"}
 """What the prefill's backend is told."""
 LASTING = frozenset({Kind.FREEZE, Kind.FREEZE_INSTANCE, Kind.FREEZE_ROUTER, Kind.LOSE, Kind.UNPLUG, Kind.SLOW, *WRITES})
@@ -57,11 +57,11 @@ class Fault:
 
     @property
     def row(self) -> str:
-        """Of the table."""
+        """Return the row of the table that the fault counts in."""
         return self.kind.value.format(self.process)
 
     def __str__(self) -> str:
-        """For people: one line."""
+        """Describe the fault in one line."""
         parts = [self.row, self.victim]
         if self.process and self.kind is not Kind.KILL:
             parts.append(self.process)

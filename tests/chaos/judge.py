@@ -22,7 +22,7 @@ EXCUSED = (502, 503, 504)
 
 @dataclass
 class Verdict:
-    """Of one fault, counts of requests; ``notes`` says of each that is wrong, late or stalled why."""
+    """Counts of requests during one fault. ``notes`` says why a request is wrong, late or stalled."""
 
     row: str
     fault: str

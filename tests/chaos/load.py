@@ -81,7 +81,7 @@ class Load:
 
 
 def body(question: Question, wanted: int, streaming: bool) -> dict:
-    """Of a request to /generate."""
+    """Return the body of a request to /generate."""
     params = {"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True}
     return {"input_ids": question.prompt, "sampling_params": params, "stream": streaming, "incremental": True}
 

@@ -23,7 +23,7 @@ from .load import body
 LEAVING = 200
 ABORTED = 120
 BY_NAME = 10
-"""Of those, how many are aborted by name, before all others are: the last to ask, so that they are there still."""
+"""Number of aborted requests that are aborted by name, before the others. They came last, so they still run."""
 STORM_SECONDS = 0.3
 EXIT_SECONDS = 10.0
 

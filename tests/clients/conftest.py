@@ -17,7 +17,7 @@ from support.quick_gguf import quick_gguf
 from support.recorder import recording
 
 collect_ignore = ["inside"]
-"""Those are run in the clients' own environments."""
+"""Folder of tests that run in the clients' own environments."""
 PAYLOADS = Path(__file__).parents[1] / "unit" / "payloads"
 
 

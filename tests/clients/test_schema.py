@@ -17,7 +17,7 @@ from support.processes import Pair, pd_pair
 CASES = 10_000
 """At instance and router together."""
 EXAMPLES = 450
-"""For each operation; some have few that differ."""
+"""Number of examples of each operation. Some operations have few that differ."""
 
 pytestmark = pytest.mark.timeout(3600)
 

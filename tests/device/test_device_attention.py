@@ -227,7 +227,7 @@ def test_how_a_prompt_is_cut_changes_no_bit(spec: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", list(LARGEST))
 def test_stored_bytes_are_the_hosts(kv_dtype: torch.dtype) -> None:
-    """Of ordinary heads, and of those that have no scale, or next to none."""
+    """The bytes are the same for ordinary heads, and for heads with a scale of zero or almost zero."""
     torch.manual_seed(2)
     tokens, slots = 96, torch.randperm(PAGES)[:96] * 4 + 3
     k, v = (torch.randn(tokens, KV_HEADS, DIM) * torch.logspace(-30, 30, tokens)[:, None, None] for _ in range(2))

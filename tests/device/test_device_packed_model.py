@@ -36,7 +36,7 @@ def harness(folder: Path, quantization: str, **options: Any) -> Harness:
 
 
 def logits_of(one: Harness) -> torch.Tensor:
-    """Of two prompts together, and of the next token of one."""
+    """Return the logits of two prompts together, and of the next token of one."""
     return torch.cat((one.forward((0, draw(8, 1)), (1, draw(3, 2))), one.forward((1, [9])))).cpu()
 
 

@@ -64,7 +64,7 @@ RULES = [
 
 @pytest.mark.parametrize("is_coarse", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_token_depends_on_its_row_alone_however_the_row_is_divided(is_coarse: bool) -> None:
-    """By a list of one chunk or of several, or by a search."""
+    """The row is drawn by a list of one chunk or several, or by a search."""
     count, vocab = len(RULES), 300
     inits = [make_row(row, seed=31 + row, **rule) for row, rule in enumerate(RULES)]
     logits = 1.5 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))
@@ -87,7 +87,7 @@ def test_the_search_draws_what_the_list_draws() -> None:
 
 
 def test_a_list_goes_down_to_the_last_token_that_is_kept() -> None:
-    """Of 4 tokens the last is alone in its level; and of a nucleus."""
+    """The fourth token is alone in its level. The same holds for the last token of a nucleus."""
     rules = [{"top_k": 4}, {"top_p": 0.6}]
     inits = [make_row(row, seed=row, **rules[row % 2]) for row in range(16)]
     logits = torch.tensor([1.0, 1.0, 1.0, *[0.7] * 3]).expand(16, -1).contiguous()

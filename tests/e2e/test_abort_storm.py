@@ -19,14 +19,14 @@ from support.processes import NO_REUSE, Pair
 STORM, CLIENTS = int(os.environ.get("PDSERVE_STORM_REQUESTS", "120")), 40
 """How many, and how many at a time."""
 LONGEST_SECONDS = 0.6
-"""That one waits before it ends; it is drawn for each."""
+"""Longest time that a request runs before it is ended. The time is drawn for each."""
 TOKENS = 1000
 """So many that hardly any request gets to its end."""
 PROMPT = list(range(200, 500))
 STATES = {"queued", "pushing", "transferring", "draining"}
 """States of a hand-over that last longer than between two looks; the others are passed through all the more."""
 MOST_STORMS = 4
-"""Until all of them were seen: where a machine is fast just then, none may drain for that long."""
+"""Largest number of storms until all states were seen. On a fast machine, no hand-over may drain that long."""
 
 
 def body(prompt: list[int], tokens: int, **fields) -> dict:
@@ -55,7 +55,7 @@ class Storm:
         self.refused: list[str] = []
 
     def plan(self) -> list[tuple[int, list[int], float, bool]]:
-        """Of each: number, prompt, seconds until its end, and whether that is by name."""
+        """Draw for each request its number, prompt, seconds until its end, and whether it is ended by name."""
         lengths = (3, 40, 150, 400, 900)
         return [
             (
@@ -115,7 +115,7 @@ class Storm:
 
 
 class States:
-    """Those of the hand-overs of both instances, looked at again and again."""
+    """States of the hand-overs of both instances, polled by a thread."""
 
     def __init__(self, pair: Pair) -> None:
         self.seen: set[str] = set()

@@ -29,7 +29,7 @@ ONE_CHUNK = [(i * 23 + 5) % 40000 + 100 for i in range(250)]
 SHARED = [(i * 7919) % 40000 + 100 for i in range(96)]
 FOUR = [(i * 37 + 3) % 40000 + 100 for i in range(150)]
 FRESH = [(i * 13 + 11) % 40000 + 100 for i in range(96)]
-"""Of which nobody holds anything."""
+"""Prompt of which no instance holds anything."""
 PROMPTS = {
     "whole": [[5, 6, 7], SHARED[:33]],
     "chunked": [[(i * 31 + 7) % 40000 + 100 for i in range(300)], [(i * 17 + 3) % 40000 + 100 for i in range(513)]],
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_
 
 
 SMALL = ("--kv-staging-size", "0.0004")
-"""Of the tiny model's pages a few at a time, each way; less than any of the long prompts."""
+"""Room for a few pages of the tiny model in each direction, less than any of the long prompts has."""
 STAGED = {
     "tcp, both": ("tcp", SMALL, SMALL),
     "shm, the decode": ("shm", (), SMALL),

@@ -1,4 +1,4 @@
-"""Who may take part: a cluster secret on a running pair, and instances that hand over in both directions."""
+"""A cluster secret on a running pair, and instances that hand over in both directions."""
 
 from __future__ import annotations
 

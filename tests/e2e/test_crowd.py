@@ -25,7 +25,7 @@ MIB = 2**20
 BODY_LIMIT = 32 * MIB
 FRONTS = ("router", "http", "tokenizer", "scheduler", "detokenizer")
 MAX_FIRST_GROWTH, MAX_GROWTH = 96 * MIB, 32 * MIB
-"""Of all those together, after an attack, and after the same once more: allocators keep some."""
+"""Growth of all processes together after an attack, and after the same attack again. Allocators keep some."""
 MAX_GAP = 3.0
 """Seconds between two tokens of a stream, or that a question about health may take; on a machine without load, 0.1."""
 

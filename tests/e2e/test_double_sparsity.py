@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def answers(server: Launched, at_once: int = len(PROMPTS), cached: int = 0) -> list[list[int]]:
-    """Of those prompts of several pages, each must find ``cached`` tokens in the cache."""
+    """Return the output of each prompt. Prompts of several pages must find ``cached`` tokens in the cache."""
     params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor(at_once) as pool:
         got = list(pool.map(lambda ids: server.generate(input_ids=ids, sampling_params=params), PROMPTS))

@@ -45,7 +45,7 @@ def pairs(tmp_path_factory, tiny_args) -> Iterator[Callable[[str], Pair]]:
 
 @pytest.fixture
 def pair(request, pairs) -> Pair:
-    """Of the backend that the test names. Every test leaves it as it found it: all running, nothing in use."""
+    """Return the pair of the backend that the test names. Each test leaves it running, with nothing in use."""
     return pairs(request.param)
 
 
@@ -177,7 +177,7 @@ def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(pair
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)
 def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(tmp_path, tiny_args, pair):
-    """By shm only it can let go of the decode's pages."""
+    """A frozen prefill can let go of the decode's pages by shm alone."""
     spare_port = free_ports(1)[0]
     args = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "shm", *ONE_THREAD, *tiny_args]
     args += ["--disaggregation-bootstrap-port", str(spare_port)]

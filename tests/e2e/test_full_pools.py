@@ -38,7 +38,7 @@ class Two:
         return next(i for i in self.instances if i.info()["role"] == "decode")
 
     def swap(self) -> None:
-        """Until it is over."""
+        """Swap the roles of the instances again and again, until the test is over."""
         while not self.is_over.wait(SWAP_SECONDS):
             roles = [instance.info()["role"] for instance in self.instances]
             for instance, role in zip(self.instances, reversed(roles), strict=True):

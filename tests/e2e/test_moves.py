@@ -25,7 +25,7 @@ class Two:
         self.instances, self.bootstraps, self.router = instances, bootstraps, router
 
     def holder(self, rid: str) -> int:
-        """Which of them has a request."""
+        """Return the number of the instance that has a request."""
         for i, instance in enumerate(self.instances):
             if instance.info()["requests"]["total"]:
                 return i

@@ -1,4 +1,4 @@
-"""The same tokens at every page size, alone and over a pair: whatever a page holds, a token is where it should be."""
+"""Tokens are the same at every page size, alone and over a pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, who has waited long enough and who is turned away, over HTTP."""
+"""Scheduling over HTTP: priorities, preemption, time limits and refusals."""
 
 from __future__ import annotations
 

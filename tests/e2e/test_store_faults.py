@@ -79,7 +79,7 @@ class Campaign:
         self.ask(server, f"behind {kind}")
 
     def ask(self, server: Launched, when: str, namespace: str = "") -> None:
-        """Of all conversations the one whose turn was longest ago: it has left pool and host."""
+        """Continue the conversation with the oldest turn: it has left pool and host."""
         self.asked += 1
         which = self.asked % len(PROMPTS)
         tokens, seconds = ask(server, PROMPTS[which], namespace)

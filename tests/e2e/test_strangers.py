@@ -43,11 +43,11 @@ from pdserve.messages.peer import PeerMessage
 PROMPTS = [[50 + i, 900, 77 * i + 5, 4000, *range(100 + i, 140 + 3 * i)] for i in range(4)]
 FRAMES_A_ROUND = 250
 GROWTH_BYTES = 48 << 20
-"""That a process may have grown by after any number of frames."""
+"""Bytes that a process may grow by after any number of frames."""
 LOG_BYTES_A_SECOND = 6_000
-"""Of one instance's log: some ten lines in ten seconds from each place that refuses."""
+"""Growth of one instance's log: about ten lines in ten seconds from each place that refuses."""
 LOG_BYTES = 100_000
-"""That it may have written besides."""
+"""Bytes that the log may have besides."""
 
 
 def answers(pair: Pair) -> list[list[int]]:
@@ -67,7 +67,7 @@ def processes(pair: Pair) -> dict[str, tuple[int, int]]:
 
 
 def assert_unharmed(pair: Pair, before: dict[str, tuple[int, int]], expected: list[list[int]]) -> None:
-    """The same processes, no larger than allowed, the same answers from cached pages and from fresh ones."""
+    """Check that processes are the same and have not grown, and that cached and fresh pages give the same answers."""
     after = processes(pair)
     assert {name: pid for name, (pid, _) in after.items()} == {name: pid for name, (pid, _) in before.items()}
     grown = {name: after[name][1] - rss for name, (_, rss) in before.items()}

@@ -18,7 +18,7 @@ from support.prompts import FOX, FRANCE, STACK
 
 TOKENS = 24
 FEW = 8
-"""Of a model whose pass is long, with more ranks than there may be cores."""
+"""Tokens of a model with a long pass, with more ranks than there may be cores."""
 TWO = ("--tp-size", "2")
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -36,7 +36,7 @@ def model(tiny_args: list[str]) -> list[str]:
 
 
 def prompts() -> list[list[int]]:
-    """Of very different lengths: less than a page, a few, and several chunks."""
+    """Return prompts of less than a page, of a few pages, and of several chunks."""
     return [[(7 * i * i + 13 * i + n) % 40000 + 10 for i in range(length)] for n, length in enumerate((5, 33, 90, 700))]
 
 
@@ -49,7 +49,7 @@ def body(ids: list[int], setting: str) -> dict[str, Any]:
 
 
 def answers(server: Launched) -> list[list[int]]:
-    """Of every prompt in every setting, all at once."""
+    """Return the output of every prompt in every setting, all asked at once."""
     asked = [body(ids, setting) for setting in SETTINGS for ids in prompts()]
     with ThreadPoolExecutor(len(asked)) as pool:
         return [answer["output_ids"] for answer in pool.map(lambda b: server.generate(**b), asked)]

@@ -1,4 +1,4 @@
-"""Who computes a prompt, as ``--disaggregation-threshold`` has it: the answers are the same, and the books say who."""
+"""``--disaggregation-threshold`` decides which instance computes a prompt. Answers are the same."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "size"), [("cpu", 4), ("torch", 4)])
 def test_two_hosts_answer_as_one(engine: str, size: int, tmp_path: Path) -> None:
-    """And the death of any rank, on either host, ends both by name; see ``support/two_hosts.py``."""
+    """The death of any rank, on either host, ends both by name; see ``support/two_hosts.py``."""
     if reason := why_not():
         pytest.skip(f"no network namespaces here: {reason}")
     model = ",".join(tiny_args(tmp_path / "model"))

@@ -20,7 +20,7 @@ from .watch import Record, Vitals
 Attack = Callable[[Cluster, Neighbour, Record, int, threading.Event], list[threading.Thread]]
 ATTACKERS: dict[str, Attack] = {"client": client.attack, "local": local.attack, "peer": peer.attack}
 WARM_UP_SECONDS = 10.0
-"""Of attack before the processes are measured: what the first of a kind loads is no growth."""
+"""Seconds of attack before the processes are measured: what the first attack of a kind loads is no growth."""
 LOOK_SECONDS = 1.0
 MOST_PROBLEMS = 5
 TRACE = re.compile(r"Traceback \(most recent call last\)|Exception in ASGI|exception was never retrieved")

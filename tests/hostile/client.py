@@ -23,7 +23,7 @@ RST = struct.pack("ii", 1, 0)
 CROWD = 400
 """Connections of a crowd."""
 READ_BYTES = 8 << 20
-"""Of one answer; then the attacker hangs up."""
+"""Bytes of one answer that the attacker reads before it hangs up."""
 SPARED = ("/docs", "/flush_cache")
 
 

@@ -22,7 +22,7 @@ ROUTER = "router"
 
 
 class Usage(NamedTuple):
-    """Of one process: resident bytes and open descriptors."""
+    """Resident bytes and open descriptors of one process."""
 
     pid: int
     rss: int

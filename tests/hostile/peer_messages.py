@@ -121,7 +121,7 @@ class Messages:
         return message
 
     def transfer_request(self, epoch: str, handover: HandoverId) -> TransferRequest:
-        """For the prompt that the room is of, or another one; pages of ours, as many as fit or not."""
+        """Make a request for the room's prompt or another one, with pages of this peer, of a fitting number or not."""
         rng = self._rng
         length, digest = self.prompts.get(handover.room, (rng.randrange(1 << 31), rng.getrandbits(64)))
         pages = -(-length // self._page_tokens) if length < 10_000 else rng.randrange(300)

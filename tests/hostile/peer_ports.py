@@ -28,7 +28,7 @@ from pdserve.messages.base import HandoverId
 
 RST = struct.pack("ii", 1, 0)
 POOL_PAGES = 1024
-"""That the peer says to have."""
+"""Pages that the peer claims to have."""
 SOCKET_SECONDS = 5.0
 
 

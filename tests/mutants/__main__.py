@@ -45,7 +45,7 @@ def options() -> argparse.Namespace:
 
 
 def selected(tests: Sequence[str], recording: Recording) -> list[str]:
-    """Those of the ``tests`` that are run: as many as the time allows, at least the cheapest."""
+    """Return the ``tests`` that are run: as many as the time allows, at least the cheapest."""
     total, chosen = 0.0, []
     for test in tests:
         total += recording.seconds[test]

@@ -1,4 +1,4 @@
-"""Which tests reach which mutants, found out by one run of the suite with every mutant switched off."""
+"""Records which tests reach which mutants, in one run of the suite with every mutant switched off."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def others(model: Model, capability: int) -> Iterator[CompileRequest]:
 
 
 def plans(capability: int) -> Iterator[CompileRequest]:
-    """Of a step's plan."""
+    """Yield the launches of a step's plan."""
     written = ("kv_lens", "kv_indptr", "split_indptr", "split_sizes")
     yield CompileRequest(
         kernel=PACKAGE + "attention_plan:plan_rows",

@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 def begin_rows(inits: Sequence[RowInit], vocab: int) -> tuple[RowTable, RowStates]:
-    """The same rows on the device and on the host. The device's memory holds rests of other requests."""
+    """Begin the same rows on the device and on the host. The device's memory has remains of other requests."""
     states = RowStates(len(inits), vocab, torch.device("cpu"))
     for init in inits:
         states.start(init)
@@ -78,7 +78,7 @@ def draw(batch: Batch, table: RowTable, *, chunk: int = 4096, listed: int = 4096
 
 
 def host_draw(batch: Batch, states: RowStates) -> sampler.Sampled:
-    """By the host's sampler."""
+    """Draw tokens with the host's sampler."""
     rows = np.arange(len(batch.inits))
     params = states.params(rows)
     return sampler.sample(batch.logits, params, batch.positions, states.edits(rows, params, batch.positions))

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
 }
 Kinds = tuple[GGMLQuantizationType | None, GGMLQuantizationType | None]
-"""Of the blocks of gate_up and down; None: dense."""
+"""Kinds of the blocks of gate_up and down. None means dense."""
 Rounding = Callable[[Tensor], Tensor]
 """What becomes of activations before they are multiplied with quantised weights."""
 

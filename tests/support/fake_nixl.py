@@ -28,7 +28,7 @@ class Pieces(NamedTuple):
 
 
 class Agent:
-    """Of one name; ``agents`` has all that there are, ``kinds`` what was written from and to."""
+    """Agent with one name. ``agents`` has all agents, ``kinds`` the memory types of all writes."""
 
     agents: ClassVar[dict[str, Agent]]
     kinds: ClassVar[set[tuple[str, str]]]

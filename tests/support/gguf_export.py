@@ -23,7 +23,7 @@ ARCHS = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
-"""By ``model_type``, where the file's architecture has another name."""
+"""GGUF architecture by ``model_type``, if it has another name."""
 PERMUTED = ("llama", "granite", "smollm3")
 
 

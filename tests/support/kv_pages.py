@@ -47,7 +47,7 @@ def values_of(pool: MHATokenToKVPool, data: torch.Tensor | None = None) -> torch
 def make_latent_layout(
     page_size: int, layers: int, dim: int, value_dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
 ) -> KVLayout:
-    """The same of latent rows."""
+    """Make a layout of latent rows."""
     nbytes = layers * page_size * dim * dtype.itemsize
     return latent_layout(page_size, layers, dim, str(dtype).removeprefix("torch."), nbytes, order, value_dim)
 

@@ -1,4 +1,4 @@
-"""Which transfer backends can be had here."""
+"""Transfer backends that are installed here."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEAST_SECONDS = 60.0
 VARIABLE = "PDSERVE_TEST_SLOWNESS"
 """How the process that measures the machine's speed tells those that it starts."""
 MOST = 10.0
-"""Beyond this, something is wrong with the machine and no limit helps."""
+"""Largest factor of limits. Beyond it, something is wrong with the machine and no limit helps."""
 # Seconds of each piece of work below on two cores of a Cascade Lake Xeon at 2.5 GHz, for which the limits were written.
 INTERPRETER_SECONDS, MEMORY_SECONDS, ARITHMETIC_SECONDS = 0.040, 0.0060, 0.060
 N, K = 28800, 576
@@ -106,7 +106,7 @@ def kernels() -> str:
 
 
 def levels(tested: Iterable[str]) -> str:
-    """Which levels ran, which could have and which can't; ``tested`` names those that ran beside the chosen one."""
+    """Say which levels ran, could have run, and can't run here. ``tested`` ran beside the chosen level."""
     try:
         ran = {choose_level().name, *tested}
     except BuildError:

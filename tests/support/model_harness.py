@@ -128,7 +128,7 @@ class Harness(Rows):
 
 
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Of all tokens."""
+    """Return the logits of all tokens."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
 

@@ -195,4 +195,4 @@ REFUSED: dict[str, dict[str, Ask]] = {
     "By the C++ engine": BY_KERNELS,
     "By two ranks": BY_RANKS,
 }
-"""By heading, and by what is asked."""
+"""Requests by heading, and by what is asked."""

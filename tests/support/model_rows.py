@@ -90,7 +90,7 @@ class Computed(NamedTuple):
 
 
 Found = dict[str, tuple[Tally, ...] | Absent]
-"""By column: the texts that went into it, or why there are none."""
+"""Texts that went into each column, or why there are none."""
 
 
 def measure(name: str, engines: Collection[str] = tuple(ENGINES)) -> dict[str, Row]:

@@ -18,7 +18,7 @@ from .model_rows import GREEDY, Absent, Cell, Row
 Key = tuple[str, str]
 """A config and an engine."""
 Refused = dict[str, dict[str, str]]
-"""By heading, and by what is asked: the message."""
+"""Messages of refusals, by heading and by what is asked."""
 SMALLEST = 1e-6
 """Below this an error is a matter of a few roundings, and of the processor that made them."""
 LARGEST = 1e-3

@@ -34,12 +34,12 @@ class Page(NamedTuple):
 
 
 def keys() -> list[Key]:
-    """Of every row that the page has to have."""
+    """Return the keys of every row that the page has to have."""
     return [(name, engine) for name in FAMILIES for engine in ENGINES]
 
 
 def foreign_keys() -> list[Key]:
-    """Of every row of transformers' own classes."""
+    """Return the keys of every row of transformers' own classes."""
     return [(name, FOREIGN) for name in SERVED]
 
 

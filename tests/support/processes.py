@@ -68,7 +68,7 @@ def is_free(port: int) -> bool:
 
 
 def own_ports(first: int = 10_000, workers: int = 16) -> Iterator[int]:
-    """Those of this process, over and over."""
+    """Yield the ports of this process, over and over."""
     lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     size = (max(lowest_given, 32_768) - first) // workers
     first += int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % workers * size

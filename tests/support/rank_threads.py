@@ -117,7 +117,7 @@ def make_ranks(size: int, options: ServerOptions) -> list[LoadedModel]:
 
 
 def make_apart(size: int, options: ServerOptions) -> list[LoadedModel]:
-    """The same of ranks that have a device each, made at the same time."""
+    """Load a model for ranks that have a device each, all at the same time."""
     table = Table(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: load_model(options, ranks=ThreadRank(rank, size, table)), range(size)))

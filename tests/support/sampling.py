@@ -42,7 +42,7 @@ def few(names: Iterable[str], most: int = 4) -> list[Any]:
 
 
 def place(names: str | Sequence[str], values: Collection[Any], params: Mapping[str, Any]) -> int:
-    """Which of the ``values`` of one ``parametrize`` the test has."""
+    """Return the index of the test's value in the ``values`` of one ``parametrize``."""
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",")]
     own = [params[name] for name in names]

@@ -48,7 +48,7 @@ class Page:
         self.samples = [sample for family in self.families for sample in family.samples]
 
     def names(self) -> set[str]:
-        """Of samples, so with _total, _bucket, _sum, _count."""
+        """Return the names of samples, with _total, _bucket, _sum and _count."""
         return {sample.name for sample in self.samples}
 
     def total(self, name: str, **labels: str) -> float:

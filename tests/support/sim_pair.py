@@ -93,7 +93,7 @@ class SimSide(SimInstance):
 
     @property
     def rooms(self):
-        """Those of the direction that this side is for."""
+        """Return the hand-overs of the direction that this side is for."""
         return self.senders if self.scheduler.role == "prefill" else self.receivers
 
     def refusal(self) -> None:

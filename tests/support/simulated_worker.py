@@ -54,7 +54,7 @@ class SimulatedWorker:
         self._worker = SimpleNamespace(steps=steps, prefault=prefault, compiles=CompileWatch())
 
     def idle_share(self, steps: int = 500) -> float:
-        """Of the time of ``steps`` steps, after the first ones."""
+        """Return the idle share of the time of ``steps`` steps, after the first ones."""
         while len(self.starts) < steps + 20:
             serve_frame(self, self, self._worker)
         begin, end = self.starts[20], self.starts[-1]

@@ -69,7 +69,7 @@ def slabs_of(count: int, slab_bytes: int) -> Slabs:
 
 
 def staged_group(pool: np.ndarray, slots: int, slabs: Slabs, kept: KVGroup | None = None) -> PageGroup:
-    """Of ``pool`` [pages, page_bytes]; pages of one layer where no group says otherwise."""
+    """Make the group of ``pool`` [pages, page_bytes]. Pages have one layer unless ``kept`` says otherwise."""
     page_bytes = pool.shape[1]
     region = HostMemory(memoryview(bytearray((slots + 1) * page_bytes)))
     staging = Staging(PretendedDevice(pool), slabs)
@@ -77,7 +77,7 @@ def staged_group(pool: np.ndarray, slots: int, slabs: Slabs, kept: KVGroup | Non
 
 
 def direct_group(pool: np.ndarray, kept: KVGroup | None = None, ordinal: int = 0, window: int = 0) -> PageGroup:
-    """Of ``pool`` [pages, page_bytes], where it lies; the window takes a page and ``window`` bytes more."""
+    """Make the group of ``pool`` [pages, page_bytes], where it lies. The window has a page and ``window`` bytes."""
     page_bytes, device = pool.shape[1], PretendedDevice(pool)
     direct = Direct(device, memoryview(bytearray(page_bytes + window)), ordinal)
     region = DeviceMemory(device)
@@ -87,7 +87,7 @@ def direct_group(pool: np.ndarray, kept: KVGroup | None = None, ordinal: int = 0
 def pool_group(
     kind: str, region: KVRegion, page_bytes: int, num_layers: int = 1, kept: KVGroup | None = None
 ) -> PageGroup:
-    """Of a whole ``region``, as the backend ``kind`` takes it."""
+    """Make the group of a whole ``region``, as the backend ``kind`` takes it."""
     if kind != "cuda_ipc":
         return PageGroup(region, page_bytes, num_layers) if kept is None else PageGroup.of(kept, region)
     group = direct_group(np.frombuffer(region.buffer, np.uint8).reshape(-1, page_bytes), kept, window=100)

@@ -53,7 +53,7 @@ class FolderFaults:
             "gone": lambda _: self._move_away(),
         }
         self.dead = {"gone"}
-        """Those in which nothing can be written, nor read."""
+        """Kinds of faults during which nothing can be written or read."""
         if mounted:
             self.kinds["full disk"] = lambda _: self._fill()
 
@@ -97,7 +97,7 @@ class FolderFaults:
 
 
 class RedisFaults:
-    """Of a server of its own."""
+    """Faults of a Redis that belongs to the test."""
 
     def __init__(self, folder: Path) -> None:
         self.server = RedisServer(folder)

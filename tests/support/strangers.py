@@ -1,4 +1,4 @@
-"""Whoever has access to every port of a running pair and holds no secret: a seeded source of hostile traffic."""
+"""Seeded hostile traffic from a client that reaches every port of a running pair and holds no secret."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def junk(rng: random.Random):
 
 
 def junk_json(rng: random.Random):
-    """The same, less what JSON can't say and what would be a fine prompt."""
+    """Draw a bad value that JSON can express, and that is no valid prompt."""
     return rng.choice(
         [-1, 1 << 70, 1.5, float("nan"), True, {}, [[]], [{}], {"a": 1}, [["x", 1]], [1 << 40], "\0" * 2000 + "x"]
     )

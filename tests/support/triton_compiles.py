@@ -59,7 +59,7 @@ def most_stack() -> int:
 
 
 def all_launches() -> Iterator[CompileRequest]:
-    """Of all kernels but attention's. The first of each file is the one that says most of it."""
+    """Yield the launches of all kernels but attention's. The first of each file is the most general one."""
     yield from _sampling()
     yield from _layers()
     yield from _experts()

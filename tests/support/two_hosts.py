@@ -48,7 +48,7 @@ def ended(server: Launched) -> bool:
 
 
 def answers(server: Launched) -> list[list[int]]:
-    """Of every prompt."""
+    """Return the output of every prompt, with each kind of sampling."""
     return [
         server.generate(input_ids=ids, sampling_params=sampling | {"max_new_tokens": 16, "ignore_eos": True})[
             "output_ids"

@@ -43,7 +43,7 @@ class Connection:
         self.send(b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n")
 
     def wait_until_dropped(self) -> None:
-        """Until the client closes the connection."""
+        """Wait until the client closes the connection."""
         assert self._handler.connection.recv(1) == b""
 
     def _head(self, status: int, kind: str, headers: Mapping[str, str]) -> None:

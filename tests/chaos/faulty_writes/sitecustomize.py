@@ -28,7 +28,7 @@ class Faulty:
         self._backend = backend
         self._told = told
         self._second: dict[int, tuple] = {}
-        """By the id of a handle: it, another that must have landed too, and until when it is held."""
+        """Handles by id, each with another one that must have landed too, and the time until which it is held."""
 
     def __getattr__(self, name: str):
         return getattr(self._backend, name)

@@ -1,4 +1,4 @@
-"""For tests that a client's own environment runs: they see the server's URL, and nothing of pdserve."""
+"""Fixtures of tests that a client's own environment runs. They see the server's URL, and nothing of pdserve."""
 
 from __future__ import annotations
 

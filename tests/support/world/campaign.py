@@ -89,7 +89,7 @@ class Campaign:
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.submitted: dict[tuple[str, str], str] = {}
-        """By instance and request: whether anything was done to it that may fail it."""
+        """What was done to a request that may fail it, by instance and request."""
         self._fault_rate = faults / 100
         self._move_rate = moves / 100
         self._resize_rate = resizes / 100
@@ -129,7 +129,7 @@ class Campaign:
         return sum(node.manager.moves_in.kept for node in self._nodes())
 
     def sizes(self) -> list[int]:
-        """That pools of living instances have got since they began."""
+        """Return the sizes that pools of living instances have got since they began."""
         return [
             told.max_total_tokens for node in self._nodes() for told in node.sizes if isinstance(told, ResizeResult)
         ]

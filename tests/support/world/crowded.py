@@ -94,7 +94,7 @@ class CrowdedRooms:
             for node in self.nodes
             for connection, side in node.network.port.connections
         }
-        """By channel of a control connection: the instance at its other end."""
+        """Instance at the other end of a control connection, by channel."""
         self._reserved: list[set[str]] = [set() for _ in self.nodes]
 
     # --- Scene ---
@@ -266,7 +266,7 @@ class CrowdedRooms:
             raise Violation(f"{node.epoch}: requests give their memory back in circles: {claims._revocations}")
 
     def _check_claims(self, node: Node) -> None:
-        """Who waits lacks memory, and not because of a stalled reservation of lower rank."""
+        """Check that a waiting request lacks memory, and not because of a stalled reservation of lower rank."""
         memory, first = node.scheduler.memory, _first(node)
         if first is None:
             return

@@ -25,7 +25,7 @@ class Scene(Protocol):
         """Let the move of that number happen. Raises ``Violation``."""
 
     def signature(self) -> int:
-        """Of the state."""
+        """Return a hash of the state."""
 
     def check(self, *, over: bool) -> None:
         """Raises where the state is one that must never be; ``over``: nothing can happen any more."""

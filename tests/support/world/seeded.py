@@ -154,7 +154,7 @@ def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
 
 
 def a_window_page_is_not_granted(patch: Patch) -> None:
-    """Of the pages that a peer may write the last one is left out."""
+    """Leave out the last of the pages that a peer may write."""
     original = Outbox.to_transfer
 
     def to_transfer(self: Outbox, message: Any) -> None:
@@ -281,7 +281,7 @@ CROWDED_MISTAKES: dict[Callable[[Patch], None], tuple[str, ...]] = {
     begun_is_not_heard: ("two prefills",),
     the_loop_sleeps_beside_free_memory: ("two prefills",),
 }
-"""Which scenes of ``crowded.py`` show them soon."""
+"""Scenes of ``crowded.py`` that show these mistakes soon."""
 WINDOWED = SimWindow(3, 4)
 """Both pages are needed at once."""
 MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
@@ -307,10 +307,10 @@ QUICKLY_FOUND = (
     the_last_window_is_not_expected,
 )
 WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not_kept)
-"""Which show where many requests share the window pages."""
+"""Mistakes that show if many requests share the window pages."""
 RESIZE_MISTAKES: dict[Callable[[Patch], None], SimWindow] = {
     memory_goes_while_it_is_used: NO_WINDOW,
     window_pages_beyond_are_forgotten: SimWindow(10, 128),
     a_page_too_many_goes: NO_WINDOW,
 }
-"""Which show where pools get another size."""
+"""Mistakes that show if pools get another size."""

@@ -76,9 +76,9 @@ class SimBackend(TransferBackend):
         self.loses = False
         """Whether nobody will know what becomes of its next write."""
         self.pools: list[tuple[memoryview, int]] = []
-        """Of each group: all of it, and the bytes of a page."""
+        """Memory of each group, and the bytes of one page."""
         self.granted: dict[tuple[int, int], tuple[str, HandoverId]] = {}
-        """By group and page."""
+        """Peer and hand-over that may write each page, by group and page."""
         self._world = world
         self._on_news = on_news
         self._lets_go = lets_go
@@ -160,7 +160,7 @@ class SimBackend(TransferBackend):
         return bool(self._events)
 
     def wake(self) -> None:
-        """Whoever submits takes the turn himself."""
+        """Do nothing: a caller that submits takes the turn itself."""
 
     def close(self) -> None:
         """The world ends with its last user."""
@@ -168,7 +168,7 @@ class SimBackend(TransferBackend):
     # --- what the world does ---
 
     def links(self) -> list[Link]:
-        """Those that are open at this end, or dialled."""
+        """Return the links that are open at this end, or dialled."""
         both = [link for record in self._peers.values() for link in (record.outgoing, record.incoming)]
         return [link for link in both if link is not None]
 

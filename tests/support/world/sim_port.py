@@ -151,7 +151,7 @@ class SimPort:
 
     @property
     def connections(self) -> list[tuple[Connection, int]]:
-        """Those that are open here, with the side that is ours."""
+        """Return the open connections, each with the side that belongs to this port."""
         return list(self._connections.values())
 
     def _close(self, connection: Connection, side: int) -> None:

@@ -38,7 +38,7 @@ class World:
         self.listening: dict[tuple[str, int], Any] = {}
         """Control ports."""
         self.registries: dict[tuple[str, int], Any] = {}
-        """Of bootstrap servers, by address."""
+        """Registries of bootstrap servers, by address."""
         self.pools: dict[bytes, Any] = {}
         """Transfer backends, by what they are reached by."""
         self.answers: dict[str, list[int]] = {}

@@ -98,7 +98,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def client():
-    """Of the instance's own processes."""
+    """Return a client with the headers of the instance's own processes."""
     with httpx.Client(trust_env=False, timeout=LIMIT, headers=OWN) as client:
         yield client
 

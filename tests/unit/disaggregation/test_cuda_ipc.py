@@ -244,7 +244,7 @@ def test_the_end_of_a_connection_is_the_end_of_a_writer_that_maps_nothing_only(s
 
 
 class Writer:
-    """That says what it likes, and has an eventfd for when it lets go."""
+    """Writer that says what it likes, with an eventfd that is signalled when it lets go."""
 
     def __init__(self, owner):
         offer = msgspec.msgpack.decode(owner.metadata, type=Offer)

@@ -53,7 +53,7 @@ SLOTS = 3
 SRC = [np.arange(1, 51), np.array([3, 1, 2, 9, 8])]
 DST = [np.random.default_rng(1).permutation(np.arange(5, 55)), np.array([7, 9, 8, 4, 5])]
 SIDES = ["PD", "P", "D"]
-"""Who has its pool on a device: the writer P, the owner D."""
+"""Sides that have their pool on a device: the writer P, the owner D."""
 
 
 def layout_of(order="tokens", dtype=torch.bfloat16) -> KVLayout:

@@ -27,7 +27,7 @@ class Pair:
         self.rooms = 0
 
     def run(self, most: int = 100_000) -> None:
-        """Until nothing is under way, or so many steps."""
+        """Run until nothing is under way, or for ``most`` steps."""
         for _ in range(most):
             ready = self.world.ready()
             if not ready:

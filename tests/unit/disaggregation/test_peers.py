@@ -44,7 +44,7 @@ from pdserve.messages.worker import AdmitPeer, ConnectPeer, DisconnectPeer, Peer
 
 @pytest.fixture
 def sides():
-    """Of which "a" has the smaller epoch."""
+    """Yield two sides. "a" has the smaller epoch."""
     both = Side("a"), Side("b")
     yield both
     for side in both:
@@ -97,7 +97,7 @@ def test_one_connection_serves_both_directions(sides):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_who_dial_each_other_at_once_share_one_connection(sides, first):
-    """Whoever of the two is read first."""
+    """Either of the two may be read first."""
     a, b = sides
     peers = a.ask_for(b), b.ask_for(a)
     for side in sides:
@@ -290,7 +290,7 @@ def test_what_a_peer_may_not_send_is_dropped(sides):
 
 
 def stranger_in_the_name_of(victim: Side) -> Side:
-    """Who claims the victim's epoch, and has a pool of its own."""
+    """Make a side that claims the victim's epoch, and has a pool of its own."""
     stranger = Side(victim.epoch)
     stranger.peers._greeting = stranger.peers._greeting._replace(worker=make_worker(b"the stranger's pool"))
     return stranger

@@ -71,7 +71,7 @@ def whole(src, dst):
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
-    """Of which there are none here."""
+    """Install a CUDA driver without a GPU."""
     fake_cuda_driver.install(monkeypatch)
 
 
@@ -304,7 +304,7 @@ def test_shm_on_another_host_says_use_tcp(make_node):
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_shm_pool_that_may_shrink_is_not_mapped(make_node, sealed):
-    """Whoever touches what is no longer there is killed for it."""
+    """A process that touches memory that is gone would be killed."""
     writer = make_node("shm", "P")
     fd = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, PAGE * PAGES)

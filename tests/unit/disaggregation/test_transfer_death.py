@@ -76,7 +76,7 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
-    """Of which there are none, here and in children."""
+    """Install a CUDA driver without a GPU, here and in children."""
     fake_cuda_driver.install(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", with_inherited(fake_cuda_driver.IMPORT_PATH))
 

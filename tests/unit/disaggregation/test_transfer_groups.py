@@ -78,7 +78,7 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
-    """Of which there are none here."""
+    """Install a CUDA driver without a GPU."""
     fake_cuda_driver.install(monkeypatch)
 
 

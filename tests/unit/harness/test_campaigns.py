@@ -16,7 +16,7 @@ from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.waiting import WaitingQueue
 
 HANDOVERS = 16
-"""Of a short campaign."""
+"""Hand-overs of a short campaign."""
 SEED = 1
 KNOWN_TO_FAIL: dict[str, str] = {}
 """Mixes that fail today, with the reason."""

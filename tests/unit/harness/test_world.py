@@ -30,10 +30,10 @@ SEARCH_SECONDS = 600.0
 FEW_STATES = 1_000
 """Limit of the searches of make test that can't be complete: the same states on any machine."""
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
-"""Of the links, see ``SimBackend``."""
+"""Rules of the links, see ``SimBackend``."""
 SHARES = 2 * len(RULES)
 WINDOW = SimWindow(10, 64)
-"""Of which no more than four requests have enough."""
+"""Window pages are enough for four requests at most."""
 LONG = (1, 3, 12, 40, 80)
 """Outputs, in tokens: long enough to be met while they grow."""
 WHOLE = ("none", "abort", "repeat", "corrupt")

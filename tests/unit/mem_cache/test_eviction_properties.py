@@ -90,7 +90,7 @@ class SlowTree:
         return upper
 
     def use(self, path, *, hit=False, priority=None):
-        """Who only looks for a prefix says nothing of its priority."""
+        """Mark ``path`` as used. A mere look for a prefix, without ``priority``, does not change its priority."""
         self.clock += 1
         for node in path:
             node.used, node.hits = self.clock, node.hits + hit

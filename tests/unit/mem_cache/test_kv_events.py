@@ -72,7 +72,7 @@ class Rig:
         self.feed.close()
 
     def settle(self):
-        """Until the subscription has arrived: publish into it until something comes, and forget that."""
+        """Publish until something comes, so that the subscription has arrived. Return the newest sequence number."""
         while not self.sub.poll(20):
             self.log.cleared()
             self.feed.turn()

@@ -160,7 +160,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         return self.aligned_prefixes(req.tokens[: min(req.hold.cached_len, req.hidden_from)], req.hold.extra_key)
 
     def pinned(self):
-        """The same of all requests."""
+        """Return the prefixes that any request pins."""
         return set().union(*(self.pinned_by(r) for r in self.reqs))
 
     def pinned_pages(self):
@@ -203,7 +203,7 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @rule(target=running, twin=running)
     def admit_twin(self, twin):
-        """The same prompt again while the first computes it: whoever shares second has duplicates."""
+        """Admit the same prompt again while the first computes it. The one that shares second has duplicates."""
         req = self.admit_req(list(twin.tokens), twin.hold.extra_key, len(twin.tokens))
         return multiple() if req is None else req
 
@@ -397,7 +397,7 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_window_holds_what_was_written(self):
-        """Of what the next token of each request sees, and of what a match may find."""
+        """Check the windows of each request's next token, and of the prefixes that a match may find."""
         if self.windows is None:
             return
         pages, window_pages = self.windows.take_changes().T

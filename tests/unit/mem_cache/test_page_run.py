@@ -1,4 +1,4 @@
-"""Which pages a hand-over moves of each group, held against what whoever goes on there sees token by token."""
+"""Pages that a hand-over moves of each group, compared with what later tokens see one by one."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def test_who_keeps_what_lies_behind_windows_finds_nothing_of_who_does_not():
 
 
 def test_a_long_output_is_saved_as_far_as_its_windows_were_there():
-    """Behind them it is computed again, and right: window pages are few here, and the output's first ones went on."""
+    """The rest is computed again: window pages are few here, and the output's first ones were reused."""
     sim = TieredSim(200, window=WINDOWED._replace(tokens=24))
     ask(sim, "first", prompt(1), max_new_tokens=60)
     displace(sim)

@@ -115,7 +115,7 @@ def test_several_answers_begin_in_the_window_of_the_first():
 
 
 def test_what_has_left_a_window_is_let_go_of_by_the_steps_before():
-    """Who lets a peer write it waits for these: they may still read it."""
+    """A page that a peer is to write waits for these steps: they may still read it."""
     sim = make_sim(SimWindow(10, 64))
     sim.submit("a", prompt(60))
     sim.plan()

@@ -332,7 +332,7 @@ def noise(ours: Tensor, exact: Tensor) -> float:
 
 
 EVERY_EXPERT = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128, "num_experts_per_tok": 5}
-"""Whoever chooses some of them chooses others where something was rounded."""
+"""Settings that choose every expert. A choice of some of them would differ after rounding."""
 
 
 @pytest.mark.usefixtures("has_kernels")

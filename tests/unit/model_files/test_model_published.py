@@ -326,7 +326,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def frequencies(raw: dict[str, Any]) -> list[tuple[torch.Tensor, float]]:
-    """Of each rope: what transformers has, of the short context where there are two."""
+    """Return transformers' frequencies and scaling of each rope, of the short context if there are two."""
     package = raw["model_type"].removesuffix("_text")
     module = import_module(f"transformers.models.{package}.modeling_{package}")
     [name] = [name for name in vars(module) if name.endswith("RotaryEmbedding")]

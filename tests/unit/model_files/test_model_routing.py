@@ -1,4 +1,4 @@
-"""Which experts a token goes through: held against transformers' own routers, and against the definition."""
+"""Routing of tokens to experts, compared with transformers' own routers and with the definition."""
 
 from __future__ import annotations
 

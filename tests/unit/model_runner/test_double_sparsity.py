@@ -32,7 +32,7 @@ CHOSEN = 24
 
 
 class Row(NamedTuple):
-    """Of one layer: what each token asks, [T, H, D], and keeps, [T, K, D]."""
+    """Queries of each token in one layer, [T, H, D], and its keys and values, [T, K, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -106,7 +106,7 @@ def part(row: Row, begin: int, end: int) -> Row:
 
 
 def weights_of(row: Row, channels: torch.Tensor | None = None) -> torch.Tensor:
-    """Of the last token, the softmax over all tokens in float64, [K, G, T]; by labels of ``channels`` [K, C] alone."""
+    """Return the last token's softmax over all tokens in float64, [K, G, T]; by ``channels`` [K, C] alone if given."""
     q, k = row.q[-1].view(KV_HEADS, GROUP, DIM).double(), row.k.double().transpose(0, 1)
     if channels is not None:
         q = q.gather(-1, channels[:, None].expand(-1, GROUP, -1))

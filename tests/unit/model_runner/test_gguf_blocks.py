@@ -116,7 +116,7 @@ def test_each_kind_is_near_the_dequantised_torch_model(tmp_path: Path, kind: Kin
 
 @pytest.mark.parametrize("mix", list(MIXES))
 def test_ranks_have_blocks_where_they_can_be_divided(tmp_path: Path, mix: str) -> None:
-    """Of 256 weights each: half of down_proj's columns are whole blocks, half of o_proj's aren't."""
+    """Blocks have 256 weights: half of down_proj's columns are whole blocks, half of o_proj's are not."""
     path = write(tmp_path / "m.gguf", MIXES[mix])
     exact = run(make_runner(path, dtype="float32", attention_backend="torch"))
     options = {"device": "cpu", "max_total_tokens": 256, "dtype": "float32", "quantization": "gguf"}
@@ -130,7 +130,7 @@ def test_ranks_have_blocks_where_they_can_be_divided(tmp_path: Path, mix: str) -
 
 
 def test_rows_that_a_rank_cannot_round_are_another_model(tmp_path: Path) -> None:
-    """Of 96 inner columns half are no whole blocks; of 128, they are."""
+    """Half of 96 inner columns are no whole blocks. Half of 128 are."""
     prints = {}
     for inner in (96, 128):
         size = Size(hidden=64, inner=inner, layers=1, heads=2, kv_heads=2, vocab=64)

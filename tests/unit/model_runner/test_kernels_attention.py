@@ -32,7 +32,7 @@ LAYERS = 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 TOLERANCES = TOLERANCE | dict.fromkeys(BYTES, 1e-5)
-"""Of pools, with queries in float32 where elements are bytes."""
+"""Tolerances by type of the pool. Queries are float32 if elements are bytes."""
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 512]
 SHAPES = [(6, 2, 16), (9, 3, 64), (8, 1, 128), (4, 4, 80), (14, 2, 48)]
 PASSES = {
@@ -87,7 +87,7 @@ def forget(pool: MHATokenToKVPool) -> None:
 
 
 def spread(rows: Tensor, gap: int) -> Tensor:
-    """The same rows [T, …], with ``gap`` NaN between one and the next, as in a buffer that holds more than them."""
+    """Return the rows [T, …] with ``gap`` NaN before each, as in a buffer that holds more than them."""
     wide = torch.full((len(rows), rows[0].numel() + gap), float("nan"), dtype=rows.dtype)
     wide[:, gap:] = rows.flatten(1)
     return wide[:, gap:].unflatten(1, rows.shape[1:])
@@ -353,7 +353,7 @@ def test_store_writes_its_slots_and_leaves_their_neighbours(
 def test_half_a_step_is_rounded_to_the_even_number(
     dtype: torch.dtype, head: list[float], expected: list[float]
 ) -> None:
-    """By both engines; the largest number makes the scale 1."""
+    """Both engines round so. The largest number makes the scale 1."""
     from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     k = torch.zeros(1, 1, 16)

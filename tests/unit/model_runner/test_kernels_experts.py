@@ -138,7 +138,7 @@ def test_of_equal_scores_the_first_are_chosen() -> None:
 
 @pytest.mark.parametrize("scoring", ExpertScoring)
 def test_extreme_logits_choose_all_the_same(scoring: ExpertScoring) -> None:
-    """And experts that there are, whatever the logits."""
+    """Existing experts are chosen, whatever the logits are."""
     spec = replace(PLAIN, count=20, chosen=3, scoring=scoring, groups=4, groups_chosen=2)
     far = torch.full((1, 20), -300.0)
     far[0, 7] = 300.0
@@ -233,7 +233,7 @@ def test_more_threads_than_a_product_has_panels(threads: int, kinds: Kinds) -> N
 
 
 def routed(model: Model, bias: Tensor) -> Model:
-    """The same with a router that chooses by ``bias`` more than by the token."""
+    """Return the model with a router that chooses by ``bias`` more than by the token."""
 
     def of_layer(tensors: LayerTensors) -> LayerTensors:
         experts = tensors.experts

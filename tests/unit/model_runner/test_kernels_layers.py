@@ -272,7 +272,7 @@ class Exact(NamedTuple):
 
 
 def compute_in_float64(model: Model, ids: Tensor, rounding: Rounding = lambda x: x) -> Exact:
-    """Of a text that begins at position 0. ``rounding``: of what quantised weights are multiplied with."""
+    """Compute a text from position 0 on. ``rounding`` is applied to what quantised weights are multiplied with."""
     spec, margin = model.spec, torch.full(ids.shape, torch.inf, dtype=torch.float64)
     x = model.embedding[ids].double() * torch.tensor(spec.embedding_scale, dtype=model.embedding.dtype).double()
     for layer, tensors in zip(spec.layers, model.layers, strict=True):
@@ -385,7 +385,7 @@ def run_all(engine: Engine, passes: list[list[tuple[int, int, int]]] | tuple) ->
 def compute_exactly(
     model: Model, engine: Engine, places: list[tuple[int, int]], rounding: Rounding = lambda x: x
 ) -> Exact:
-    """Of the tokens at ``places``, one below the other."""
+    """Compute the tokens at ``places`` in float64, one row each."""
     longest = {row: 1 + max(p for r, p in places if r == row) for row, _ in places}
     by_row = {row: compute_in_float64(model, engine.ids(row, torch.arange(n)), rounding) for row, n in longest.items()}
     return Exact(*(torch.stack([by_row[row][i][position] for row, position in places]) for i in range(2)))

@@ -39,7 +39,7 @@ TOKENS = 512
 
 
 def divisible(spec: ModelSpec, heads: int = 8, kv_heads: int = 4) -> ModelSpec:
-    """The same with sizes that four ranks can share."""
+    """Return the spec with sizes that four ranks can share."""
     layers = tuple(
         replace(
             layer,
@@ -105,7 +105,7 @@ def room(spec: ModelSpec) -> ExchangeRoom:
 
 
 def of_heads(whole: MHATokenToKVPool, own: Shard) -> MHATokenToKVPool:
-    """The same memory, as a rank has it."""
+    """Return a rank's view of the same memory."""
     memory = whole.data.view(torch.uint8).numpy()
     return MHATokenToKVPool(whole.layout, len(whole.data), whole.data.device, memory, own.kv_heads())
 
@@ -193,7 +193,7 @@ class Cable:
         self._both = threading.Barrier(2)
 
     def carry(self, what: Exchange, exchange: int, count: int) -> None:
-        """Of the lead that comes last: both have written then."""
+        """Exchange the data in the lead that comes last, when both have written."""
         self.carried.add(what)
         if self._both.wait() == 0:
             first, second = self.groups

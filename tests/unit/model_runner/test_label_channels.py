@@ -124,7 +124,7 @@ def test_a_model_by_its_own_class_is_refused(llama: Path) -> None:
 
 
 def test_the_command_finds_the_loudest_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each KV head two pairs of what is rotated together are made loud, one in its keys and one in its queries."""
+    """Two pairs of channels of each KV head are made loud, one in its keys and one in its queries."""
     torch.manual_seed(7)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG, head_dim=16))
     loud = {(layer, head): ((layer + 3 * head) % 8, (layer + 3 * head + 1) % 8) for layer in (0, 1) for head in (0, 1)}

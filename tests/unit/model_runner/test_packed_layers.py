@@ -288,7 +288,7 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_pa
 
 
 def test_ranks_with_their_parts_compute_what_one_does(plain, tmp_path: Path, monkeypatch) -> None:
-    """By a product of torch in the place of Triton's, which is interpreted in one thread at a time."""
+    """A product of torch replaces Triton's, which is interpreted in one thread at a time."""
     pytest.importorskip("triton")
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
     monkeypatch.setattr("pdserve.model_runner.ops.packed.product.packed_product", product)

@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def devices(monkeypatch) -> list[RecordingDevice]:
-    """Those that are opened."""
+    """Return the list of devices that are opened."""
     opened: list[RecordingDevice] = []
 
     def open_device(*_args: object, **_more: object) -> RecordingDevice:
@@ -148,7 +148,7 @@ def test_what_pools_of_their_own_do_not_allow_is_refused(changes: dict[str, Any]
 
 
 class Group:
-    """Of two ranks, which give the same."""
+    """Group of two ranks, which give the same."""
 
     def size(self) -> int:
         return 2

@@ -29,7 +29,7 @@ PAGE, LENGTH = 16, 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one KV head, which every rank has."""
+    """Save a model of one KV head, which every rank has."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -77,7 +77,7 @@ def make_runner(folder: Path, threads: int, spin_us: int, monkeypatch: pytest.Mo
 
 
 def cpu_seconds(runner: LoadedModel, batch: ForwardBatch) -> float:
-    """Of all threads together: a busy machine makes a pass take longer, but spinning makes it cost far more."""
+    """Return CPU seconds of all threads. A busy machine makes a pass slower, but spinning makes it cost far more."""
     begin = time.process_time()
     runner.engine.forward(batch)
     return time.process_time() - begin

@@ -59,7 +59,7 @@ def check_resources(requests: list[CompileRequest]) -> list[Compiled]:
 
 
 def test_a_sample_compiles_without_spills() -> None:
-    """And what the compiler must see for itself: copies of 16 bytes that run ahead, and the tensor cores."""
+    """The compiler must find by itself copies of 16 bytes that run ahead, and the tensor cores."""
     on_80, on_90, latent = check_resources([decode(LLAMA_8B, 80), prefill(LLAMA_8B, 90), decode(DEEPSEEK_V3, 90)])
     for compiled in (on_80, on_90, latent):
         assert compiled.count("cp.async.cg.shared.global")

@@ -48,7 +48,7 @@ def check_resources(requests: list[CompileRequest]) -> None:
 
 
 def for_capability(requests: list[CompileRequest], capability: int) -> list[CompileRequest]:
-    """Those that there are: before 8.9 nothing multiplies FP8."""
+    """Return the requests for ``capability``. Before 8.9 nothing multiplies FP8."""
     found = [request for request in requests if capability >= 89 or not request.constants.get("EIGHT")]
     return [msgspec.structs.replace(request, capability=capability) for request in found]
 

@@ -39,7 +39,7 @@ SCRAPERS = {"instance", "job", "leg"}
 
 
 def instance_page(mode: str, **options: str) -> Page:
-    """Of an instance that has served something."""
+    """Return the metrics page of an instance that has served a request."""
 
     async def run(engine: FakeEngine) -> Page:
         engine.client.dispatch([scheduler_metrics()])
@@ -50,7 +50,7 @@ def instance_page(mode: str, **options: str) -> Page:
 
 
 def router_page() -> Page:
-    """Of a router that has answered a request."""
+    """Return the metrics page of a router that has answered a request."""
 
     async def run() -> Page:
         visits = AccessCounts()

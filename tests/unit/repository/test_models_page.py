@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def engines() -> list[str]:
-    """Those that this machine has."""
+    """Return the engines that this machine has."""
     try:
         load_library()
     except BuildError:

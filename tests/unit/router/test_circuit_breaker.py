@@ -26,7 +26,7 @@ class Clock:
 
 
 def fail(rest, clock):
-    """Of a request that took no time."""
+    """Let a request fail that took no time."""
     clock.now += 0.001
     rest.failed(clock())
 

@@ -1,4 +1,4 @@
-"""Which instances decode: what they tell of their pace, and what a router makes of it."""
+"""Instances report the pace of their steps, and a router chooses those that decode by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is chosen for a request, and when nobody is."""
+"""Choice of members for a request, and requests without any."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Who is taken out by the health checks, and who is only busy."""
+"""Health checks take out members that failed, and keep those that are busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who connects to an instance of a cluster has it prove itself, and signs what is asked."""
+"""A client of a cluster lets an instance prove itself, and signs its requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_instance_proves_who_it_is() -> None:
 
 
 def test_a_proof_is_of_one_address() -> None:
-    """Whoever has taken an instance's port could have the challenge answered by another one."""
+    """A process that has taken an instance's port could let another one answer the challenge."""
     challenge = ClusterClient.challenge()
     local = ClusterServer(ClusterSecret((OURS,)), EPOCH, "127.0.0.1", 30000).proof([(CHALLENGE_HEADER, challenge)])
     assert client().proven(challenge, local, "http://127.0.0.1:30000") == EPOCH.encode()

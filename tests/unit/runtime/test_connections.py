@@ -1,4 +1,4 @@
-"""Which connections end when there are too many."""
+"""Choice of the connections that end when there are too many."""
 
 from __future__ import annotations
 

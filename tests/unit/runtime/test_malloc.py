@@ -1,4 +1,4 @@
-"""Which blocks a process takes from its heap, and which from the kernel."""
+"""Blocks that a process takes from its heap, and blocks that it takes from the kernel."""
 
 from __future__ import annotations
 

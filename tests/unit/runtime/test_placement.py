@@ -1,4 +1,4 @@
-"""Which cores the options mean, and that threads really end up there (in a process of their own)."""
+"""Cores by option, and threads that run there (in a process of their own)."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_hand_over_of_high_priority_does_not_wait_for_one_of_low_priority_that
 
 
 def test_three_that_each_precede_another_do_not_wait_for_each_other() -> None:
-    """By arrival low, incoming, high; by priority high before both; nobody else runs."""
+    """The order of arrival is low, incoming, high. By priority, high comes before both. Nothing else runs."""
     c = Campaign(1, ("prefill", "decode"), max_total_tokens=192, enable_priority_scheduling=True)
     world, rng = c.world, random.Random(3)
     prefill, decode = [slot.node for slot in c._slots]
@@ -202,7 +202,7 @@ class BothWays(Campaign):
         node.admit(message)
 
     def seconds(self) -> float:
-        """Until all is over."""
+        """Run until all requests are over, and return the seconds."""
         since = self.world.now
         while any(node.open for node in self._nodes()) and self.world.now < since + 60:
             self.chance.run(self.world.now + 0.1)

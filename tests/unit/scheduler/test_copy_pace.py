@@ -18,7 +18,7 @@ PROMPT = [i % 90 for i in range(3200)]
 PAGES = 200
 TAIL = [5] * 120
 COPY_MS = 2.0
-"""For a page: loading the prompt at once would take ten times the ITL budget."""
+"""Milliseconds of a page. Loading the prompt at once would take ten times the ITL budget."""
 BUDGET_MS = 40.0
 
 
@@ -155,7 +155,7 @@ def test_a_short_load_and_a_piece_share_the_room_of_a_step() -> None:
 
 
 def test_copies_that_were_told_before_leave_less_room_for_loads(sim: CopyingSim) -> None:
-    """Those of pages that the step before has computed."""
+    """The copies are of pages that the step before has computed."""
     sim.stream()
     sim.submit("new", [7, *range(80)], max_new_tokens=2)
     sim.plan()

@@ -47,7 +47,7 @@ def serve_mixed(sim: TimedSim, tokens: int = 600) -> float:
 
 
 def excess(sim: TimedSim, curve: Machine) -> list[float]:
-    """Of each step with decodes and a piece: its gap over what was promised."""
+    """Return the gap over what was promised, for each step with decodes and a piece of a prompt."""
     mixed = [(shape, ms) for shape, ms in sim.gaps if shape.decodes and shape.prompt_tokens]
     return [ms / max(BUDGET_MS, STRETCH * curve(shape.decodes_alone)) for shape, ms in mixed]
 

@@ -72,7 +72,7 @@ def watched(**options) -> SimInstance:
 
 
 def in_blocks(layout: KVLayout, page: np.ndarray) -> tuple[KVLayout, np.ndarray]:
-    """The same KV as the CPU engine has it."""
+    """Return the layout and the page as the CPU engine has them."""
     blocks, page = msgspec.structs.replace(layout, order="blocks"), page.copy()
     PageConverter(blocks, "tokens").convert(page)
     return blocks, page
@@ -321,7 +321,7 @@ def test_a_page_that_a_transfer_has_changed_is_not_used(caplog):
 
 
 def test_without_the_flag_damage_is_taken_for_what_was_sent():
-    """That nothing else finds what the test above damages."""
+    """Nothing else finds what the test above damages."""
     pair = SimPair(disable_handover_checksum=True)
     pair.corrupt = True
     pair.submit("a", prompt(1), room=1, max_new_tokens=6)

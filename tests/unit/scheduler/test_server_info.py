@@ -49,7 +49,7 @@ def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
 
 
 def paths(value: object, path: str = "") -> Iterator[str]:
-    """Of every entry of an object, whatever lies in it."""
+    """Yield the path of every entry of an object, at any depth."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield f"{path}.{name}"
         yield from paths(inner, f"{path}.{name}")

@@ -33,7 +33,7 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 def run_until(sim: SimInstance, rid: str, tokens: int) -> None:
-    """Until the client has so many."""
+    """Run until the client has ``tokens`` tokens."""
     for _ in range(1000):
         if len(sim.tokens.get(rid, [])) >= tokens:
             return

@@ -246,7 +246,7 @@ def test_pages_that_come_too_late_are_the_next_one_s():
 
 
 def prompt_names() -> list[bytes]:
-    """Of the prompt's pages, in its order."""
+    """Return the names of the prompt's pages, in its order."""
     return prompt_hashes(TieredPair().decode.tiers.seed(), np.array(PROMPT, dtype=np.int32), 4, "")
 
 

@@ -41,10 +41,10 @@ from pdserve.scheduler.tiers import KVTiers
 CAMPAIGN_STEPS = int(os.environ.get("PDSERVE_TIER_STEPS", "200000"))
 STEPS = 60
 USUAL_STEPS = 25
-"""That an instance takes: many are shorter."""
+"""Usual number of steps of an instance. Many are shorter."""
 POLICIES = ("write_through", "write_through_selective", "write_back")
 SIZES = (112, 128, 176, 256)
-"""Of the pool, in tokens: what the longest request needs, and more."""
+"""Sizes of the pool in tokens: what the longest request needs, and more."""
 PATIENCE = ("best_effort", "wait_complete", "timeout")
 
 
@@ -158,7 +158,7 @@ class Tiers(RuleBasedStateMachine):
     @precondition(lambda self: self.meant)
     @rule(data=st.data(), turns=st.sampled_from((0, 3, 9)), with_output=st.booleans())
     def snapshot(self, data, turns, with_output):
-        """Of what runs, after a while, or has ended."""
+        """Ask for a snapshot of a request that runs or has ended."""
         self.turn(turns)
         rid = data.draw(st.sampled_from(list(self.meant)[-4:]))
         self.count += 1

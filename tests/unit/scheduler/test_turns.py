@@ -1,4 +1,4 @@
-"""Whose turn it is, from the front door on: requests that come behind a batch go before most of it."""
+"""Order of requests from their arrival on: requests that come after a batch go before most of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is tried first: priorities and preemption, fair shares, prompts that begin alike, deadlines, a full queue."""
+"""Order of waiting requests: priorities and preemption, fair shares, common prefixes, deadlines, a full queue."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_all_returned(sim: SimInstance) -> None:
 
 
 def test_nobody_follows_a_prompt_of_lower_priority() -> None:
-    """Who waits for another's prompt gets on at that one's pace."""
+    """A request that waits for the prompt of another one gets on at its pace."""
     options = make_options(
         **{"page_size": 16, "max_total_tokens": 1 << 16, "max_running_requests": 512, "chunked_prefill_size": 512},
         itl_budget_ms=0,

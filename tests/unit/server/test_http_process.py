@@ -101,7 +101,7 @@ def test_serves_survives_strange_frames_and_ends_when_told(tmp_path: Path) -> No
 
 
 def test_only_the_user_who_runs_it_can_end_it(tmp_path: Path) -> None:
-    """Whoever reaches the port can't: the key of such orders is in a file that others can't read."""
+    """A client that reaches the port can't: the key of such orders is in a file that others can't read."""
     draw_own_admin_key(ServerOptions(), tmp_path)
     key = (tmp_path / "admin-key").read_text().strip()
     with ring(tmp_path, free_port()) as it, httpx.Client(timeout=limit(30)) as client:

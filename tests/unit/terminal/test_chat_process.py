@@ -144,7 +144,7 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """Until ``text`` has been shown since the last call."""
+        """Wait until ``text`` has been shown since the last call."""
         assert self.shows(text, limit(SECONDS)), f"{text!r} is not shown: {self._shown!r}"
         self._shown = self._shown.partition(text)[2]
 
