@@ -47,7 +47,7 @@ def main() -> None:
 def make_models(
     model_path: str, channels: str, chosen: int, slots: int, cpus: tuple[int, ...]
 ) -> dict[str, LoadedModel]:
-    """Those that are compared, their pools full of something."""
+    """Load the models that are compared, and fill their pools."""
     torch_all = ServerOptions(
         model_path=model_path,
         device="cpu",

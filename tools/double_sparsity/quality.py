@@ -84,7 +84,7 @@ def measure(model_path: str, channels: str, ways: list[Way], windows: Tensor) ->
 
 
 def _logits(model_path: str, channels: str, way: Way, windows: Tensor) -> Iterator[Tensor]:
-    """Of each window, those that score its second half, [w / 2, V]."""
+    """Yield for each window the logits that score its second half, [w / 2, V]."""
     width = windows.shape[1]
     options = ServerOptions(
         model_path=model_path,

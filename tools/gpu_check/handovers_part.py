@@ -87,7 +87,7 @@ def pairs(part: Part, asked: Asked) -> list[Sides]:
 
 
 def instances(part: Part, asked: Asked) -> list[Ranks]:
-    """Of several ranks; in a dry run those of torch on the CPU are all that there is."""
+    """Return instances of several ranks. In a dry run there are those of torch on the CPU alone."""
     two = ["--tp-size", "2"]
     if part.dry_run:
         on_cpu = [*asked.on("cpu"), *two, "--attention-backend", "torch"]

@@ -30,9 +30,9 @@ from .record import Check, Finding
 
 ROUNDS = 5
 SECONDS = 30.0
-"""For anything here."""
+"""Limit of each wait."""
 AFTER_SECONDS = 0.3
-"""For so long nothing may land behind a writer's end."""
+"""Seconds after a writer's end in which nothing may land."""
 MARK = 7
 
 

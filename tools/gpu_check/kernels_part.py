@@ -24,7 +24,7 @@ from .part import Part, run_group
 from .record import Check, Finding
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-3, torch.float16: 5e-3}
-"""Of the largest difference to the reference in float32. Products of float32 may round to TF32."""
+"""Largest difference to the reference in float32. Products of float32 may round to TF32."""
 
 
 Lens = tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ Lens = tuple[tuple[int, int], ...]
 
 
 class Shape(NamedTuple):
-    """Of attention."""
+    """Shape of attention."""
 
     name: str
     heads: int

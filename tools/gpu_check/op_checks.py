@@ -26,8 +26,8 @@ from .part import Part
 from .record import Check, Finding
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Of the largest difference to torch's operations on the CPU, which round more often: as a share of the number, or of 1
-where it is less.
+"""Largest difference to torch's operations on the CPU, which round more often. It is a share of the number, or of 1 if
+the number is less.
 """
 ROUNDS = 8
 

@@ -21,12 +21,12 @@ from .rates import median_seconds, read_rate
 from .record import Check, Finding
 
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Of a result, as a share of the product of the magnitudes: a rounding of its type."""
+"""Tolerance of a result, as a share of the product of the magnitudes: a rounding of its type."""
 NO_FP8 = "not run: this GPU does not multiply FP8"
 
 
 class Kind(NamedTuple):
-    """Of weights. ``eight``: with activations in FP8."""
+    """Kind of weights. ``eight``: with activations in FP8."""
 
     name: str
     packing: Packing
@@ -53,7 +53,7 @@ def checks(part: Part) -> Iterator[Check]:
 
 
 def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Finding:
-    """Of a random matrix whose last blocks are cut."""
+    """Check the product of a random matrix. Its last blocks are cut."""
     from pdserve.model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):

@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """That are generated."""
+        """Return the number of tokens that are generated."""
         return len(self.prompts) * self.length
 
 
@@ -56,7 +56,7 @@ def batching_checks(part: Part) -> Iterator[Check]:
 
 
 def make_load(dry_run: bool) -> Load:
-    """Of a 1B shape with the vocabulary of a tokenizer that is at hand."""
+    """Make a load for a 1B shape with the vocabulary of a tokenizer that is at hand."""
     if dry_run:
         sizes, count, longest, length = {"num_hidden_layers": 2}, 3, 20, 6
     else:

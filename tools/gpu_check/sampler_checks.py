@@ -53,7 +53,7 @@ def _triton(device: Device, states: RowStates) -> DeviceSampler:
 
 
 def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
-    """Of rows that ask for everything there is, step after step: where rounding decides, they may differ."""
+    """Check tokens of rows that use every parameter, step after step. They may differ if rounding decides."""
     rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, STEPS)
     rng = np.random.default_rng(0)
     device = open_device(part.device, strict=True)
@@ -78,7 +78,7 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
 
 
 def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
-    """Of chosen tokens and of the best ones, against float64 on the CPU."""
+    """Check scores of chosen tokens and of the best ones against float64 on the CPU."""
     rows, vocab, most = (3, 500, 5) if part.dry_run else (300, 128_256, 20)
     device = open_device(part.device, strict=True)
     sampler = make(device, RowStates(rows, vocab, part.device))

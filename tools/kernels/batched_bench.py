@@ -30,7 +30,7 @@ class Speed(NamedTuple):
     prompt: float
     decode: float
     bytes_read: float
-    """Of weights, by a step, on average."""
+    """Bytes of weights that a step reads, on average."""
 
 
 def main() -> None:

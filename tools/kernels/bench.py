@@ -125,7 +125,7 @@ def _bytes_read(model: LoadedModel, batch: ForwardBatch) -> float:
 
 
 def _operations(model: LoadedModel, batch: ForwardBatch) -> float:
-    """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
+    """Count the operations of linear layers for every token, the head for each row's last, and causal attention."""
     spec = _spec(model)
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
     inner = sum(_inner(layer.mlp) for layer in spec.layers)

@@ -73,6 +73,6 @@ class Roofline:
         return operations * threads / float(best)
 
     def describe(self, kind: ProductKind) -> str:
-        """By which instructions products of ``kind`` are computed at this level."""
+        """Name the instructions that compute products of ``kind`` at this level."""
         name: bytes = self._library.pds_roofline_kind(kind)
         return name.decode()

@@ -87,7 +87,7 @@ class PdserveGguf(Pdserve):
 
 
 class PdserveQ4KM(PdserveGguf):
-    """The same on a random model in Q4_K_M."""
+    """A pdserve server on a random model in Q4_K_M."""
 
     cases = (SINGLE.name, EIGHT.name)
 

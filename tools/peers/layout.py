@@ -35,7 +35,7 @@ class PeerSetup:
 
     @property
     def hf_folder(self) -> Path:
-        """The same model dequantised to bf16, as vLLM and pdserve read it."""
+        """Return the folder of the model dequantised to bf16, as vLLM and pdserve read it."""
         return self.build_dir / "smollm2-135m-bf16"
 
     @property

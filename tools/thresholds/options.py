@@ -18,10 +18,10 @@ class ThresholdOptions:
     Parameters
     ----------
     clusters
-        Which contestants, in the order of each round: auto, always, never, or a number of tokens (a pair with that
+        Contestants, in the order of each round: auto, always, never, or a number of tokens (a pair with that
         --disaggregation-threshold), unified-2 (two unified instances of one thread), unified-1 (one of two threads).
     loads
-        Which loads: streams-4, streams-16 (64 + 200 tokens, so many clients), open (4 a second, 64 + 64), long (1.2 a
+        Loads: streams-4, streams-16 (64 + 200 tokens, so many clients), open (4 a second, 64 + 64), long (1.2 a
         second, 1,000 + 8), middle (3 a second, 300 + 40), closed (4 clients of 64 + 100, and 1,500 + 4 every 4 s),
         mixed (the scenario of that name), trace.
     seeds
@@ -36,7 +36,7 @@ class ThresholdOptions:
     model_path
         A folder, .gguf file, hub name or "smollm2".
     dtype
-        Of weights and KV.
+        Type of weights and KV.
     cpus
         The two cores that every contestant gets.
     output_json

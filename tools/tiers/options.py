@@ -26,15 +26,15 @@ class TierBenchOptions:
     store
         Where the KV of --measure resume and pair is kept; file: in a folder of its own, which is removed.
     url
-        Of --store redis.
+        URL of --store redis.
     tokens
         Lengths of the conversations that go on.
     repeat
         Conversations of each length; the median is told.
     users
-        Of --measure agents.
+        Users of --measure agents.
     turns
-        Of each user.
+        Turns of each user.
     pool_users
         How many users' whole conversations the pool holds.
     first_tokens
