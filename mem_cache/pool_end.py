@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from .base_prefix_cache import BasePrefixCache, KVHold
 
@@ -18,10 +18,24 @@ class PoolEnd:
         self._allocator = cache.allocator
         self._windows = cache.allocator.windows
         self._holds = holds
-        self.announced: Callable[[], int | None] = lambda: None
+        self._announced: int | None = None
         """Size that the pool gets once the requests that need more have ended; None if no change is planned."""
-        self.undone: Callable[[], int] = lambda: self._allocator.size
+        self._before: int | None = None
+        """Size before the change that is under way; None without one."""
+
+    def announce(self, tokens: int) -> None:
+        """Begin a change to ``tokens``: ``move`` makes it, and ``settle`` ends it."""
+        self._announced, self._before = tokens, self._allocator.size
+
+    def settle(self) -> None:
+        """End the change that is under way, whether it was made or not."""
+        self._announced = self._before = None
+
+    @property
+    def undone(self) -> int:
         """Size that the pool keeps if the change fails; its present size if none is under way."""
+        size = self._allocator.size
+        return size if self._before is None else max(self._before, size)
 
     @property
     def most(self) -> int:
@@ -41,10 +55,9 @@ class PoolEnd:
     @property
     def window_pages_leaving(self) -> int:
         """Number of window pages that must no longer be promised to requests, because the pool will lose them."""
-        announced = self.announced()
-        if self._windows is None or announced is None:
+        if self._windows is None or self._announced is None:
             return 0
-        return max(0, self._windows.num_pages - self._windows.pages_for(announced // self._allocator.page_size))
+        return max(0, self._windows.num_pages - self._windows.pages_for(self._announced // self._allocator.page_size))
 
     def can_move(self, tokens: int) -> bool:
         """Return whether the promised window pages fit into the new size."""
@@ -77,3 +90,4 @@ class PoolEnd:
             self._cache.withdraw()
         if (short := -self._allocator.available_size()) > 0:
             self._cache.evict(short)
+        self._announced = None

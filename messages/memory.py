@@ -1,6 +1,6 @@
 """Messages to give memory back to the system and to take it again: HTTP → scheduler, and scheduler → worker.
 
-The scheduler stands between the two (``scheduler/memory_saver.py``).
+The scheduler stands between the two (``scheduler/features/memory_saver.py``).
 """
 
 from __future__ import annotations

@@ -90,6 +90,3 @@ class ReleaseReq(Message):
     extra_key: str
     shared: int = 0
     """Number of first tokens with KV that other sessions still need."""
-
-
-SessionMessage = SnapshotReq | ResumeReq | ReleaseReq

@@ -5,7 +5,8 @@ views, engines and registered regions know nothing of it. On an accelerator the 
 comes, and with it the addresses: graphs are captured again. Weights are dropped with all that computes by them, and
 loaded from where they came from; other weights than before are refused (``Engine.take_weights``).
 
-Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part (``scheduler/memory_saver.py``).
+Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part
+(``scheduler/features/memory_saver.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Profiles of what the ranks of this host compute, as Chrome traces: ``POST /start_profile`` and ``/stop_profile``.
 
 Each rank records its own steps in the thread that computes them, and writes one file. While it writes, it computes
-nothing. The scheduler bounds a profile in steps and time (``scheduler/profiling.py``); here a trace is bounded in
-bytes, and the folder in profiles.
+nothing. The scheduler bounds a profile in steps and time (``scheduler/features/profiling.py``); here a trace is bounded
+in bytes, and the folder in profiles.
 """
 
 from __future__ import annotations

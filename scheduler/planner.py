@@ -30,6 +30,7 @@ from .policies.registry import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
 from .retraction import choose_victim
+from .role import InstanceRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
 from .step_builder import Foresight, InFlightStep, StepBuilder
@@ -58,7 +59,9 @@ class StepPlanner:
     ``arriving``: a peer computes its prompt, and it decodes here as soon as its KV has arrived.
     """
 
-    def __init__(self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel) -> None:
+    def __init__(
+        self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel, role: InstanceRole
+    ) -> None:
         shares = FairShares() if options.fair_scheduling else None
         self.waiting = WaitingQueue(
             make_policy(options, memory, model),
@@ -70,7 +73,7 @@ class StepPlanner:
         self.shared_prompts = SharedPrompts(memory.page_size, enabled=not options.disable_radix_cache)
         self.running: dict[str, Req] = {}
         self.arriving: dict[str, Req] = {}
-        self.budget = StepBudget.of(options, device, model)
+        self.budget = StepBudget.of(options, device, model, role)
         self.joint_start = JointStart(self.budget, model)
         self.admission = Admission(memory, options.schedule_conservativeness)
         self.claims = Claims(self.waiting, memory, self.admission, self.running)

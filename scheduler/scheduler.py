@@ -28,8 +28,10 @@ from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMet
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
+from .admission_gate import AdmissionGate
 from .counters import Counters
 from .deadlines import Deadlines
+from .ended_requests import EndedRequests
 from .estimates.cost_model import make_cost_model
 from .estimator import Estimator
 from .forks import Forks
@@ -41,7 +43,7 @@ from .outbox import Outbox, meta_of, news_interval
 from .planner import StepPlanner
 from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
-from .sessions import Sessions
+from .role import InstanceRole
 from .step_builder import InFlightStep
 from .tiers import KVTiers
 
@@ -64,14 +66,15 @@ class Scheduler:
         debug = make_kv_debug(options, worker, self.tiers, outbox)
         self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events, debug)
         cost_model = make_cost_model(worker)
-        self.planner = StepPlanner(options, self.memory, worker.device, cost_model)
+        self.instance_role = InstanceRole(options.disaggregation_mode)
+        self.planner = StepPlanner(options, self.memory, worker.device, cost_model, self.instance_role)
         self.reqs: dict[str, Req] = {}
-        self.sessions, self.forks = Sessions(self), Forks(self.reqs)
+        self.ended_requests, self.forks = EndedRequests(), Forks(self.reqs)
         self.counters = Counters()
         self.draining, self.completed_step = False, 0
         self.now = 0.0
         """``time.monotonic()`` at the current tick."""
-        self.withheld: Callable[[], Refusal | None] = lambda: None  # set by ``memory_saver.py`` while memory is away
+        self.gate = AdmissionGate()
         self._in_flight: deque[InFlightStep] = deque()
         self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
         self.deadlines = Deadlines()
@@ -87,7 +90,7 @@ class Scheduler:
     @property
     def role(self) -> DisaggregationMode:
         """Work that this instance is offered now. It does not limit what the instance can do."""
-        return self.planner.budget.role
+        return self.instance_role.mode
 
     @property
     def longest(self) -> int:
@@ -109,7 +112,7 @@ class Scheduler:
                 # A peer may send wrong KV. The sender's name in the key keeps it from requests that did not choose that
                 # sender.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
-        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone() - len(msg.input_ids) // 4))
+        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone - len(msg.input_ids) // 4))
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, route, ReqState.WAITING, budget, news, now, self.role)
         req.limit_output(self.memory.max_total_tokens)
@@ -154,7 +157,7 @@ class Scheduler:
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
         """Return why a request cannot be admitted now, or None if it can."""
-        if (closed := DRAINING if self.draining else self.withheld()) is not None:
+        if (closed := DRAINING if self.draining else self.gate.refusal()) is not None:
             return closed
         if msg.rid in self.reqs:
             return refuse_rid(msg.rid)
@@ -280,7 +283,7 @@ class Scheduler:
         self.counters.ended(req)
         if self.tiers is not None:
             self.tiers.forget(req.rid)
-        self.sessions.ended(req)
+        self.ended_requests.remember(req)
         if req.hold is not None:
             self.memory.finish(req)
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ..runtime.options import DisaggregationMode, ServerOptions
 from .estimates.cost_model import CostModel, StepShape
 from .itl_budget import ItlBudget
+from .role import InstanceRole
 
 ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")
 CPU_CHUNK = 512
@@ -77,8 +78,7 @@ class StepRoom:
 class StepBudget:
     """Gives each step its room.
 
-    ``may_cut``: whether a prompt may be computed in pieces. ``itl``: None without a promise. ``role``: the instance's
-    current role.
+    ``may_cut``: whether a prompt may be computed in pieces. ``itl``: None without a promise.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class StepBudget:
         model: CostModel,
         alone: int,
         mixed: dict[DisaggregationMode, int],
-        role: DisaggregationMode,
+        role: InstanceRole,
         *,
         may_cut: bool,
         itl_ms: float,
         ttft_target_ms: float = 0.0,
         alone_ms: float = math.inf,
     ) -> None:
-        self.role: DisaggregationMode = role
+        self._role = role
         self.may_cut = may_cut
         self.itl = ItlBudget(itl_ms, model, ttft_target_ms) if itl_ms else None
         self._model = model
@@ -102,9 +102,8 @@ class StepBudget:
         self._refused = 0
 
     @classmethod
-    def of(cls, options: ServerOptions, device: str, model: CostModel) -> StepBudget:
+    def of(cls, options: ServerOptions, device: str, model: CostModel, role: InstanceRole) -> StepBudget:
         """Return the budget that the options set, or that suits the worker's ``device``."""
-        role = options.disaggregation_mode
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:
             return cls(model, most, dict.fromkeys(ROLES, most), role, may_cut=False, itl_ms=0.0)
@@ -131,7 +130,7 @@ class StepBudget:
         the actual number.
         """
         refused = self._refused if refused is None else refused
-        tokens = self._mixed[self.role] if decodes.decodes else self._tokens_alone()
+        tokens = self._mixed[self._role.mode] if decodes.decodes else self._tokens_alone()
         if self.itl is None or not (decodes.decodes or awaited):
             return StepRoom(tokens)
         limit_ms = self.itl.limit_ms(decodes)

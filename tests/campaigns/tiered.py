@@ -126,7 +126,7 @@ class TieredCampaign:
         """The pool is to get another size."""
         self.events["resizes"] += 1
         order = ResizeReq(self.rng.choice(SIZES), self.rng.choice((0.0, 0.005, 100.0)), id=1)
-        self.sim.resize.ask(order, self.sim.now)
+        self.sim.ask(order)
 
     def serve(self) -> None:
         """The store does some of what it was asked."""

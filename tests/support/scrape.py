@@ -25,16 +25,18 @@ from pdserve.scheduler import (
     counters,
     itl_budget,
     kv_debug,
-    memory_saver,
     memory_terms,
-    metrics_report,
     planner,
-    pressure,
     shared_prompts,
     store_link,
     tiers,
 )
 from pdserve.scheduler.estimates import cost_model
+from pdserve.scheduler.feature import Feature
+from pdserve.scheduler.features import memory_saver, metrics_report, pressure
+from pdserve.scheduler.features.handovers import HandoverFeature
+from pdserve.scheduler.features.tiers import TierFeature
+from pdserve.scheduler.instance import make_kv_hashing
 from pdserve.scheduler.kv_debug import Place
 from pdserve.scheduler.req import ReqState
 from pdserve.scheduler.scheduler import Scheduler
@@ -76,7 +78,18 @@ def page_of(families: Collection[Family]) -> Page:
 
 def metrics_of(scheduler: Scheduler) -> Page:
     """Return the page of what ``scheduler`` counts now."""
-    return page_of(metrics_report.take_metrics(scheduler).families)
+    return page_of(families_of(scheduler))
+
+
+def parts_of(scheduler: Scheduler) -> list[Feature]:
+    """Return the parts of an instance that report figures of the scheduler's own parts."""
+    tiers = [TierFeature(scheduler.tiers)] if scheduler.tiers is not None else []
+    return [HandoverFeature(scheduler), *tiers, make_kv_hashing(scheduler)]
+
+
+def families_of(scheduler: Scheduler) -> list[Family]:
+    """Return what ``scheduler`` and its parts count now."""
+    return metrics_report.take_metrics(scheduler) + [f for part in parts_of(scheduler) for f in part.metrics(0.0)]
 
 
 def scheduler_metrics(without: Collection[str] = ()) -> SchedulerMetrics:

@@ -25,6 +25,8 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
 from pdserve.model_runner.kv.page_hasher import PageHasher
 from pdserve.runtime.options import ServerOptions
+from pdserve.scheduler.features.sessions import Sessions
+from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
 
@@ -280,6 +282,7 @@ class SimInstance:
         self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
         ready = make_worker_ready(self.options, context_length, measured, window, host_pages)
         self.scheduler = Scheduler(self.options, ready, self.outbox)
+        self.sessions = Sessions(self.scheduler)
         self.worker = SimWorker(self.options, context_length, window)
         self.tokens: dict[str, list[int]] = {}
         self.items: dict[str, list[ReqTokens]] = {}
@@ -291,6 +294,10 @@ class SimInstance:
     def submit(self, *args, **kwargs) -> None:
         """Take a request in."""
         self.scheduler.admit_message(make_generate(*args, **kwargs), self.now)
+
+    def tell(self, message: Message) -> None:
+        """Pass a message about sessions to their feature."""
+        Handlers(self.outbox, self.sessions).handle(message, self.now)
 
     def plan(self) -> None:
         """Let the scheduler plan, and read what it says."""

@@ -8,7 +8,8 @@ from pdserve.messages.base import Message
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.question import Refused
 from pdserve.runtime.machine.memory import Memory
-from pdserve.scheduler.pool_resize import PoolResize
+from pdserve.scheduler.features.pool_resize import PoolResize
+from pdserve.scheduler.handlers import Handlers
 
 from .sim import SimInstance
 from .sim_tiers import TieredSim
@@ -27,7 +28,7 @@ class Resized:
 
     def plan(self: Any) -> None:
         """See ``SimInstance``."""
-        self.resize.advance(self.now)
+        self.resize.tick(self.now)
         super().plan()  # type: ignore[misc]
 
     def on_command(self: Any, message: Message) -> None:
@@ -38,11 +39,15 @@ class Resized:
         size = self.options.page_size
         for kv, first in zip(self.worker.pools(), (message.first, message.first_window), strict=False):
             kv[first * size :] = -1
-        self.resize.on_trimmed(PoolTrimmed(FREED))
+        self.resize.on_trimmed(PoolTrimmed(FREED), self.now)
+
+    def ask(self: Any, question: ResizeReq) -> None:
+        """Ask for another size."""
+        Handlers(self.outbox, self.resize).handle(question, self.now)
 
     def order(self: Any, tokens: int, wait_s: float = 0.0) -> Any:
         """Ask, and let the worker do what there is; the answer, None: not yet."""
-        self.resize.ask(ResizeReq(tokens, wait_s, id=3), self.now)
+        self.ask(ResizeReq(tokens, wait_s, id=3))
         return self.told()
 
     def told(self: Any) -> Any:

@@ -32,9 +32,10 @@ from pdserve.runtime.options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.estimates.cost_model import CostModel
 from pdserve.scheduler.estimator import Estimator
+from pdserve.scheduler.features.pool_resize import PoolResize
 from pdserve.scheduler.first_token import NOTHING, Load
+from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
-from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.phases import phases_problem
@@ -247,7 +248,7 @@ class Node:
         now, scheduler = self.world.now, self.scheduler
         scheduler.now = now
         self.manager.poll(now)
-        self.pool_resize.advance(now)
+        self.pool_resize.tick(now)
         self._note_pool_size()
         scheduler.run_steps(now)
         self.manager.flush()
@@ -295,7 +296,7 @@ class Node:
 
     def change_role(self, role: DisaggregationMode) -> None:
         """Do what ``POST /role`` does."""
-        self.scheduler.planner.budget.role = role
+        self.scheduler.instance_role.mode = role
         self.manager.membership.register()
         self.turn()
 
@@ -308,7 +309,8 @@ class Node:
 
     def resize(self, tokens: int, wait_s: float) -> None:
         """Somebody wants a pool of another size."""
-        self.pool_resize.ask(ResizeReq(tokens, wait_s, id=self.world.number()), self.world.now)
+        question = ResizeReq(tokens, wait_s, id=self.world.number())
+        Handlers(self.scheduler.outbox, self.pool_resize).handle(question, self.world.now)
         self._note_pool_size()
         self.turn()
 
@@ -326,7 +328,7 @@ class Node:
         if isinstance(event, StepResult):
             self.scheduler.on_step_result(event, self.world.now)
         elif isinstance(event, PoolTrimmed):
-            self.pool_resize.on_trimmed(event)
+            self.pool_resize.on_trimmed(event, self.world.now)
         elif isinstance(event, PagesHashed):
             assert self.scheduler.memory.debug is not None
             self.scheduler.memory.debug.on_hashed(event, self.world.now)

@@ -23,7 +23,7 @@ from pdserve.messages.kv_events import END, Follower, Frame, KVEventBatch, encod
 from pdserve.runtime.kv_event_checks import kv_event_complaints
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.ports import free_ports
-from pdserve.scheduler.kv_event_feed import KVEventFeed
+from pdserve.scheduler.features.kv_event_feed import KVEventFeed
 from tools.step_overhead.fake_instance import fake_instance
 
 PAGE, SEED = 2, b"model"
@@ -75,7 +75,7 @@ class Rig:
         """Publish until something comes, so that the subscription has arrived. Return the newest sequence number."""
         while not self.sub.poll(20):
             self.log.cleared()
-            self.feed.turn()
+            self.feed.tick(0.0)
         while self.sub.poll(50):
             newest = self.next()
         return newest.seq
@@ -90,7 +90,7 @@ class Rig:
         frames = []
         while True:
             while not self.asks.poll(0):
-                self.feed.turn()
+                self.feed.tick(0.0)
             _, seq, payload = self.asks.recv_multipart()
             if unpack_seq(seq) == END:
                 return frames
@@ -156,7 +156,7 @@ def test_what_a_follower_builds_is_the_tree(rig):
     for _ in range(400):
         seen.add(rig.step())
         before = follower.next_seq
-        rig.feed.turn()
+        rig.feed.tick(0.0)
         if rig.feed.newest_seq >= before:
             assert follower.take(rig.next())
         assert follower.pages == in_tree(rig.cache)
@@ -170,7 +170,7 @@ def test_who_missed_something_has_it_replayed(rig):
     follower.start_at(first)
     for _ in range(60):
         rig.step()
-        rig.feed.turn()
+        rig.feed.tick(0.0)
     assert not follower.take(Frame(first + 5, b""))
     assert follower.missing == first
     for frame in rig.replay(first):
@@ -186,7 +186,7 @@ def test_what_is_too_old_is_gone_and_strangers_are_answered_nothing(make_rig):
     rig = make_rig(kv_events_buffer=4)
     for _ in range(9):
         rig.log.cleared()
-        rig.feed.turn()
+        rig.feed.tick(0.0)
     for junk in ([b""], [b"", b"12"], [b"", pack_seq(0), b"more"], [b"x" * 60]):
         rig.asks.send_multipart(junk)
     assert [frame.seq for frame in rig.replay(2)] == [5, 6, 7, 8]
@@ -198,7 +198,7 @@ def test_replays_are_served_in_turn_a_few_batches_at_a_time(make_rig):
     rig = make_rig()
     for _ in range(500):
         rig.log.cleared()
-        rig.feed.turn()
+        rig.feed.tick(0.0)
     second = make_rig()
     other = second.asks
     other.disconnect(second.feed.addresses[1])
@@ -207,8 +207,8 @@ def test_replays_are_served_in_turn_a_few_batches_at_a_time(make_rig):
         socket.send_multipart([b"", pack_seq(0)])
     seqs, turns = {rig.asks: [], other: []}, 0
     while not all(got and got[-1] == END for got in seqs.values()):
-        rig.feed.turn()
-        turns += rig.feed.is_replaying
+        rig.feed.tick(0.0)
+        turns += rig.feed.seconds_left(0.0) == 0
         for socket, got in seqs.items():
             while socket.poll(0):
                 got.append(unpack_seq(socket.recv_multipart()[1]))

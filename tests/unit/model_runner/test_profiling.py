@@ -42,8 +42,9 @@ from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.python import python_command
+from pdserve.scheduler.features.profiling import MAX_SECONDS, ProfileState, Profiling
+from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
-from pdserve.scheduler.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.server.http.answers import ProfileStarted as StartAnswer
 from pdserve.server.http.answers import ProfileStopped as StopAnswer
 
@@ -61,6 +62,10 @@ class Rig:
         self.step = 10
         self.profiling = Profiling(self.outbox, lambda: self.step)
 
+    def tell(self, message: Any, now: float) -> None:
+        """Pass on a question or an event."""
+        Handlers(self.outbox, self.profiling).handle(message, now)
+
     def told(self) -> list[Any]:
         """Return what the worker was told since the last call."""
         return self._take(self.worker.messages)
@@ -77,9 +82,9 @@ class Rig:
 
     def record(self) -> None:
         """Begin a profile at second 0."""
-        self.profiling.ask(START, 0.0)
+        self.tell(START, 0.0)
         assert self.told() == [StartProfile("name", [], False, False)]
-        self.profiling.on_event(STARTED, 0.0)
+        self.tell(STARTED, 0.0)
         [answer] = self.answers()
         assert (type(answer), answer.id, answer.files, answer.steps) == (ProfileResult, 1, STARTED.files, 4)
 
@@ -88,16 +93,16 @@ def test_a_profile_ends_by_itself_after_its_steps_and_tells_its_files_afterwards
     rig = Rig()
     rig.record()
     rig.step += 3
-    rig.profiling.advance(1.0)
+    rig.profiling.tick(1.0)
     assert rig.told() == []
     rig.step += 1
-    rig.profiling.advance(2.0)
-    rig.profiling.advance(2.0)
+    rig.profiling.tick(2.0)
+    rig.profiling.tick(2.0)
     assert rig.told() == [StopProfile()]
-    rig.profiling.on_event(WRITTEN, 2.5)
+    rig.tell(WRITTEN, 2.5)
     assert rig.answers() == []
     for id_ in (7, 8):
-        rig.profiling.ask(StopProfileReq(id=id_), 3.0)
+        rig.tell(StopProfileReq(id=id_), 3.0)
         [answer] = rig.answers()
         assert (type(answer), answer.id, answer.files) == (ProfileResult, id_, WRITTEN.files)
         assert (answer.steps, answer.seconds, answer.nbytes, answer.ended_by) == (4, 2.0, 12, "num_steps")
@@ -109,13 +114,13 @@ def test_a_profile_that_was_forgotten_ends_after_a_time_without_any_step() -> No
     assert rig.profiling.seconds_left(0.0) == float("inf")
     rig.record()
     assert rig.profiling.seconds_left(1.0) == MAX_SECONDS - 1.0
-    rig.profiling.advance(MAX_SECONDS - 0.1)
+    rig.profiling.tick(MAX_SECONDS - 0.1)
     assert rig.told() == []
-    rig.profiling.advance(MAX_SECONDS)
+    rig.profiling.tick(MAX_SECONDS)
     assert rig.told() == [StopProfile()]
     assert rig.profiling.seconds_left(MAX_SECONDS) == float("inf")
-    rig.profiling.on_event(WRITTEN, MAX_SECONDS)
-    rig.profiling.ask(StopProfileReq(id=2), 100.0)
+    rig.tell(WRITTEN, MAX_SECONDS)
+    rig.tell(StopProfileReq(id=2), 100.0)
     assert rig.answers()[0].ended_by == "time limit"
 
 
@@ -124,24 +129,24 @@ def test_a_second_start_is_refused_until_the_first_has_written() -> None:
     second = StartProfileReq("other", 1, id=9)
 
     def refused(state: str) -> None:
-        rig.profiling.ask(second, 0.5)
+        rig.tell(second, 0.5)
         [answer] = rig.answers()
         assert (answer.id, answer.status, rig.told()) == (9, 409, [])
         assert state in answer.text
         assert '"name"' in answer.text
 
-    rig.profiling.ask(START, 0.0)
+    rig.tell(START, 0.0)
     rig.told()
     refused("starting")
-    rig.profiling.on_event(STARTED, 0.0)
+    rig.tell(STARTED, 0.0)
     rig.answers()
     refused("recording")
-    rig.profiling.ask(StopProfileReq(id=2), 1.0)
+    rig.tell(StopProfileReq(id=2), 1.0)
     rig.told()
     refused("writing")
-    rig.profiling.on_event(WRITTEN, 1.0)
+    rig.tell(WRITTEN, 1.0)
     rig.answers()
-    rig.profiling.ask(second, 2.0)
+    rig.tell(second, 2.0)
     assert rig.told() == [StartProfile("other", [], False, False)]
 
 
@@ -149,40 +154,40 @@ def test_stops_are_answered_when_the_files_are_there() -> None:
     rig = Rig()
     rig.record()
     rig.step += 2
-    rig.profiling.ask(StopProfileReq(id=2), 1.5)
-    rig.profiling.ask(StopProfileReq(id=3), 1.6)
+    rig.tell(StopProfileReq(id=2), 1.5)
+    rig.tell(StopProfileReq(id=3), 1.6)
     assert (rig.told(), rig.answers()) == ([StopProfile()], [])
-    rig.profiling.on_event(WRITTEN, 2.0)
+    rig.tell(WRITTEN, 2.0)
     answers = rig.answers()
     assert [(answer.id, answer.steps, answer.ended_by) for answer in answers] == [(2, 2, "request"), (3, 2, "request")]
 
 
 def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
     rig = Rig()
-    rig.profiling.ask(START, 0.0)
-    rig.profiling.ask(StopProfileReq(id=2), 0.1)
+    rig.tell(START, 0.0)
+    rig.tell(StopProfileReq(id=2), 0.1)
     rig.told()
-    rig.profiling.on_event(STARTED, 0.2)
+    rig.tell(STARTED, 0.2)
     assert rig.told() == [StopProfile()]
-    rig.profiling.on_event(WRITTEN, 0.3)
+    rig.tell(WRITTEN, 0.3)
     assert [answer.id for answer in rig.answers()] == [1, 2]
 
 
 def test_what_fails_is_told_and_the_next_profile_can_start() -> None:
     rig = Rig()
-    rig.profiling.ask(StopProfileReq(id=1), 0.0)
+    rig.tell(StopProfileReq(id=1), 0.0)
     assert (rig.answers()[0].status, rig.told()) == (409, [])
-    rig.profiling.ask(START, 0.0)
-    rig.profiling.on_event(ProfileStarted(status=409, error="it is there already"), 0.1)
+    rig.tell(START, 0.0)
+    rig.tell(ProfileStarted(status=409, error="it is there already"), 0.1)
     [answer] = rig.answers()
     assert (answer.status, answer.text, rig.profiling.state) == (409, "it is there already", ProfileState.IDLE)
     rig.told()
     rig.record()
-    rig.profiling.ask(StopProfileReq(id=5), 1.0)
-    rig.profiling.on_event(ProfileWritten([], 0, "the disk is full"), 2.0)
+    rig.tell(StopProfileReq(id=5), 1.0)
+    rig.tell(ProfileWritten([], 0, "the disk is full"), 2.0)
     [answer] = rig.answers()
     assert (answer.id, answer.status, answer.text) == (5, 503, "the disk is full")
-    assert rig.profiling.info()["error"] == "the disk is full"
+    assert rig.profiling.status(2.0)["profile"]["error"] == "the disk is full"
 
 
 # --- the worker ---

@@ -154,7 +154,7 @@ class Swaps(Campaign):
         if self.rng.random() < 0.06:
             for slot in self._slots:
                 slot.mode = "decode" if slot.mode == "prefill" else "prefill"
-                slot.node.scheduler.planner.budget.role = slot.mode
+                slot.node.scheduler.instance_role.mode = slot.mode
                 slot.node.manager.membership.register()
 
 

@@ -34,8 +34,9 @@ from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv.pool_hasher import PoolHasher
 from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.scheduler import store_link
+from pdserve.scheduler.handlers import Handlers
+from pdserve.scheduler.instance import make_kv_hashing
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
-from pdserve.scheduler.kv_hashes import answer_hashes
 from pdserve.scheduler.req import Req, ReqState, Route
 
 
@@ -362,7 +363,7 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
 
 
 def snapshot(sim: TieredSim, rid: str) -> SessionState:
-    sim.scheduler.sessions.on_message(SnapshotReq(rid, True, 1e10, id=7), sim.now)
+    sim.tell(SnapshotReq(rid, True, 1e10, id=7))
     while not sim.answers:
         sim.plan()
         sim.work()
@@ -375,7 +376,7 @@ def snapshot(sim: TieredSim, rid: str) -> SessionState:
 def resume(sim: TieredSim, state: SessionState, rid: str) -> None:
     request = msgspec.structs.replace(state.running.request, rid=rid, arrival=sim.now)
     running = msgspec.structs.replace(state.running, request=request)
-    sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), sim.now)
+    sim.tell(ResumeReq(msgspec.structs.replace(state, running=running)))
     sim.settle()
 
 
@@ -433,7 +434,7 @@ def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monk
 def told_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = None) -> Any:
     scheduler = sim.scheduler
     ask = KVHashesReq(pack_i32(tokens), extra_key, id=9)
-    answer_hashes(ask, scheduler.memory, scheduler.worker.layout, sim.outbox)
+    Handlers(sim.outbox, make_kv_hashing(scheduler)).handle(ask, sim.now)
     sim.outbox.flush()
     sim.run_until_idle()
     sim._read()

@@ -17,9 +17,10 @@ from pdserve.messages.outputs import ReqError
 from pdserve.messages.question import Refused
 from pdserve.messages.sessions import ResumeReq, SessionState
 from pdserve.messages.tiers import CopyPages
-from pdserve.scheduler.memory_saver import PARTING_SECONDS, MemorySaver, MemoryState
-from pdserve.scheduler.metrics_report import MetricsReport
-from pdserve.scheduler.pressure import Pressure, PressureMeter, pressure, share_left
+from pdserve.scheduler.features.memory_saver import PARTING_SECONDS, MemorySaver, MemoryState
+from pdserve.scheduler.features.metrics_report import MetricsReport
+from pdserve.scheduler.features.pressure import Pressure, PressureMeter, pressure, share_left
+from pdserve.scheduler.handlers import Handlers
 
 
 class Peers:
@@ -52,8 +53,13 @@ class Rig:
         self.released: list[Any] = []
 
     def ask(self, release: bool, *tags: Any, wait_s: float = 0.0) -> Any:
-        self.occupation.ask(MemoryReq(release, list(tags), wait_s, id=7), self.sim.now)
+        question = MemoryReq(release, list(tags), wait_s, id=7)
+        Handlers(self.sim.outbox, self.occupation).handle(question, self.sim.now)
         return self.answer()
+
+    def problem(self) -> str | None:
+        """Return why nothing is computed."""
+        return self.occupation.problem(self.sim.now)
 
     def answer(self) -> Any:
         """Flushes; what HTTP was told of memory, and what the worker was."""
@@ -75,7 +81,7 @@ class Rig:
             self.released = sorted(
                 gone if isinstance(command, ReleaseMemory) else set(self.released) - set(command.tags)
             )
-        self.occupation.on_changed(MemoryChanged(self.released, 9, 0.5, error))
+        self.occupation.on_changed(MemoryChanged(self.released, 9, 0.5, error), self.sim.now)
         result = self.answer()
         assert result is not None
         return result
@@ -83,16 +89,14 @@ class Rig:
 
 def test_an_idle_instance_gives_all_back_and_takes_it_again() -> None:
     rig = Rig()
-    assert rig.occupation.refusal is None
+    assert rig.problem() is None
     assert rig.ask(True) is None
     assert rig.occupation.state is MemoryState.RELEASING
     assert rig.obey() == MemoryResult(["kv_cache", "weights"], 9, 0.5, id=7)
-    assert rig.occupation.refusal == (
-        "memory was given back (kv_cache, weights); POST /resume_memory_occupation takes it again"
-    )
+    assert rig.problem() == ("memory was given back (kv_cache, weights); POST /resume_memory_occupation takes it again")
     assert rig.ask(False) is None
     assert rig.obey().released == []
-    assert (rig.occupation.refusal, rig.occupation.state) == (None, MemoryState.HELD)
+    assert (rig.problem(), rig.occupation.state) == (None, MemoryState.HELD)
     rig.sim.submit("a", range(20), max_new_tokens=5)
     rig.sim.run_until_idle()
     assert rig.sim.tokens["a"] == reference_output(range(20), 5)
@@ -131,8 +135,8 @@ def test_the_wrong_order_is_refused(order: tuple, says: str | None) -> None:
     rig.obey()
     rig.ask(False, "weights")
     assert rig.obey().released == ["kv_cache"]
-    assert rig.occupation.refusal is not None
-    assert "(kv_cache)" in rig.occupation.refusal
+    assert rig.problem() is not None
+    assert "(kv_cache)" in rig.problem()
 
 
 def test_nobody_comes_in_by_another_door() -> None:
@@ -145,14 +149,14 @@ def test_nobody_comes_in_by_another_door() -> None:
     assert rig.ask(True, wait_s=5.0) is None
     for _ in range(2):  # while it waits for the end of what runs, and when all is gone
         moved = rig.scheduler.admit_moved(msg, unpack_i32(running.output), 6)
-        assert moved == rig.occupation.refusal
-        rig.scheduler.sessions.on_message(ResumeReq(state), rig.sim.now)
+        assert moved == rig.problem()
+        rig.sim.tell(ResumeReq(state))
         rig.sim.outbox.flush()
         [error] = [m for m in rig.sim.to_detokenizer.messages if isinstance(m, ReqError)]
         rig.sim.to_detokenizer.messages.clear()
-        assert (error.rid, error.status, error.message) == ("again", 503, rig.occupation.refusal)
+        assert (error.rid, error.status, error.message) == ("again", 503, rig.problem())
         rig.sim.run_until_idle()
-        rig.occupation.advance(rig.sim.now)
+        rig.occupation.tick(rig.sim.now)
         if rig.occupation.state is MemoryState.RELEASING:
             rig.obey()
     assert rig.occupation.state is MemoryState.RELEASED
@@ -164,17 +168,17 @@ def test_requests_are_not_cut_short() -> None:
     refused = rig.ask(True)
     assert refused is not None
     assert (refused.status, "1 requests are running or queued" in refused.text) == (409, True)
-    assert rig.occupation.refusal is None
+    assert rig.problem() is None
     # With time, it ends first; who comes meanwhile is refused.
     assert rig.ask(True, wait_s=5.0) is None
     assert rig.occupation.seconds_left(rig.sim.now) == pytest.approx(5.0)
-    assert rig.occupation.refusal is not None
+    assert rig.problem() is not None
     while not rig.scheduler.is_idle:
         rig.sim.plan()
-        rig.occupation.advance(rig.sim.now)
+        rig.occupation.tick(rig.sim.now)
         assert rig.occupation.state is MemoryState.EMPTYING
         rig.sim.work()
-    rig.occupation.advance(rig.sim.now)
+    rig.occupation.tick(rig.sim.now)
     assert rig.sim.tokens["a"] == reference_output(range(8), 6)
     assert isinstance(rig.obey(), MemoryResult)
 
@@ -185,10 +189,10 @@ def test_who_runs_longer_than_that_goes_on() -> None:
     rig.sim.plan()
     rig.ask(True, wait_s=2.0)
     rig.sim.now += 2.0
-    rig.occupation.advance(rig.sim.now)
+    rig.occupation.tick(rig.sim.now)
     result = rig.answer()
     assert result is not None
-    assert (result.status, rig.occupation.refusal, rig.occupation.state) == (409, None, MemoryState.HELD)
+    assert (result.status, rig.problem(), rig.occupation.state) == (409, None, MemoryState.HELD)
     rig.sim.run_until_idle()
     assert rig.sim.tokens["a"] == reference_output(range(8), 60)
 
@@ -242,13 +246,13 @@ def test_peers_let_go_first_or_it_stays() -> None:
     assert (rig.occupation.state, peers.closed) == (MemoryState.PARTING, True)
     assert not rig.sim.to_worker.messages
     rig.sim.now += PARTING_SECONDS
-    rig.occupation.advance(rig.sim.now)
+    rig.occupation.tick(rig.sim.now)
     stayed = rig.answer()
     assert stayed is not None
     assert (stayed.status, peers.closed) == (409, False)
     rig.ask(True)
     peers.is_closed = True
-    rig.occupation.advance(rig.sim.now)
+    rig.occupation.tick(rig.sim.now)
     rig.obey()
     assert peers.closed
     rig.ask(False, "kv_cache")
@@ -264,7 +268,7 @@ def test_what_cannot_be_had_again_is_still_away() -> None:
     rig.ask(True)
     rig.obey()
     rig.ask(False)
-    assert rig.occupation.refusal == "the instance takes its memory again; try again in a few seconds"
+    assert rig.problem() == "the instance takes its memory again; try again in a few seconds"
     failed = rig.obey(error="weights take 9 GiB, but 1 GiB are free")
     assert (failed.status, failed.text[:12]) == (503, "weights take")
     assert rig.occupation.released == ["kv_cache", "weights"]
@@ -292,10 +296,10 @@ def test_what_a_worker_keeps_is_refused_by_name() -> None:
 
 def test_metrics_tell_what_is_away_and_how_short_memory_is() -> None:
     rig = Rig(SimInstance(make_options(max_total_tokens=64)))
-    report = MetricsReport(rig.scheduler, rig.sim.outbox, rig.occupation)
+    report = MetricsReport(rig.scheduler, [PressureMeter(rig.scheduler), rig.occupation])
     rig.ask(True)
     rig.obey()
-    report.turn(rig.sim.now)
+    report.tick(rig.sim.now)
     rig.sim.outbox.flush()
     [told] = rig.sim.to_detokenizer.messages
     page = page_of(told.families)
@@ -322,12 +326,12 @@ def test_levels(left: float, waiting: int, since: float, level: Pressure) -> Non
 def test_a_retraction_is_pressure_for_a_while() -> None:
     sim = SimInstance(make_options(max_total_tokens=64, schedule_conservativeness=0.1))
     meter = PressureMeter(sim.scheduler)
-    meter.turn(1.0)
+    meter.tick(1.0)
     assert meter.level(1.0) is Pressure.NONE
     for i in range(4):
         sim.submit(f"r{i}", [i, i + 1, i + 2], max_new_tokens=30)
     sim.run_until_idle()
-    meter.turn(2.0)
+    meter.tick(2.0)
     levels = [meter.level(2.0 + seconds) for seconds in (0, 9, 11, 61)]
     assert levels == [Pressure.HIGH, Pressure.HIGH, Pressure.SOME, Pressure.NONE]
 

@@ -17,8 +17,8 @@ from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeRe
 from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
+from pdserve.scheduler.features.memory_saver import MemorySaver, MemoryState
 from pdserve.scheduler.handover import NoHandovers
-from pdserve.scheduler.memory_saver import MemorySaver, MemoryState
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
@@ -146,7 +146,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     sim.order(64, wait_s=0.5)
     assert sim.resize.seconds_left(sim.now) == pytest.approx(0.5)
     sim.now += 0.5
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     late = sim.told()
     assert late is not None
     assert (late.status, sim.scheduler.memory.max_total_tokens) == (409, 256)
@@ -264,7 +264,7 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     assert sim.order(120, wait_s=0.5) is None
     assert sim.scheduler.memory.usage()["total"] == 120
     sim.now += 1.0
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     late = sim.told()
     assert late == Refused(409, AT_THE_END, id=3)
     assert (sim.scheduler.memory.end.beyond, sim.resize.aim) == (0, None)
@@ -289,7 +289,7 @@ def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) 
         sim.work()
     assert len(sim.tokens["meanwhile"]) > 108
     sim.now += 2.0
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     assert sim.told() == Refused(409, LONG_RUNS, id=3)
     sim.run_until_idle()
     assert sim.tokens["meanwhile"] == reference_output(range(40, 50), 200)
@@ -316,7 +316,7 @@ def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: S
     cut = [sim.scheduler.reqs[rid].max_new_tokens for rid in ("waits", "shrinks")]
     assert cut == [108, 110]
     sim.now += 2e6
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     assert sim.told() == Refused(409, AT_THE_END, id=3)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 36)
@@ -328,10 +328,10 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
     sim = ResizedSim(make_options(max_total_tokens=64, max_total_tokens_limit=256))
     # Nothing beyond is committed ahead of use, and an order waits for that.
     assert list(sim.to_worker.messages) == [TrimPool(17)]
-    sim.resize.ask(ResizeReq(256, id=3), sim.now)
+    sim.ask(ResizeReq(256, id=3))
     assert sim.scheduler.memory.max_total_tokens == 64
     sim.work()
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     assert sim.told() == ResizeResult(256, 64, FREED, id=3)
     sim.submit("long", range(200), max_new_tokens=3)
     sim.run_until_idle()
@@ -341,9 +341,9 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
 def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     """A peer could have written to it: what is let go then would be its KV."""
     sim = ResizedSim(make_options())
-    sim.resize.ask(ResizeReq(64, id=3), sim.now)
+    sim.ask(ResizeReq(64, id=3))
     sim.outbox.flush()
-    sim.resize.ask(ResizeReq(256, id=4), sim.now)
+    sim.ask(ResizeReq(256, id=4))
     assert sim.scheduler.memory.max_total_tokens == 64
     sim.outbox.flush()
     [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult | Refused)]
@@ -379,14 +379,13 @@ def test_who_cannot_is_told_why() -> None:
 def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
     sim = ResizedSim(make_options())
     occupation = MemorySaver(sim.scheduler)
-    sim.resize = occupation.resize
     busy(sim)
     assert sim.order(120, wait_s=1e6) is None
-    occupation.ask(MemoryReq(True, ["kv_cache"], 1e6, id=9), sim.now)
+    assert occupation.ask(MemoryReq(True, ["kv_cache"], 1e6, id=9), sim.now) is None
     while occupation.state is MemoryState.EMPTYING:
         sim.plan()
         sim.work()
-        occupation.advance(sim.now)
+        occupation.tick(sim.now)
     sim.outbox.flush()
     assert sim.scheduler.memory.usage()["free"] == 120
     assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)] == []
@@ -419,6 +418,6 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
         if not hasattr(sim.ends[rid], "status"):
             assert sim.tokens[rid] == output, rid
     assert sum(not hasattr(end, "status") for end in sim.ends.values()) > 20
-    sim.resize.advance(sim.now)
+    sim.resize.tick(sim.now)
     sim.told()
     assert np.all(sim.worker.kv[sim.scheduler.memory.max_total_tokens + PAGE :] == -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.scrape import Page, metrics_of, page_of, scheduler_metrics
+from support.scrape import Page, families_of, metrics_of, page_of, parts_of, scheduler_metrics
 from support.sim import Sent, SimInstance, make_generate, make_options
 from support.sim_pair import SimPair, SimSide
 from support.sim_tiers import TieredSim
@@ -18,8 +18,9 @@ from pdserve.messages.outputs import ReqMeta, ReqTokens
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.tiers import StoreState
 from pdserve.scheduler.counters import Counters
-from pdserve.scheduler.memory_saver import MemorySaver
-from pdserve.scheduler.metrics_report import REPORT_SECONDS, MetricsReport, take_metrics
+from pdserve.scheduler.features.memory_saver import MemorySaver
+from pdserve.scheduler.features.metrics_report import REPORT_SECONDS, MetricsReport, take_metrics
+from pdserve.scheduler.features.pressure import PressureMeter
 from pdserve.scheduler.req import Req, ReqState, Route
 
 
@@ -54,13 +55,13 @@ def test_prompts_count_as_they_are_computed_and_hits_as_they_are_found() -> None
     assert (computed(metrics_of(sim.scheduler)), sim.scheduler.counters.finished) == (0, 0)
     sim.work()
     begun = take_metrics(sim.scheduler)
-    assert computed(page_of(begun.families)) == 16  # the first piece; the request has barely begun
+    assert computed(page_of(begun)) == 16  # the first piece; the request has barely begun
     sim.run_until_idle()
     sim.submit("b", [*range(20), 7, 7], max_new_tokens=5)
     sim.run_until_idle()
     page = metrics_of(sim.scheduler)
     steps = "pdserve_step_duration_seconds"
-    assert page_of(begun.families).total(f"{steps}_count") == 1  # what was said stays said
+    assert page_of(begun).total(f"{steps}_count") == 1  # what was said stays said
     assert (computed(page), cached(page)) == (40 + 2, 20)
     assert computed(page) + cached(page) == told(sim, "prompt_tokens")
     assert cached(page) == told(sim, "cached_tokens") == page.total("pdserve_prefix_cache_hit_tokens_total")
@@ -147,10 +148,10 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
 def test_reports_are_few_while_requests_run_and_prompt_when_the_last_one_ends() -> None:
     sim, sent = SimInstance(), Sent()
     sim.outbox._detokenizer = sent
-    report = MetricsReport(sim.scheduler, sim.outbox)
+    report = MetricsReport(sim.scheduler, [])
 
     def turn(now: float) -> list[SchedulerMetrics]:
-        report.turn(now)
+        report.tick(now)
         sim.outbox.flush()
         said = [m for m in sent.messages if isinstance(m, SchedulerMetrics)]
         sent.messages.clear()
@@ -189,8 +190,11 @@ def test_every_declared_metric_is_reported() -> None:
     tiered.tiers.store.state = StoreState("closed", "", pages=1, nbytes=1)  # a store that can say what it holds
     sent = Sent()
     tiered.outbox._detokenizer = sent
-    MetricsReport(tiered.scheduler, tiered.outbox, MemorySaver(tiered.scheduler)).turn(0.0)
+    meters = [PressureMeter(tiered.scheduler), MemorySaver(tiered.scheduler)]
+    MetricsReport(tiered.scheduler, [*parts_of(tiered.scheduler), *meters]).tick(0.0)
     tiered.outbox.flush()
-    reports = [*sent.messages, take_metrics(node.scheduler)]
-    reported = {f.info.name for report in reports if isinstance(report, SchedulerMetrics) for f in report.families}
+    reported = {
+        f.info.name for report in sent.messages if isinstance(report, SchedulerMetrics) for f in report.families
+    }
+    reported |= {family.info.name for family in families_of(node.scheduler)}
     assert reported == {family.info.name for family in scheduler_metrics().families}

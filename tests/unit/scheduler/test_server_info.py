@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.scrape import parts_of
 from support.sim import SimInstance, make_options
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.errors import InvariantViolation
-from pdserve.scheduler.info import Verdict, server_info
+from pdserve.messages.control import ServerInfoReq
+from pdserve.scheduler.features.idle_check import IdleCheck, Verdict
+from pdserve.scheduler.features.server_info import InstanceInfo, server_info
 
 
 def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +46,9 @@ def test_before_the_first_idle_moment_it_says_so() -> None:
 
 
 def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
-    told = server_info(TieredSim().scheduler, "epoch", Verdict())
+    scheduler = TieredSim().scheduler
+    info = InstanceInfo(scheduler, "epoch", IdleCheck(scheduler), parts_of(scheduler))
+    told = info.tell(ServerInfoReq(), 0.0).info
     assert told["tiers"]["store"]["breaker"] == "closed"
     assert not {path for path in paths(told) if path.endswith(".type")}
 

@@ -16,8 +16,8 @@ from pdserve.messages.outputs import ReqError
 from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
-from pdserve.scheduler import sessions as sessions_module
-from pdserve.scheduler import store_link
+from pdserve.scheduler import ended_requests, store_link
+from pdserve.scheduler.features import sessions as sessions_module
 from pdserve.scheduler.kept_pages import MOST_SECONDS
 from pdserve.scheduler.req import ReqState, Route
 
@@ -45,7 +45,7 @@ def run_until(sim: SimInstance, rid: str, tokens: int) -> None:
 
 def snapshot(sim: SimInstance, rid: str, *, with_output: bool = True) -> Any:
     """Ask, and turn until it is answered; the store does what it is told."""
-    sim.scheduler.sessions.on_message(SnapshotReq(rid, with_output, 1e10, id=len(sim.answers) + 1), sim.now)
+    sim.tell(SnapshotReq(rid, with_output, 1e10, id=len(sim.answers) + 1))
     for _ in range(1000):
         sim.plan()
         if sim.answers:
@@ -59,7 +59,7 @@ def resume(sim: SimInstance, state: SessionState, rid: str) -> None:
     """Go on with it under another name."""
     request = msgspec.structs.replace(state.running.request, rid=rid, arrival=sim.now)
     running = msgspec.structs.replace(state.running, request=request)
-    sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), sim.now)
+    sim.tell(ResumeReq(msgspec.structs.replace(state, running=running)))
     sim.settle() if isinstance(sim, TieredSim) else sim.run_until_idle()
 
 
@@ -87,7 +87,7 @@ def test_of_a_prompt_that_is_half_computed_no_more_is_kept_than_there_is():
     sim = TieredSim(200, hicache_storage_prefetch_policy="best_effort", disable_overlap_schedule=True)
     sim.submit("a", prompt(1, 64), max_new_tokens=20)
     sim.plan()  # its first piece of 16
-    sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, id=1), sim.now)
+    sim.tell(SnapshotReq("a", True, 1e10, id=1))
     while not sim.answers:
         sim.scheduler._move_pages(sim.now)
         sim.outbox.flush()
@@ -177,7 +177,7 @@ def test_a_session_holds_so_much_and_no_more(monkeypatch):
 
 
 def test_what_has_ended_is_not_remembered_for_ever(monkeypatch):
-    monkeypatch.setattr(sessions_module, "MAX_ENDED_TOKENS", 100)
+    monkeypatch.setattr(ended_requests, "MAX_ENDED_TOKENS", 100)
     sim = SimInstance()
     for name in "abc":
         sim.submit(name, prompt(1), max_new_tokens=12)
@@ -211,7 +211,7 @@ def test_a_store_that_hangs_or_is_dead_costs_the_kv_and_not_the_answer():
     sim = TieredSim(200)
     sim.submit("a", prompt(1), max_new_tokens=20)
     run_until(sim, "a", 10)
-    sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, id=1), sim.now)
+    sim.tell(SnapshotReq("a", True, 1e10, id=1))
     for _ in range(30):
         sim.plan()
         sim.work()
@@ -226,7 +226,7 @@ def test_a_store_that_hangs_or_is_dead_costs_the_kv_and_not_the_answer():
     sim.store.dead = True
     sim.submit("b", prompt(2), max_new_tokens=20)
     run_until(sim, "b", 10)
-    sim.scheduler.sessions.on_message(SnapshotReq("b", True, 1e10, id=2), sim.now)
+    sim.tell(SnapshotReq("b", True, 1e10, id=2))
     for _ in range(200):
         sim.now += 0.2
         sim.plan()
@@ -246,7 +246,7 @@ def test_what_the_store_lost_is_sent_again_and_released_in_the_end():
     assert set(lost) <= set(sim.store.kept)
     wishes: list[tuple[int, float]] = []
     sim.store.keep = lambda hashes, until: wishes.append((len(hashes), until)) or len(hashes)
-    sim.scheduler.sessions.on_message(ReleaseReq(pack_i32(prompt(1)), "", 9), sim.now)
+    sim.tell(ReleaseReq(pack_i32(prompt(1)), "", 9))
     sim.settle()
     assert wishes == [(5, 0.0)]
 
@@ -259,7 +259,7 @@ def test_a_name_that_another_key_had_is_not_its_request():
     run_until(sim, "a", 2)
     for _ in range(2):  # while it runs, and when it has ended
         for key_name, status in (("bob", 404), ("", 404), ("alice", 200), (None, 200)):
-            sim.scheduler.sessions.on_message(SnapshotReq("a", True, 1e10, key_name, id=1), sim.now)
+            sim.tell(SnapshotReq("a", True, 1e10, key_name, id=1))
             while not sim.answers:
                 sim.plan()
                 _ = sim.work() or sim.serve_store()

@@ -139,7 +139,7 @@ class Tiers(RuleBasedStateMachine):
         for i in range(busy):
             self.submit(i % 3, 60, self.count % 3, 24)
         self.turn(3 * busy)
-        self.sim.resize.ask(ResizeReq(tokens, wait_s, id=1), self.sim.now)
+        self.sim.ask(ResizeReq(tokens, wait_s, id=1))
 
     @rule(times=st.integers(1, 6))
     def serve_store(self, times):
@@ -163,7 +163,7 @@ class Tiers(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(list(self.meant)[-4:]))
         self.count += 1
         self.snapshots[self.count] = self.meant[rid]
-        self.sim.scheduler.sessions.on_message(SnapshotReq(rid, with_output, 1e10, id=self.count), self.sim.now)
+        self.sim.tell(SnapshotReq(rid, with_output, 1e10, id=self.count))
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
@@ -175,7 +175,7 @@ class Tiers(RuleBasedStateMachine):
         self.asked[rid] = self.meant[rid] = meant
         request = msgspec.structs.replace(state.running.request, rid=rid, arrival=self.sim.now)
         running = msgspec.structs.replace(state.running, request=request)
-        self.sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), self.sim.now)
+        self.sim.tell(ResumeReq(msgspec.structs.replace(state, running=running)))
 
     @precondition(lambda self: self.sim.store.kept)
     @rule(data=st.data(), kind=st.sampled_from(("flip", "flip all", "cut", "swap", "lose")))

@@ -16,7 +16,8 @@ from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.runtime import supervisor
 from pdserve.runtime.options import ServerOptions
-from pdserve.scheduler.info import Verdict, server_info
+from pdserve.scheduler.features.idle_check import Verdict
+from pdserve.scheduler.features.server_info import server_info
 from pdserve.server import cluster
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions

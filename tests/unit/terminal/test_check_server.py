@@ -10,7 +10,8 @@ from support.router_rig import Rig, scenario
 from support.sim import SimInstance
 from support.web_server import port_of_nobody, web_server
 
-from pdserve.scheduler.info import Verdict, server_info
+from pdserve.scheduler.features.idle_check import Verdict
+from pdserve.scheduler.features.server_info import server_info
 from pdserve.terminal.check import server
 from pdserve.terminal.check.finding import Finding, Level
 from pdserve.terminal.check.server import judge_answer, look_at_server

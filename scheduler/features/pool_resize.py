@@ -23,18 +23,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
-from ..messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
-from ..messages.question import Refused
-from ..runtime.machine.memory import Memory, host_memory
-from .req import Req, Route
-from .scheduler import Scheduler
+from ...messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from ...messages.question import Refused
+from ...runtime.machine.memory import Memory, host_memory
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..req import Req, Route
+from ..scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 GIB = 2**30
 
 
-class PoolResize:
+class PoolResize(Feature):
     """Resizes of the pool, one at a time. Called from the scheduler's loop. ``host`` reads the host's memory."""
 
     def __init__(self, scheduler: Scheduler, host: Callable[[], Memory] = host_memory) -> None:
@@ -46,8 +49,6 @@ class PoolResize:
         self._begun = self._is_trimming = False
         self._earlier: frozenset[str] = frozenset()
         """Rids of the requests that came before the order."""
-        self._memory.end.announced = lambda: None if self._begun else self.aim
-        self._memory.end.undone = self._undone
         if self._before < self._memory.end.most:
             self._trim()  # before it is used: no memory is committed there in advance
 
@@ -56,25 +57,29 @@ class PoolResize:
         """Size in tokens that the pool is about to have; None while no resize is under way."""
         return None if self._order is None else self._order.max_total_tokens
 
-    def _undone(self) -> int:
-        now = self._memory.max_total_tokens
-        return now if self.aim is None else max(self._before, now)
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"memory": {"resizing_to": self.aim}}
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds until ``advance`` has to be called, infinity for never."""
+        """See ``Feature``."""
         return max(0.0, self._until - now)
 
-    def ask(self, order: ResizeReq, now: float) -> None:
-        """Resize the pool, now or as soon as possible, or answer why not."""
+    @answers(ResizeReq)
+    def ask(self, order: ResizeReq, now: float) -> ResizeResult | Refused | None:
+        """Resize the pool, now or as soon as possible, or refuse to. The answer follows when the memory is returned."""
+        if (closed := self._scheduler.gate.refusal()) is not None:
+            return Refused(409, closed.message)
         problem = self._problem(order.max_total_tokens)
         if problem is not None:
-            self._scheduler.outbox.reply(order, problem)
-            return
+            return problem
         self._order, self._until, self._before = order, now + order.wait_s, self._memory.max_total_tokens
         self._begun, self._earlier = False, frozenset(self._scheduler.reqs)
-        self.advance(now)
+        self._memory.end.announce(order.max_total_tokens)
+        self.tick(now)
+        return None
 
-    def advance(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Try again what could not be done before, or give up after ``wait_s``."""
         order, memory = self._order, self._memory
         if order is None or self._is_trimming:
@@ -93,16 +98,19 @@ class PoolResize:
                 memory.resize(self._before)
                 self._free_outputs()
             self._order, self._until = None, math.inf
+            memory.end.settle()
             why = why or "requests use pages at the pool's end"
             text = f"{why}; try again later, or give it time (wait_s)"
             self._scheduler.outbox.reply(order, Refused(409, text))
 
-    def on_trimmed(self, event: PoolTrimmed) -> None:
+    @receives(PoolTrimmed)
+    def on_trimmed(self, event: PoolTrimmed, now: float) -> None:
         """Complete the order: the memory beyond the end was returned to the system."""
         self._is_trimming = False
         if self._order is None or not self._begun:
             return  # the first trim, at the start
         order, self._order = self._order, None
+        self._memory.end.settle()
         tokens = self._memory.max_total_tokens
         log.info("KV pool resized from %d to %d tokens", self._before, tokens)
         self._scheduler.outbox.reply(order, ResizeResult(tokens, self._before, event.nbytes))

@@ -7,52 +7,47 @@ tick's tokens, so a client that has its answer finds it counted. A tick between 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from operator import attrgetter
 
-from ..messages.metrics import Family, Labelled, SchedulerMetrics
-from ..runtime.metrics import Metrics, counter, gauge, read
-from . import counters, itl_budget, kv_debug, memory_saver, memory_terms, planner, pressure, shared_prompts
-from .estimates import cost_model
-from .memory_saver import MemorySaver
-from .outbox import Outbox
-from .pressure import PressureMeter
-from .req import ENDED, ReqState
-from .scheduler import Scheduler
+from ...messages.metrics import Family, Labelled, SchedulerMetrics
+from ...runtime.metrics import Metrics, counter, gauge, read
+from .. import counters, itl_budget, memory_terms, planner, shared_prompts
+from ..estimates import cost_model
+from ..feature import Feature
+from ..req import ENDED, ReqState
+from ..scheduler import Scheduler
 
 REPORT_SECONDS = 0.5
 LIVING = tuple(state for state in ReqState if state not in ENDED)
 STATE_OF = attrgetter("state")
 
 
-class MetricsReport:
-    """Sends ``SchedulerMetrics`` if something has changed. Called once a tick of the loop."""
+class MetricsReport(Feature):
+    """Sends ``SchedulerMetrics``, with the metrics of ``features``, if something has changed."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, occupation: MemorySaver | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, features: Sequence[Feature]) -> None:
         self._scheduler = scheduler
-        self._occupation = occupation
-        self.pressure = PressureMeter(scheduler)
-        self._outbox = outbox
+        self._features = features
         self._last: SchedulerMetrics | None = None
         self._sent_at = float("-inf")
 
-    def turn(self, now: float) -> None:
-        """Send a report if one is due and something has changed; ``now``: ``time.monotonic()``."""
-        self.pressure.turn(now)
+    def tick(self, now: float) -> None:
+        """Send a report if one is due and something has changed."""
         if self._scheduler.reqs and now - self._sent_at < REPORT_SECONDS:
             return
-        metrics = take_metrics(self._scheduler)
-        metrics.families += read(pressure.METRICS, self.pressure.level(now))
-        metrics.families += read(memory_saver.METRICS, self._occupation)
+        families = take_metrics(self._scheduler) + [f for part in self._features for f in part.metrics(now)]
+        metrics = SchedulerMetrics(self._scheduler.role, families)
         self._sent_at = now
         if metrics != self._last:
             self._last = metrics
-            self._outbox.answer(metrics)
+            self._scheduler.outbox.answer(metrics)
 
 
-def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
-    """Read the metrics of the scheduler and of all its parts."""
-    planned, tiers = scheduler.planner, scheduler.tiers
-    families: list[Family] = [
+def take_metrics(scheduler: Scheduler) -> list[Family]:
+    """Read the metrics of the scheduler and of its parts."""
+    planned = scheduler.planner
+    return [
         *read(METRICS, scheduler),
         *read(memory_terms.METRICS, scheduler.memory.usage()),
         *read(counters.METRICS, scheduler.counters),
@@ -60,11 +55,7 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         *read(shared_prompts.METRICS, planned.shared_prompts),
         *read(itl_budget.METRICS, planned.budget.itl),
         *read(cost_model.METRICS, scheduler.estimator.model),
-        *scheduler.handovers.metrics(),
-        *(tiers.metrics() if tiers is not None else ()),
-        *read(kv_debug.METRICS, scheduler.memory.debug),
     ]
-    return SchedulerMetrics(scheduler.role, families)
 
 
 def _by_state(scheduler: Scheduler) -> Labelled:

@@ -7,14 +7,16 @@ only requests of 8 bytes are understood, and a tick sends few batches.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 
 import zmq
 
-from ..mem_cache.kv_events import KVEventLog
-from ..messages.kv_events import END, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
-from ..runtime.options import ServerOptions
+from ...mem_cache.kv_events import KVEventLog
+from ...messages.kv_events import END, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
+from ...runtime.options import ServerOptions
+from ..feature import Feature
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ LONGEST_REQUEST = 64
 """Maximum bytes of a request: anything longer ends the connection."""
 
 
-class KVEventFeed:
+class KVEventFeed(Feature):
     """Owner of both sockets. Raises ``zmq.ZMQError`` if an address can't be bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ServerOptions, events: KVEventLog) -> None:
@@ -57,7 +59,7 @@ class KVEventFeed:
         """Number of the last batch that was published, -1 before the first."""
         return self._next - 1
 
-    def turn(self) -> None:
+    def tick(self, now: float) -> None:
         """Publish the events since the last tick, and answer replay requests."""
         if events := self._events.take():
             frame = Frame(self._next, encode_batch(KVEventBatch(time.time(), events)))
@@ -68,10 +70,9 @@ class KVEventFeed:
             self._take_requests(self.replay)
             self._replay_some(self.replay)
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the next tick has something to do even if no message comes."""
-        return bool(self._replays)
+    def seconds_left(self, now: float) -> float:
+        """Return 0 while a replay is under way."""
+        return 0.0 if self._replays else math.inf
 
     def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(REQUESTS_A_TURN):

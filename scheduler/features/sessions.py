@@ -9,57 +9,36 @@ have of its tokens is found by hash, and the rest is computed. So it cannot deco
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from ..mem_cache.page_hash import model_seed, prompt_hashes
-from ..messages.base import I32, unpack_i32
-from ..messages.moves import RunningRequest, problem_of
-from ..messages.outputs import ReqError, TokenLogprob
-from ..messages.question import Refused
-from ..messages.requests import GenerateReq
-from ..messages.sessions import ReleaseReq, ResumeReq, SessionMessage, SessionState, SnapshotReq, SnapshotResult
-from ..messages.worker import WorkerReady
-from .kept_pages import Kept
-from .kv_debug import Place
-from .kv_memory import KVMemory
-from .outbox import Outbox
-from .refusals import BAD_REQUEST, Refusal
-from .req import Req, ReqState, Route
-from .tiers import KVTiers
+from ...mem_cache.page_hash import model_seed, prompt_hashes
+from ...messages.base import I32, unpack_i32
+from ...messages.moves import RunningRequest, problem_of
+from ...messages.outputs import ReqError
+from ...messages.question import Refused
+from ...messages.requests import GenerateReq
+from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
+from ...messages.worker import WorkerReady
+from ..ended_requests import MAX_ENDED_TOKENS, EndedRequests, KnownRequest
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..kept_pages import Kept
+from ..kv_debug import Place
+from ..kv_memory import KVMemory
+from ..outbox import Outbox
+from ..refusals import BAD_REQUEST, Refusal
+from ..req import Req, Route
+from ..tiers import KVTiers
 
 log = logging.getLogger(__name__)
 
-MAX_ENDED = 256
-MAX_ENDED_TOKENS = 1 << 20
-"""Tokens remembered of all ended requests (4 MiB), and maximum tokens of one session."""
-LOGPROB_WEIGHT = 16
 NO_STORE = (
     "this instance has no KV store, so the KV will be recomputed; start it with --enable-hierarchical-cache "
     "--hicache-storage-backend file|redis --hicache-storage-url …"
 )
-
-
-@dataclass(slots=True, frozen=True)
-class _Known:
-    """A request, live or ended. ``token_ids``: prompt and output. ``computed``: number of tokens with KV."""
-
-    msg: GenerateReq
-    token_ids: I32
-    computed: int
-    max_new_tokens: int
-    logprobs: list[TokenLogprob]
-    input_logprobs: list[TokenLogprob] | None
-
-    @property
-    def weight(self) -> int:
-        """Tokens that the request counts for in the limit on remembered ones."""
-        wanted = self.msg.logprobs
-        return len(self.token_ids) * (1 if wanted is None else LOGPROB_WEIGHT + wanted.top_num)
 
 
 class RunsRequests(Protocol):
@@ -70,6 +49,7 @@ class RunsRequests(Protocol):
     memory: KVMemory
     outbox: Outbox
     reqs: dict[str, Req]
+    ended_requests: EndedRequests
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
         """Return why a request cannot be admitted now, or None."""
@@ -81,8 +61,8 @@ class RunsRequests(Protocol):
         """Continue a request admitted by ``admit_moved``."""
 
 
-class Sessions:
-    """Snapshots and resumed requests. ``scheduler`` passes on messages, and reports every request that ends."""
+class Sessions(Feature):
+    """Snapshots and resumed requests."""
 
     def __init__(self, scheduler: RunsRequests) -> None:
         self._scheduler = scheduler
@@ -90,59 +70,31 @@ class Sessions:
         self._worker = scheduler.worker
         tiers, worker = scheduler.tiers, scheduler.worker
         self._seed = tiers.seed() if tiers is not None else model_seed(worker.fingerprint, worker.layout)
-        self._ended: OrderedDict[str, _Known] = OrderedDict()
-        self._ended_tokens = 0
-
-    def on_message(self, message: SessionMessage, now: float) -> None:
-        """Handle a message about sessions from HTTP."""
-        if isinstance(message, SnapshotReq):
-            self._snapshot(message, now)
-        elif isinstance(message, ResumeReq):
-            self._resume(message.state, now)
-        else:
-            self._release(message)
-
-    def ended(self, req: Req) -> None:
-        """Remember a request that has ended. Its KV is found as long as no other request needs the memory."""
-        if req.route is Route.OUTGOING or req.state not in (ReqState.FINISHED, ReqState.ABORTED):
-            return
-        self._forget(req.rid)
-        known = self._ended[req.rid] = _known(req)
-        self._ended_tokens += known.weight
-        while len(self._ended) > MAX_ENDED or self._ended_tokens > MAX_ENDED_TOKENS:
-            self._forget(next(iter(self._ended)))
-
-    def _forget(self, rid: str) -> None:
-        known = self._ended.pop(rid, None)
-        if known is not None:
-            self._ended_tokens -= known.weight
 
     # --- snapshots ---
 
-    def _snapshot(self, ask: SnapshotReq, now: float) -> None:
+    @answers(SnapshotReq)
+    def snapshot(self, ask: SnapshotReq, now: float) -> SnapshotResult | Refused | None:
+        """Return a request's state. The answer follows when its KV is in the store, if there is one."""
         req = self._scheduler.reqs.get(ask.rid)
-        known = _known(req) if req is not None else self._ended.get(ask.rid)
+        known = KnownRequest.of(req) if req is not None else self._scheduler.ended_requests.get(ask.rid)
         # A rid may be reused by the next request, of another key, which may have been refused before it came here.
         if known is None or ask.key_name not in (None, known.msg.key_name):
             text = f"no request {ask.rid!r} runs here, or has ended lately"
-            self._outbox.reply(ask, Refused(404, text))
-            return
+            return Refused(404, text)
         if req is not None and req.route is Route.OUTGOING:
             text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
-            self._outbox.reply(ask, Refused(409, text))
-            return
+            return Refused(409, text)
         if known.weight > MAX_ENDED_TOKENS:
             text = "the request has more tokens or logprobs than a session holds; ask for fewer top_logprobs"
-            self._outbox.reply(ask, Refused(413, text))
-            return
+            return Refused(413, text)
         state = self._state(known, with_output=ask.with_output)
         problem = problem_of(state.running, self._worker.vocab_size)
         if problem is not None:
-            self._outbox.reply(ask, Refused(409, f"the request can't be saved: {problem}"))
-            return
-        self._save(ask, state, known, req, now)
+            return Refused(409, f"the request can't be saved: {problem}")
+        return self._save(ask, state, known, req, now)
 
-    def _state(self, known: _Known, *, with_output: bool) -> SessionState:
+    def _state(self, known: KnownRequest, *, with_output: bool) -> SessionState:
         msg = known.msg
         output = known.token_ids[len(msg.input_ids) // 4 :] if with_output else np.empty(0, dtype=np.int32)
         request = msgspec.structs.replace(msg, bootstrap=None, fork_of="", place=0, arrival=0.0)
@@ -154,8 +106,10 @@ class Sessions:
             input_logprobs=known.input_logprobs if len(output) else None,
         )
 
-    def _save(self, ask: SnapshotReq, state: SessionState, known: _Known, req: Req | None, now: float) -> None:
-        """Have the KV kept in the store, and answer."""
+    def _save(
+        self, ask: SnapshotReq, state: SessionState, known: KnownRequest, req: Req | None, now: float
+    ) -> SnapshotResult | None:
+        """Have the KV kept in the store, and answer when it is."""
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
         page_size = memory.page_size
         tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
@@ -164,8 +118,7 @@ class Sessions:
         if req is not None and req.hold is not None:
             memory.look(req, req.computed, Place.PREFILL, planned=False)
         if tiers is None or tiers.store is None:
-            self._outbox.reply(ask, SnapshotResult(self._with_hashes(state, names), NO_STORE))
-            return
+            return SnapshotResult(self._with_hashes(state, names), NO_STORE)
         pages = memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
         hashes = names.copy()
         count = len(pages)
@@ -175,16 +128,16 @@ class Sessions:
         short = "" if len(hashes) * page_size == wanted else "the memory was needed before the KV was saved"
         page_bytes = self._worker.layout.page_bytes
 
-        def done(kept: Kept) -> None:
+        def result(kept: Kept) -> SnapshotResult:
             message = kept.problem or short
             whole, nbytes = self._with_hashes(state, names), kept.pages * page_bytes
-            self._outbox.reply(ask, SnapshotResult(whole, message, kept.pages * page_size, nbytes))
+            return SnapshotResult(whole, message, kept.pages * page_size, nbytes)
 
         if not hashes:
-            done(Kept(0))
-            return
+            return result(Kept(0))
         tiers.save(hashes, pages)
-        tiers.store.kept.want(hashes, ask.keep_until, now, done)
+        tiers.store.kept.want(hashes, ask.keep_until, now, lambda kept: self._outbox.reply(ask, result(kept)))
+        return None
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
         """Return the state with the hashes of its pages, as far as they are known, if ``--kv-debug`` is on."""
@@ -198,7 +151,9 @@ class Sessions:
             key = state.running.request.extra_key
             memory.debug.expect(prompt_hashes(self._seed, tokens, memory.page_size, key), state.kv_hashes)
 
-    def _release(self, message: ReleaseReq) -> None:
+    @receives(ReleaseReq)
+    def release(self, message: ReleaseReq, now: float) -> None:
+        """Release the stored KV of a session that was deleted."""
         tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
         tokens = unpack_i32(message.token_ids)
         if tiers is not None and tiers.store is not None and len(tokens) >= page_size:
@@ -208,7 +163,10 @@ class Sessions:
 
     # --- resuming ---
 
-    def _resume(self, state: SessionState, now: float) -> None:
+    @receives(ResumeReq)
+    def resume(self, message: ResumeReq, now: float) -> None:
+        """Continue a request, or end it with the reason why it cannot continue here."""
+        state = message.state
         request, output = state.running.request, unpack_i32(state.running.output)
         refusal = self._refusal(state) or self._scheduler.refusal(request)
         if refusal is not None:
@@ -244,9 +202,3 @@ class Sessions:
         if problem is None and len(state.logprobs) != wanted:
             problem = "its logprobs are not those of its output"
         return Refusal(409, f"the session can't resume: {problem}", BAD_REQUEST) if problem is not None else None
-
-
-def _known(req: Req) -> _Known:
-    scores = list(req.input_logprobs) if req.input_logprobs is not None else None
-    tokens = req.token_ids[: req.known_len].copy()
-    return _Known(req.msg, tokens, min(req.computed, req.known_len), req.max_new_tokens, list(req.logprobs), scores)

@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ..messages.profiling import (
-    ProfileEvent,
+from ...messages.profiling import (
     ProfileResult,
     ProfileStarted,
     ProfileWritten,
@@ -30,8 +29,10 @@ from ..messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
-from ..messages.question import Refused
-from .outbox import Outbox
+from ...messages.question import Refused
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class ProfileState(StrEnum):
     WRITING = "writing"
 
 
-class Profiling:
+class Profiling(Feature):
     """The profile that runs, and the result of the last one. Called from the scheduler's loop."""
 
     def __init__(self, outbox: Outbox, newest_step: Callable[[], int]) -> None:
@@ -68,25 +69,11 @@ class Profiling:
         self._began = 0.0
         self._until = math.inf
 
-    def ask(self, question: StartProfileReq | StopProfileReq, now: float) -> None:
-        """Start or stop a profile, or refuse to; ``now`` is ``time.monotonic()``."""
-        if isinstance(question, StartProfileReq):
-            self._start(question)
-        else:
-            self._stop(question, now)
-
-    def on_event(self, event: ProfileEvent, now: float) -> None:
-        """Take in the worker's answer to the last command."""
-        if isinstance(event, ProfileStarted):
-            self._on_started(event, now)
-        else:
-            self._on_written(event)
-
     def seconds_left(self, now: float) -> float:
         """Return the seconds until the profile ends by itself; infinity while none is recorded."""
         return max(0.0, self._until - now)
 
-    def advance(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """End the profile if it has all its steps, or has taken too long."""
         if self.state is not ProfileState.RECORDING or self._order is None:
             return
@@ -95,27 +82,32 @@ class Profiling:
         elif now >= self._until:
             self._end("time limit", now)
 
-    def info(self) -> dict[str, Any]:
-        """Return the JSON-ready part of ``/server_info``."""
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
         last = self._result
         if last is None:
-            return {"state": self.state}
-        return {"state": self.state, "folder": last.folder, "ended_by": last.ended_by, "error": self._error}
+            return {"profile": {"state": self.state}}
+        shown = {"state": self.state, "folder": last.folder, "ended_by": last.ended_by, "error": self._error}
+        return {"profile": shown}
 
     @property
     def _steps(self) -> int:
         """The steps that were sent since ``StartProfile``."""
         return self._newest_step() - self._first_step
 
-    def _start(self, order: StartProfileReq) -> None:
+    @answers(StartProfileReq)
+    def start(self, order: StartProfileReq, now: float) -> ProfileResult | Refused | None:
+        """Start a profile, or refuse to. The answer follows when the worker records."""
         if self.state is not ProfileState.IDLE:
             text = f'a profile is {self.state} ("{self._running}"); end it with POST /stop_profile, or wait for its end'
-            self._outbox.reply(order, Refused(409, text))
-            return
+            return Refused(409, text)
         self.state, self._order, self._first_step = ProfileState.STARTING, order, self._newest_step()
         self._outbox.to_worker(StartProfile(order.name, order.activities, order.with_stack, order.record_shapes))
+        return None
 
-    def _on_started(self, event: ProfileStarted, now: float) -> None:
+    @receives(ProfileStarted)
+    def on_started(self, event: ProfileStarted, now: float) -> None:
+        """Answer the order: the worker records, or cannot."""
         order = self._order
         assert order is not None
         if event.error:
@@ -132,13 +124,15 @@ class Profiling:
         if self._waiting:
             self._end("request", now)
 
-    def _stop(self, question: StopProfileReq, now: float) -> None:
+    @answers(StopProfileReq)
+    def stop(self, question: StopProfileReq, now: float) -> ProfileResult | Refused | None:
+        """End the profile: the answer follows when its files are there. If none runs, return the last one's answer."""
         if self.state is ProfileState.IDLE:
-            self._outbox.reply(question, self._ended())
-            return
+            return self._ended()
         self._waiting.append(question)
         if self.state is ProfileState.RECORDING:
             self._end("request", now)
+        return None
 
     def _end(self, why: str, now: float) -> None:
         assert self._result is not None
@@ -148,7 +142,9 @@ class Profiling:
         self.state, self._until = ProfileState.WRITING, math.inf
         self._outbox.to_worker(StopProfile())
 
-    def _on_written(self, event: ProfileWritten) -> None:
+    @receives(ProfileWritten)
+    def on_written(self, event: ProfileWritten, now: float) -> None:
+        """Answer the questions that wait for the profile's end."""
         assert self._result is not None
         self._result = msgspec.structs.replace(self._result, files=event.files, nbytes=event.nbytes)
         self._error = event.error

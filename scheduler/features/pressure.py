@@ -14,9 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
-from ..runtime.metrics import Metrics, gauge, one_of
-from .scheduler import Scheduler
+from ...messages.metrics import Family
+from ...runtime.metrics import Metrics, gauge, one_of, read
+from ..feature import Feature
+from ..scheduler import Scheduler
 
 SOME_SHARE, HIGH_SHARE = 1 / 4, 1 / 16
 SOME_SECONDS, HIGH_SECONDS = 60.0, 10.0
@@ -50,7 +53,7 @@ def share_left(usage: Mapping[str, int]) -> float:
     return min(left, (usage["window_free"] + usage["window_cached"]) / usage["window_total"])
 
 
-class PressureMeter:
+class PressureMeter(Feature):
     """Measures memory pressure, and remembers the time of the last retraction."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -58,11 +61,19 @@ class PressureMeter:
         self._retractions = 0
         self._at = -math.inf
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Note retractions since the last tick; ``now``: ``time.monotonic()``."""
         count = self._scheduler.planner.retractions
         if count != self._retractions:
             self._retractions, self._at = count, now
+
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"pressure": self.level(now)}
+
+    def metrics(self, now: float) -> list[Family]:
+        """See ``Feature``."""
+        return read(METRICS, self.level(now))
 
     def level(self, now: float) -> Pressure:
         """Return the level at ``now``."""

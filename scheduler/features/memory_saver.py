@@ -26,22 +26,23 @@ import math
 from enum import StrEnum
 from typing import Any
 
-from ..messages.error_codes import UNAVAILABLE
-from ..messages.memory import (
+from ...messages.error_codes import UNAVAILABLE
+from ...messages.memory import (
     ALL_TAGS,
     MemoryChanged,
     MemoryReq,
     MemoryResult,
     MemoryTag,
     ReleaseMemory,
-    ResizeReq,
     ResumeMemory,
 )
-from ..messages.question import Refused
-from ..runtime.metrics import Metrics, gauge
-from .pool_resize import PoolResize
-from .refusals import BUSY, Refusal
-from .scheduler import Scheduler
+from ...messages.metrics import Family
+from ...messages.question import Refused
+from ...runtime.metrics import Metrics, gauge, read
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..refusals import BUSY, Refusal
+from ..scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,11 @@ class MemoryState(StrEnum):
 AT_REST = (MemoryState.HELD, MemoryState.RELEASED)
 
 
-class MemorySaver:
+class MemorySaver(Feature):
     """The instance's memory, as its scheduler sees it. Called from the scheduler's loop."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.resize = PoolResize(scheduler)
         self._kept = {item.tag: item.reason for item in scheduler.worker.unreleasable}
         self._order: MemoryReq | None = None
         self._tags: list[MemoryTag] = []
@@ -78,13 +78,14 @@ class MemorySaver:
         self.state = MemoryState.HELD
         self.released: list[MemoryTag] = []
         """Memory that is released now."""
-        scheduler.withheld = lambda: (
-            Refusal(503, self.refusal, BUSY, code=UNAVAILABLE) if self.refusal is not None else None
-        )
+        scheduler.gate.add(self._refuse)
 
-    @property
-    def refusal(self) -> str | None:
-        """Reason why nothing is computed here; None if all memory is held and shall stay."""
+    def _refuse(self) -> Refusal | None:
+        problem = self.problem(0.0)
+        return None if problem is None else Refusal(503, problem, BUSY, code=UNAVAILABLE)
+
+    def problem(self, now: float) -> str | None:
+        """Return why nothing is computed here; None if all memory is held and shall stay."""
         if self.state is MemoryState.HELD:
             return None
         if self.state is MemoryState.RESUMING:
@@ -94,23 +95,17 @@ class MemorySaver:
         return f"memory was given back ({', '.join(self.released)}); {PATHS[False]} takes it again"
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds until ``advance`` has something to do by itself; infinity if it has not."""
-        return min(max(0.0, self._until - now), self.resize.seconds_left(now))
+        """See ``Feature``."""
+        return max(0.0, self._until - now)
 
-    def ask_resize(self, order: ResizeReq, now: float) -> None:
-        """Resize the KV pool, unless memory is released."""
-        if (refusal := self.refusal) is not None:
-            self._scheduler.outbox.reply(order, Refused(409, refusal))
-        else:
-            self.resize.ask(order, now)
-
-    def ask(self, order: MemoryReq, now: float) -> None:
-        """Begin with a release or resume order, or answer why not; ``now``: ``time.monotonic()``."""
+    @answers(MemoryReq)
+    def ask(self, order: MemoryReq, now: float) -> MemoryResult | Refused | None:
+        """Begin with a release or resume order, or refuse it. The answer follows when the worker is done."""
         tags = self._meant(order)
         problem = self._problem(order, tags)
         if problem is not None:
-            self._answer(order, Refused(409, problem))
-            return
+            log.info("memory stays as it is (%s): %s", ORDERS[order.release], problem)
+            return Refused(409, problem)
         self._order, self._tags = order, tags
         if not order.release:
             self._tell_worker(ResumeMemory(tags), MemoryState.RESUMING)
@@ -118,11 +113,11 @@ class MemorySaver:
             self._release()
         else:
             self.state, self._until = MemoryState.EMPTYING, now + order.wait_s
-            self.advance(now)
+            self.tick(now)
+        return None
 
-    def advance(self, now: float) -> None:
-        """Advance the change that is under way, once a tick."""
-        self.resize.advance(now)
+    def tick(self, now: float) -> None:
+        """Advance the change that is under way."""
         scheduler, peers = self._scheduler, self._scheduler.handovers.membership
         if self.state is MemoryState.EMPTYING:
             if not self._is_quiet:
@@ -140,7 +135,8 @@ class MemorySaver:
                 raise AssertionError(f"{len(scheduler.reqs)} requests began while memory was being given back")
             self._release()
 
-    def on_changed(self, changed: MemoryChanged) -> None:
+    @receives(MemoryChanged)
+    def on_changed(self, changed: MemoryChanged, now: float) -> None:
         """Take the worker's report on the change, and answer the order."""
         order, self._order = self._order, None
         assert order is not None
@@ -152,10 +148,13 @@ class MemorySaver:
         done = MemoryResult(self.released, changed.nbytes, changed.seconds)
         self._answer(order, Refused(503, changed.error) if changed.error else done)
 
-    def info(self) -> dict[str, Any]:
-        """Return the JSON-ready part of ``/server_info``."""
-        resizing = {"resizing_to": self.resize.aim}
-        return {"state": self.state, "released": self.released, "unreleasable": self._kept, **resizing}
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"memory": {"state": self.state, "released": self.released, "unreleasable": self._kept}}
+
+    def metrics(self, now: float) -> list[Family]:
+        """See ``Feature``."""
+        return read(METRICS, self)
 
     def _meant(self, order: MemoryReq) -> list[MemoryTag]:
         """Return the tags that the order names, once each; without any, all that it can apply to."""

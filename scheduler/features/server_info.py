@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from ..mem_cache.errors import InvariantViolation
-from .scheduler import Scheduler
+from ...messages.control import ServerInfo, ServerInfoReq
+from ..feature import Feature
+from ..handlers import answers
+from ..scheduler import Scheduler
+from .idle_check import IdleCheck, Verdict
 
 MASK = "***"
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
-class Verdict(NamedTuple):
-    """Result of the last check of the invariants, and the number of steps before it; -1: there was none yet.
+class InstanceInfo(Feature):
+    """Describes the scheduler and ``features``."""
 
-    A check walks every page and every request, so it is made while no request waits for a step.
-    """
+    def __init__(self, scheduler: Scheduler, epoch: str, idle_check: IdleCheck, features: Sequence[Feature]) -> None:
+        self._scheduler = scheduler
+        self._epoch = epoch
+        self._idle_check = idle_check
+        self._features = features
 
-    text: str | None = None
-    step: int = -1
-
-    @staticmethod
-    def of(scheduler: Scheduler, last: Verdict) -> Verdict:
-        """Return a new verdict if ``scheduler`` is idle, otherwise ``last``."""
-        if not scheduler.is_idle:
-            return last
-        try:
-            scheduler.check_invariants()
-        except InvariantViolation as e:
-            return Verdict(str(e), scheduler.counters.steps)
-        return Verdict("ok", scheduler.counters.steps)
+    @answers(ServerInfoReq)
+    def tell(self, question: ServerInfoReq, now: float) -> ServerInfo:
+        """Describe the state of the instance."""
+        info = server_info(self._scheduler, self._epoch, self._idle_check.newest())
+        for feature in self._features:
+            for name, value in feature.status(now).items():
+                # A field that is there already keeps its position.
+                info[name] = info[name] | value if isinstance(info.get(name), dict) else value
+        return ServerInfo(info)
 
 
 def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str, Any]:
-    """Return pools (tokens), queues (requests), counters since the start, peers and options, JSON-ready."""
+    """Return pools (tokens), queues (requests), counters since the start and options, JSON-ready.
+
+    A field that is None may be set by a feature.
+    """
     worker, counters = scheduler.worker, scheduler.counters
     states = Counter(str(r.state) for r in scheduler.reqs.values())
     itl = scheduler.planner.budget.itl
@@ -57,8 +63,8 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
         "machine": msgspec.to_builtins(worker.machine),
         "memory": msgspec.to_builtins(worker.memory),
         "pool": scheduler.memory.usage(),
-        "tiers": scheduler.tiers.info() if scheduler.tiers is not None else None,
-        "kv_debug": scheduler.memory.debug.info() if scheduler.memory.debug is not None else None,
+        "tiers": None,
+        "kv_debug": None,
         "invariants": verdict.text,
         "invariants_steps_ago": counters.steps - verdict.step if verdict.step >= 0 else None,
         "requests": {"total": len(scheduler.reqs), **dict(states)},
@@ -70,7 +76,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
         "counters": counters.info() | {"cached_tokens": scheduler.planner.cached_tokens},
         "cost_model": _cost_model(scheduler),
         "itl_budget": itl.info() if itl is not None else None,
-        "disaggregation": scheduler.handovers.info(),
+        "disaggregation": None,
         "load_seconds": worker.load_seconds,
         "options": {name: _masked(name, value) for name, value in msgspec.to_builtins(scheduler.options).items()},
     }

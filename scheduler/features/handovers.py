@@ -1,0 +1,98 @@
+"""The hand-overs as a part of the loop: their tick, and the questions about them.
+
+``POST /migrate`` moves a running request, ``GET /transfers`` lists open hand-overs, ``POST /role`` changes the role.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from ...messages.control import MAX_TRANSFERS, RoleReq, RoleResult, Transfers, TransfersReq
+from ...messages.metrics import Family
+from ...messages.moves import MigrateReq, MigrateResult
+from ...messages.question import Refused
+from ...messages.worker import (
+    PagesVerified,
+    PeerAdmitted,
+    PeerConnected,
+    PeerFailed,
+    PeerLinkDown,
+    SendEnded,
+    SendProgress,
+    TransferEvent,
+)
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+NO_MIGRATION = "this instance exchanges no KV; start it with --handover on"
+ONLY_UNIFIED = "this instance exchanges no KV, so it can only be unified; start it with --handover on"
+
+
+class HandoverFeature(Feature):
+    """The hand-overs of ``scheduler``, and the questions about them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._handovers = scheduler.handovers
+
+    def tick(self, now: float) -> None:
+        """Read from peers, advance hand-overs, check deadlines."""
+        self._handovers.poll(now)
+
+    def seconds_left(self, now: float) -> float:
+        """Return how long the loop may sleep; 0 if a hand-over may have the memory that the last tick freed."""
+        limit = self._handovers.timeout_ms()
+        if limit is None:
+            return math.inf
+        return 0.0 if self._scheduler.has_freed else limit / 1000
+
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"disaggregation": self._handovers.info()}
+
+    def metrics(self, now: float) -> list[Family]:
+        """See ``Feature``."""
+        return self._handovers.metrics()
+
+    def problem(self, now: float) -> str | None:
+        """See ``Feature``."""
+        return self._handovers.membership.problem(now)
+
+    def warning(self, now: float) -> str | None:
+        """See ``Feature``."""
+        return self._handovers.warning(now)
+
+    @answers(TransfersReq)
+    def list_transfers(self, question: TransfersReq, now: float) -> Transfers:
+        """List the open hand-overs, the oldest first."""
+        rooms = self._handovers.transfers(now)
+        rooms.sort(key=lambda room: -room["seconds"])
+        return Transfers(len(rooms), rooms[:MAX_TRANSFERS])
+
+    @answers(MigrateReq)
+    def migrate(self, question: MigrateReq, now: float) -> MigrateResult | Refused | None:
+        """Migrate a request. The answer follows when that is over."""
+        if self._handovers.membership.refusal() is not None:
+            return Refused(409, NO_MIGRATION)
+        self._handovers.migrate(question, now)
+        return None
+
+    @answers(RoleReq)
+    def change_role(self, question: RoleReq, now: float) -> RoleResult | Refused:
+        """Change the instance's role, and tell peers."""
+        role, before = self._scheduler.instance_role, self._scheduler.role
+        if self._handovers.membership.refusal() is not None:
+            return Refused(409, ONLY_UNIFIED)
+        role.mode = question.role
+        self._handovers.membership.register()
+        log.info("role changed from %s to %s", before, question.role)
+        return RoleResult(question.role, before)
+
+    @receives(PeerAdmitted, PeerConnected, PeerFailed, PeerLinkDown, SendProgress, SendEnded, PagesVerified)
+    def on_transfer_event(self, event: TransferEvent, now: float) -> None:
+        """Pass on an event of the worker's transfer engine."""
+        self._handovers.on_transfer_event(event, now)

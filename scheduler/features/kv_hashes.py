@@ -1,0 +1,84 @@
+"""``POST /kv/hashes``: what the KV pool holds of a prompt, as hashes, so that an engineer can compare two instances.
+
+The checks of ``--kv-debug`` themselves are in ``scheduler/kv_debug.py``: KV memory and hand-overs ask for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...messages.base import unpack_i32
+from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq, PagesHashed
+from ...messages.metrics import Family
+from ...messages.question import Refused
+from ...messages.worker import KVLayout
+from ...runtime.metrics import read
+from .. import kv_debug
+from ..feature import Feature
+from ..handlers import answers, receives
+from ..kv_debug import KVDebug
+from ..kv_memory import KVMemory
+from ..outbox import Outbox
+
+NO_DEBUG = "this instance takes no hashes of its KV; start it with --kv-debug"
+
+
+class KVHashing(Feature):
+    """The hash checks of an instance with ``--kv-debug``, as a part of the loop."""
+
+    def __init__(self, debug: KVDebug, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
+        self._debug = debug
+        self._memory = memory
+        self._layout = layout
+        self._outbox = outbox
+
+    @answers(KVHashesReq)
+    def ask(self, question: KVHashesReq, now: float) -> KVHashes | Refused | None:
+        """Answer with the hashes of a prompt's cached pages once the worker has computed them.
+
+        The pages count as used. Steps wait only for the hashing itself.
+        """
+        memory = self._memory
+        size, tokens = memory.page_size, unpack_i32(question.input_ids)
+        # The tokens may be anything, and no more than the pool holds are cached: the rest must not hold up the loop.
+        tokens = tokens[: min(len(tokens), memory.max_total_tokens) // size * size]
+        namespaces = ["", *self._debug.namespaces] if question.extra_key is None else [question.extra_key]
+        namespaces = [name for name in namespaces if memory.cached_len(tokens[:size], name)] or namespaces[:1]
+        key = max(namespaces, key=lambda namespace: memory.cached_len(tokens, namespace))
+        pages = memory.pages_with_kv(None, tokens, key)
+
+        def tell(event: PagesHashed) -> None:
+            groups = [
+                HashedGroup(group.layers, group.parts, hashes)
+                for group, hashes in zip(self._layout.groups, event.hashes, strict=True)
+            ]
+            self._outbox.reply(question, KVHashes(len(pages) * size, size, key, event.order, groups))
+
+        self._debug.glance(pages, tell)
+        return None
+
+    @receives(PagesHashed)
+    def on_hashed(self, event: PagesHashed, now: float) -> None:
+        """Pass on hashes that the worker has computed."""
+        self._debug.on_hashed(event, now)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"kv_debug": self._debug.info()}
+
+    def metrics(self, now: float) -> list[Family]:
+        """See ``Feature``."""
+        return read(kv_debug.METRICS, self._debug)
+
+    def warning(self, now: float) -> str | None:
+        """See ``Feature``."""
+        return self._debug.problem or None
+
+
+class NoKVHashing(Feature):
+    """The part of an instance without ``--kv-debug``: it refuses the question."""
+
+    @answers(KVHashesReq)
+    def ask(self, question: KVHashesReq, now: float) -> KVHashes | Refused:
+        """Refuse the question."""
+        return Refused(501, NO_DEBUG)

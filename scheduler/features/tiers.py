@@ -1,0 +1,41 @@
+"""The tiers of KV memory as a part of the loop: their events, their figures and their problems."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...messages.metrics import Family
+from ...messages.tiers import PagesCopied, PagesFetched, PagesFound, PagesKept, PagesStored, StoreState, TierEvent
+from ..feature import Feature
+from ..handlers import receives
+from ..tiers import KVTiers
+
+
+class TierFeature(Feature):
+    """The tiers of an instance that has some."""
+
+    def __init__(self, tiers: KVTiers) -> None:
+        self._tiers = tiers
+
+    @receives(PagesCopied, PagesStored, PagesFetched, PagesFound, PagesKept, StoreState)
+    def on_event(self, event: TierEvent, now: float) -> None:
+        """Pass on an event of the worker."""
+        self._tiers.on_event(event, now)
+
+    def seconds_left(self, now: float) -> float:
+        """See ``Feature``."""
+        seconds = self._tiers.timeout(now)
+        return math.inf if seconds is None else seconds
+
+    def status(self, now: float) -> dict[str, Any]:
+        """See ``Feature``."""
+        return {"tiers": self._tiers.info()}
+
+    def metrics(self, now: float) -> list[Family]:
+        """See ``Feature``."""
+        return self._tiers.metrics()
+
+    def warning(self, now: float) -> str | None:
+        """See ``Feature``."""
+        return self._tiers.problem(now) or None

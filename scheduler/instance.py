@@ -1,0 +1,148 @@
+"""The scheduler of an instance with a loaded model, and all of its features: one tick after another.
+
+In a tick, hand-overs and memory come first, because steps are planned with the memory that they leave. Then steps are
+planned and sent. What looks at the result follows: profiles, the drain's end, metrics, KV events. Checks of an idle
+instance wait until the tick's messages are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import zmq
+
+from ..messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
+from ..messages.worker import StepResult, WorkerReady
+from ..runtime.child import ChildContext
+from .feature import Feature
+from .features.cache_flush import CacheFlush
+from .features.drain import Draining
+from .features.handovers import HandoverFeature
+from .features.health import Health, Watchdog
+from .features.idle_check import IdleCheck
+from .features.kv_event_feed import KVEventFeed
+from .features.kv_hashes import KVHashing, NoKVHashing
+from .features.memory_saver import MemorySaver
+from .features.metrics_report import MetricsReport
+from .features.pool_resize import PoolResize
+from .features.pressure import PressureMeter
+from .features.profiling import Profiling
+from .features.server_info import InstanceInfo
+from .features.sessions import Sessions
+from .features.tiers import TierFeature
+from .handlers import Handlers, receives
+from .handover import Handovers
+from .outbox import Outbox
+from .scheduler import Scheduler
+
+MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
+"""Factory of the hand-overs. They register what they wait for with the loop's poller."""
+
+
+class Instance:
+    """The scheduler and its features. ``all_read`` returns whether no message waits for a later tick."""
+
+    def __init__(
+        self,
+        ctx: ChildContext,
+        worker: WorkerReady,
+        outbox: Outbox,
+        poller: zmq.Poller,
+        make_handovers: MakeHandovers,
+        all_read: Callable[[], bool],
+    ) -> None:
+        scheduler = self.scheduler = Scheduler(ctx.options, worker, outbox, lambda each: make_handovers(each, poller))
+        scheduler.handovers.membership.register()
+        self._idle_check = IdleCheck(scheduler)
+        handovers, pressure = HandoverFeature(scheduler), PressureMeter(scheduler)
+        memory_saver, resize, draining = MemorySaver(scheduler), PoolResize(scheduler), Draining(scheduler, all_read)
+        profiling = Profiling(outbox, lambda: scheduler.memory.newest_step)
+        tiers = [TierFeature(scheduler.tiers)] if scheduler.tiers is not None else []
+        hashing = make_kv_hashing(scheduler)
+        report = MetricsReport(scheduler, [handovers, *tiers, hashing, pressure, memory_saver])
+        feeds = make_kv_feeds(ctx, scheduler, poller)
+        shown = [handovers, *tiers, hashing, memory_saver, resize, pressure, profiling]
+        watched = [draining, memory_saver, Watchdog(scheduler), handovers, hashing, *tiers]
+        self._before_steps: list[Feature] = [handovers, resize, memory_saver, *tiers]
+        self._after_steps: list[Feature] = [profiling, draining, pressure, report, *feeds]
+        asked = [
+            *(Sessions(scheduler), CacheFlush(scheduler), hashing),
+            InstanceInfo(scheduler, ctx.epoch, self._idle_check, shown),
+            Health(scheduler, ctx.epoch, watched),
+        ]
+        self.handlers = Handlers(outbox, self, *self._before_steps, *self._after_steps, *asked)
+
+    # --- requests and steps ---
+
+    @receives(GenerateReq)
+    def on_request(self, message: GenerateReq, now: float) -> None:
+        """Admit a request, or refuse it."""
+        self.scheduler.admit_message(message, now)
+
+    @receives(ForkedReq)
+    def on_forks(self, message: ForkedReq, now: float) -> None:
+        """Admit a request with several answers."""
+        for request in message.requests():
+            self.scheduler.admit_message(request, now)
+
+    @receives(AbortReq)
+    def on_abort(self, message: AbortReq, now: float) -> None:
+        """End requests for a client."""
+        self.scheduler.abort(message)
+
+    @receives(StopReq)
+    def on_stop(self, message: StopReq, now: float) -> None:
+        """End a request: its text has a stop string."""
+        self.scheduler.stop(message)
+
+    @receives(StepResult)
+    def on_step_result(self, result: StepResult, now: float) -> None:
+        """Record the tokens of a step."""
+        self.scheduler.on_step_result(result, now)
+
+    # --- the loop ---
+
+    def begin(self, now: float) -> None:
+        """Begin a tick at ``now``."""
+        self.scheduler.now = now
+
+    def tick(self, now: float) -> None:
+        """Advance all features, and plan what can be computed."""
+        for feature in self._before_steps:
+            feature.tick(now)
+        self.scheduler.run_steps(now)
+        for feature in self._after_steps:
+            feature.tick(now)
+        # Flush peers first: "drained" is sent with the outbox, and what peers wait for must be sent by then.
+        self.scheduler.handovers.flush()
+
+    def after_send(self, ended: list[str], now: float) -> None:
+        """Do what can wait until the tick's messages are sent. ``ended``: requests with a report too long to send."""
+        for rid in ended:
+            self.scheduler.stop(StopReq(rid))
+        self.scheduler.catch_up()
+        self._idle_check.tick(now)
+
+    def seconds_left(self, now: float) -> float:
+        """Return the seconds until ``tick`` has something to do without a message; infinity for never."""
+        features = chain(self._before_steps, self._after_steps, [self._idle_check])
+        return min(self.scheduler.deadlines.seconds_left(now), *(feature.seconds_left(now) for feature in features))
+
+
+def make_kv_hashing(scheduler: Scheduler) -> Feature:
+    """Return the feature that answers questions about hashes of KV pages."""
+    debug = scheduler.memory.debug
+    if debug is None:
+        return NoKVHashing()
+    return KVHashing(debug, scheduler.memory, scheduler.worker.layout, scheduler.outbox)
+
+
+def make_kv_feeds(ctx: ChildContext, scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:
+    """Return the feed of KV events, if the instance has one. Its replays wake the loop."""
+    if scheduler.kv_events is None:
+        return []
+    feed = KVEventFeed(ctx.zmq_ctx, ctx.options, scheduler.kv_events)
+    if feed.replay is not None:
+        poller.register(feed.replay, zmq.POLLIN)
+    return [feed]

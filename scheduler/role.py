@@ -1,0 +1,13 @@
+"""The role of the instance."""
+
+from __future__ import annotations
+
+from ..runtime.options import DisaggregationMode
+
+
+class InstanceRole:
+    """Work that this instance is offered now, and by which steps are sized. It does not limit what it can do."""
+
+    def __init__(self, mode: DisaggregationMode) -> None:
+        self.mode = mode
+        """Changed by ``features/role_change.py`` alone."""
