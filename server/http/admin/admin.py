@@ -95,7 +95,7 @@ async def server_info(request: Request) -> Response:
         instance = (await state.engine.questions.ask(ServerInfoReq(), QUESTION_TIMEOUT_SECONDS)).info
     except QuestionRefused:
         instance = {"status": "loading"}
-    http = {"live_requests": state.engine.live_requests, "started": state.started}
+    http = {"live_requests": len(state.engine.live), "started": state.started}
     info = {**instance, "version": state.version, "epoch": state.epoch, "http": http}
     if not Caller.of(request.scope).is_admin:
         info = {name: value for name, value in info.items() if name in FOR_USERS}

@@ -50,7 +50,7 @@ async def migrate(request: Request) -> Response:
     state, body = HttpState.of(request), await parse_body(request, MigrateBody)
     if refusal := state.gate.move_refusal([(body.bootstrap_host, body.bootstrap_port)]):
         raise ApiError(403, f"bootstrap_host: {refusal}", param="bootstrap_host")
-    rids = state.engine.running(body.rid, Caller.of(request.scope))
+    rids = state.engine.live.running(body.rid, Caller.of(request.scope))
     if not rids:
         raise ApiError(404, f'rid: no request "{body.rid}" is running here', param="rid")
 
@@ -92,7 +92,7 @@ async def drain(request: Request) -> Response:
     if refusal := HttpState.of(request).gate.move_refusal(to):
         raise ApiError(403, f"to: {refusal}", param="to")
     engine.drain(to)
-    return json_response({"draining": engine.live_requests})
+    return json_response({"draining": len(engine.live)})
 
 
 class RoleBody(Body):

@@ -1,17 +1,15 @@
 """The HTTP process's side of the ring: sends requests, and receives text and answers.
 
-A request is live from ``submit`` until the engine ends it. If its client has gone, it is aborted. Its wire id stays
-known, without an owner, until the engine has ended it too. So a new request of the same name can't get its text.
+A request is live from ``submit`` until the engine ends it (``live_requests.py``). If its client goes, it is aborted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -33,13 +31,13 @@ from ....runtime.web.keys import ANYBODY, Caller
 from ....runtime.web.moved_answer import Ticket
 from ..errors import AnswerMoved, ApiError, bad_request
 from .held_bytes import HeldBytes
+from .live_requests import LiveRequest, LiveRequests
 from .logprob_account import LogprobAccount
 from .moved_answers import MovedAnswers
 from .plan import PromptPlan
 from .question_client import QuestionClient
 from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
 from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
-from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
 ABORTED = "aborted by the client"
@@ -51,11 +49,6 @@ class AbortCount(NamedTuple):
 
     aborted: int
     legs: int
-
-
-class _Live(NamedTuple):
-    choice: Choice
-    owner: Submission
 
 
 class EngineClient:
@@ -85,15 +78,13 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._supervisor = supervisor
         self._mode = mode
-        self._live: dict[str, _Live | None] = {}
+        self.live = LiveRequests()
         self._max_request_bytes = max_request_bytes
         self.logprobs = LogprobAccount(max_logprobs)
         self.held = HeldBytes()
         self._cache_by_key = cache_by_key
-        self._names = RunningNames()
         self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
         self.questions = QuestionClient(self._send)
-        self._ids = itertools.count(1)
         self._max_requests = max_requests
         self._closed: str | None = None
 
@@ -101,15 +92,6 @@ class EngineClient:
     def role(self) -> str:
         """Return the instance's current role as last reported; before the first report, the configured mode."""
         return self.scheduler_metrics.role if self.scheduler_metrics is not None else self._mode
-
-    @property
-    def live_requests(self) -> int:
-        """Return how many requests the engine has not ended, abandoned ones included."""
-        return len(self._live)
-
-    def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
-        """Return whether a running request of ``caller`` has this name."""
-        return (caller.name, name) in self._names
 
     # --- requests ---
 
@@ -133,7 +115,7 @@ class EngineClient:
         - 503 after ``close``.
         """
         self._check_open()
-        self._check_batch(plans)
+        _check_batch(plans, self._max_requests)
         if self._cache_by_key:
             # No key's name contains "\\0", so no client can ask for prefixes of another one.
             plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
@@ -143,15 +125,15 @@ class EngineClient:
         # No await from here on: no answer can come, and no name be taken, before all are known.
         self._check_open()
         choices = batch.choices
-        taken = next((name for name in batch.named if self.is_named(name, caller)), None)
+        taken = next((name for name in batch.named if self.live.is_named(name, caller)), None)
         if taken is not None:
             raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
         rids = {choice.rid for choice in choices}
         if len(rids) != len(choices):
             raise bad_request("rid", "two answers of the batch would share an id; choose others")
-        if any(rid in self._live for rid in rids):
+        if any(rid in self.live for rid in rids):
             for choice in choices:
-                choice.wire_rid = self._wire_rid(choice.rid, rids if choice.rid in self._live else ())
+                choice.wire_rid = self.live.wire_rid(choice.rid, rids if choice.rid in self.live else ())
             batch.rename()
         submission = Submission(
             choices,
@@ -166,8 +148,7 @@ class EngineClient:
         # Send first: a request that can't be sent must leave no name behind.
         self._send(*batch.requests)
         self.held.take(caller.name, batch.nbytes)
-        self._names.add(caller.name, batch.named)
-        self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
+        self.live.add(submission, batch.named)
         return submission
 
     def _send(self, *messages: Message) -> None:
@@ -176,13 +157,6 @@ class EngineClient:
             self._tokenizer.send(*messages)
         except FrameTooLarge as e:
             raise ApiError(413, explain(e)) from None
-
-    def _check_batch(self, plans: Sequence[PromptPlan]) -> None:
-        """Raise ``ApiError`` 413 for a batch with more answers than may ever be queued and running."""
-        answers = sum(plan.n for plan in plans)
-        if self._max_requests is not None and answers > self._max_requests:
-            text = f"the batch asks for {answers} answers, and {self._max_requests} may be queued or running at a time"
-            raise ApiError(413, f"{text}; split it", code=BATCH_TOO_LARGE)
 
     async def adopt(
         self,
@@ -203,9 +177,9 @@ class EngineClient:
             raise bad_request(None, "a ticket is for one answer")
         submission = await self.moved.take(ticket, plans[0], streaming=streaming, keeps_told=keeps_told)
         choice, names = submission.choices[0], []
-        if not self.is_named(plans[0].rid, caller):
+        if not self.live.is_named(plans[0].rid, caller):
             names = [plans[0].rid]
-            self._names.add(caller.name, {names[0]: [choice]})
+            self.live.add_names(caller.name, {names[0]: [choice]})
         submission.owner, submission.names, submission.follows = caller.name, names, follows
         return submission
 
@@ -225,35 +199,29 @@ class EngineClient:
         """
         self._check_open()
         request, arrival = state.running.request, time.monotonic()
-        if self.is_named(request.rid, caller):
+        if self.live.is_named(request.rid, caller):
             raise bad_request("rid", f'"{request.rid}" is in use by a running request; choose another')
-        wire_rid = self._wire_rid(request.rid, ())
+        wire_rid = self.live.wire_rid(request.rid)
         kind = Kind.STREAM if streaming else Kind.WHOLE
         choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, keeps_told=keeps_told)
         choice.replay = bool(state.running.output)
-        key = request.extra_key
-        if self._cache_by_key and not key.startswith(f"{owner}\0"):
-            key = f"{owner}\0{key}"  # it was saved by a server that shares prefixes between keys
-        # The old time limit was that of another client's request.
-        fields = {"stream": streaming, "extra_key": key, "key_name": owner, "timeout_s": 0.0}
-        request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, **fields)
-        running = msgspec.structs.replace(state.running, request=request)
-        names = {choice.rid: [choice]}
+        key = _own_key(request.extra_key, owner) if self._cache_by_key else request.extra_key
         nbytes = len(state.token_ids)
         submission = Submission(
             [choice],
             owner=caller.name,
-            names=list(names),
+            names=[choice.rid],
             streaming=streaming,
             follows=follows,
             nbytes=nbytes,
             account=self.logprobs,
         )
         self.held.check(caller.name, nbytes)
-        self._send(ResumeReq(msgspec.structs.replace(state, running=running)))
+        # The old time limit was that of another client's request.
+        fields = {"stream": streaming, "extra_key": key, "key_name": owner, "timeout_s": 0.0}
+        self._send(ResumeReq(_with_request(state, rid=wire_rid, arrival=arrival, **fields)))
         self.held.take(caller.name, nbytes)
-        self._names.add(caller.name, names)
-        self._live[wire_rid] = _Live(choice, submission)
+        self.live.add(submission, {choice.rid: [choice]})
         return submission
 
     def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
@@ -263,57 +231,34 @@ class EngineClient:
     def end(self, submission: Submission) -> None:
         """Forget a submission, and abort whatever of it still runs. Its bytes are held until that has ended."""
         self.logprobs.drop(submission)
-        self._names.remove(submission.owner, submission.names)
+        self.live.remove_names(submission)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
         for choice in submission.choices:
             if self.moved.leave(choice.wire_rid):
-                self._live.pop(choice.wire_rid, None)  # the engine has ended it already
-            elif self._live.get(choice.wire_rid) is not None:
+                self.live.pop(choice.wire_rid)  # the engine has ended it already
+            elif self.live.get(choice.wire_rid) is not None:
                 self.metrics.dropped(choice, why)
         self._abort(submission.choices, "the client is gone")
-        running = [choice.wire_rid for choice in submission.choices if choice.wire_rid in self._live]
-        self._live.update(dict.fromkeys(running))
-        self.held.give_back(submission.owner, submission.nbytes, running)
+        self.held.give_back(submission.owner, submission.nbytes, self.live.abandon(submission))
 
     def abort(self, rid: str, caller: Caller = ANYBODY) -> AbortCount:
         """End the running requests that ``caller`` calls ``rid`` (every choice of it)."""
-        return self._abort(self._names.find(caller, rid), ABORTED)
+        return self._abort(self.live.named(rid, caller), ABORTED)
 
     def abort_all(self, caller: Caller = ANYBODY) -> AbortCount:
         """End every running request, for a caller other than the admin only its own."""
         if not caller.is_admin:
-            return self._abort(self._names.owned(caller), ABORTED)
-        legs = sum(live is not None and live.choice.kind is Kind.LEG for live in self._live.values())
-        running = AbortCount(len(self._live), legs)
+            return self._abort(self.live.owned(caller), ABORTED)
+        running = AbortCount(len(self.live), self.live.count_legs())
         self.moved.abort_all(ABORTED)
         self._tokenizer.send(AbortReq(rid=""))
         return running
 
-    def running(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
-        """Return the wire ids of the running requests that ``caller`` calls ``rid``."""
-        choices = self._names.find(caller, rid)
-        return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
-
-    def known(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
-        """Return the wire ids of the running requests that ``caller`` calls ``rid``, else of those that ended last."""
-        return self.running(rid, caller) or self._names.find_ended(caller, rid)
-
     def _abort(self, choices: Iterable[Choice], reason: str) -> AbortCount:
-        running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]
+        running = self.live.still_running(choices)
         self.moved.abort(running, reason)
         self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
         return AbortCount(len(running), sum(choice.kind is Kind.LEG for choice in running))
-
-    def _wire_rid(self, rid: str, taken: Container[str]) -> str:
-        """Return ``rid``, with a number appended if it is in use.
-
-        Another caller's request may have it, an abandoned one, or one of the same submission (``taken``). A numbered
-        name may be in use as well.
-        """
-        wire_rid = rid
-        while wire_rid in self._live or wire_rid in taken:
-            wire_rid = f"{rid}~{next(self._ids)}"
-        return wire_rid
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -361,15 +306,15 @@ class EngineClient:
         if self._supervisor is not None:
             self._supervisor.send(message)
 
-    def _ended(self, rid: str) -> _Live | None:
+    def _ended(self, rid: str) -> LiveRequest | None:
         """Forget a request that the engine has ended; return what waited for it."""
         self.held.ended(rid)
-        return self._live.pop(rid, None)
+        return self.live.pop(rid)
 
     def _on_text(self, batch: TextBatch) -> None:
         now = time.monotonic()
         for item in batch.items:
-            live = self._live.get(item.rid)
+            live = self.live.get(item.rid)
             if item.finish is not None:
                 self._ended(item.rid)
             if live is None:
@@ -383,11 +328,10 @@ class EngineClient:
             live.owner.update(live.choice, item, now)
 
     def _on_arrived(self, message: ReqArrived) -> None:
-        submission = self.moved.park(message, self.end)
-        self._live[message.rid] = _Live(submission.choices[0], submission)
+        self.live.add_arrived(self.moved.park(message, self.end))
 
     def _on_moved(self, message: ReqMoved) -> None:
-        live = self._live.get(message.rid)
+        live = self.live.get(message.rid)
         if live is None:
             self._ended(message.rid)  # its client has gone: the answer stays unread there
             return
@@ -404,13 +348,35 @@ class EngineClient:
         ``code``: error code of requests under way.
         """
         self._closed = reason
-        for owner in {live.owner for live in self._live.values() if live is not None}:
+        for owner in self.live.owners():
             owner.fail(ApiError(503, reason, code=code))
         self.questions.close(reason)
 
 
-def _as_api_error(error: ReqError, live: _Live) -> ApiError:
+def _as_api_error(error: ReqError, live: LiveRequest) -> ApiError:
     api_error = ApiError.from_engine(error)
     if live.owner.choices[-1].prompt_index:
         api_error.message = f"prompt {live.choice.prompt_index} of the batch: {api_error.message}"
     return api_error
+
+
+def _check_batch(plans: Sequence[PromptPlan], most: int | None) -> None:
+    """Raise ``ApiError`` 413 for a batch with more answers than may ever be queued and running."""
+    answers = sum(plan.n for plan in plans)
+    if most is not None and answers > most:
+        text = f"the batch asks for {answers} answers, and {most} may be queued or running at a time"
+        raise ApiError(413, f"{text}; split it", code=BATCH_TOO_LARGE)
+
+
+def _with_request(state: SessionState, **fields: Any) -> SessionState:
+    """Return a session with other fields of its request."""
+    request = msgspec.structs.replace(state.running.request, **fields)
+    return msgspec.structs.replace(state, running=msgspec.structs.replace(state.running, request=request))
+
+
+def _own_key(key: str, owner: str) -> str:
+    """Return the namespace of a saved request's KV with its owner's name, so that no other API key's requests find it.
+
+    It may have been saved by a server that shares prefixes between keys.
+    """
+    return key if key.startswith(f"{owner}\0") else f"{owner}\0{key}"

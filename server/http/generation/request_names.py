@@ -29,6 +29,6 @@ def named(request: Request, body: B, prefix: str = "") -> B:
     if ticket is not None:
         return body.model_copy(update={"rid": ticket.rid})
     rid = prefix + AccessRecord.of(request.scope).request_id
-    if HttpState.of(request).engine.is_named(rid, Caller.of(request.scope)):
+    if HttpState.of(request).engine.live.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"
     return body.model_copy(update={"rid": rid})

@@ -78,7 +78,7 @@ METRICS: Metrics[InstanceMetrics] = (
         note="Paths that don't exist are `other`.",
     ),
     gauge("pdserve_http_requests_in_flight", "HTTP requests that are not answered yet.", lambda m: m.visits.in_flight),
-    gauge("pdserve_live_requests", "Requests that the engine has not ended.", lambda m: m.engine.live_requests),
+    gauge("pdserve_live_requests", "Requests that the engine has not ended.", lambda m: len(m.engine.live)),
 )
 BETWEEN_SCRAPES: Metrics[InstanceMetrics] = (
     gauge(THROUGHPUT, "Output tokens a second since the last scrape.", lambda m: m.throughput()),

@@ -61,7 +61,7 @@ async def save_request(request: Request, name: str, rid: str, ttl: float) -> tup
 
     Return what was written, its bytes, and what of its KV is kept.
     """
-    wire_rids = HttpState.of(request).engine.known(rid, Caller.of(request.scope))
+    wire_rids = HttpState.of(request).engine.live.known(rid, Caller.of(request.scope))
     if not wire_rids:
         raise ApiError(404, f'rid: no request "{rid}" of yours runs here, or has ended lately', param="rid")
     if len(wire_rids) > 1:
@@ -106,7 +106,7 @@ def _plan(request: Request, body: SnapshotBody) -> PromptPlan:
 
 def _free_name(request: Request, prefix: str) -> str:
     rid = prefix + AccessRecord.of(request.scope).request_id
-    is_taken = HttpState.of(request).engine.is_named(rid, Caller.of(request.scope))
+    is_taken = HttpState.of(request).engine.live.is_named(rid, Caller.of(request.scope))
     return f"{rid}-{secrets.token_hex(4)}" if is_taken else rid
 
 

@@ -268,7 +268,7 @@ def test_a_client_is_told_of_such_an_end_as_of_any_other_abort(stream: bool) -> 
             engine.client.dispatch(tokenizer.sort(*engine.aborts).answers)  # type: ignore[arg-type]
         response = await answer
         assert response.status_code == 200
-        assert not engine.client.live_requests
+        assert not len(engine.client.live)
         return response.text
 
     assert '"pdserve_finish"' in (text := with_engine(check))

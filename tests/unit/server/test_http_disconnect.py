@@ -58,7 +58,7 @@ def test_a_name_can_be_used_again_before_the_engine_has_ended_its_first_owner() 
             engine.client.dispatch([TextBatch([engine.text(second, "fresh", [2], FinishType.LENGTH)])])
             answer = orjson.loads((await reader.readuntil(b"}}}")).split(b"\r\n\r\n")[1])
             assert (answer["text"], answer["meta_info"]["id"]) == ("fresh", "x")
-            assert engine.client.live_requests == 0
+            assert len(engine.client.live) == 0
             writer.close()
 
     asyncio.run(run())

@@ -58,7 +58,7 @@ def test_one_prompt_gets_one_object() -> None:
     }
     [request] = engine.requests
     assert (request.rid, request.text, request.input_ids, request.logprobs) == ("r", "hi", None, None)
-    assert engine.client.live_requests == 0
+    assert len(engine.client.live) == 0
 
 
 def test_cached_tokens_are_told_by_tier_and_what_a_decode_had_itself_beside_them() -> None:

@@ -71,7 +71,7 @@ def test_tokens_count_as_they_come_and_gaps_are_what_a_reader_waits() -> None:
         asked = asyncio.create_task(engine.post("/generate", {"text": "a", "stream": True}))
         await engine.wait_for(lambda: len(engine.requests) == 1)
         [request], metrics = engine.requests, engine.client.metrics
-        choice = engine.client._live[request.rid].choice  # type: ignore[union-attr]
+        choice = engine.client.live.get(request.rid).choice  # type: ignore[union-attr]
 
         def say(count: int, at: float, finish: FinishType | None = None) -> None:
             item = engine.text(request, "x", list(range(count)), finish)
@@ -232,7 +232,7 @@ def test_late_news_of_a_request_whose_client_left_counts_nothing() -> None:
         engine.end_aborted = False
         asked = asyncio.create_task(engine.post("/generate", {"text": "a"}))
         await engine.wait_for(lambda: len(engine.requests) == 1)
-        [live] = engine.client._live.values()
+        [live] = engine.client.live._by_wire_rid.values()
         assert live is not None
         asked.cancel()
         await asyncio.wait([asked])

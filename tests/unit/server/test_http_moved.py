@@ -111,7 +111,7 @@ def test_a_client_that_can_follow_is_told_where_and_gets_the_rest_there(path):
             assert "".join(texts(head, path) + texts(answer, path)) == whole
             assert {json.loads(line[6:])["id"] for line in answer.splitlines() if line.startswith("data: {")} == {"x"}
         assert two.old.aborts == two.new.aborts == []
-        assert two.old.client.live_requests == two.new.client.live_requests == 0
+        assert len(two.old.client.live) == len(two.new.client.live) == 0
         assert two.old.client.metrics.finished["moved"] == 1
         assert two.new.client.metrics.generation_tokens == 2  # the others are the old one's
 
@@ -137,7 +137,7 @@ def test_for_one_that_cant_it_is_read_there(stream):
         assert text == "w0 w1 w2 w3 w4 "
         while not drained:
             await asyncio.sleep(0)
-        assert two.old.client.live_requests == two.new.client.live_requests == 0
+        assert len(two.old.client.live) == len(two.new.client.live) == 0
 
     run()
 
@@ -222,7 +222,7 @@ def test_a_client_that_leaves_ends_it_where_it_goes_on():
             await asyncio.sleep(0)
         asked.cancel()
         await two.new.wait_for(lambda: bool(two.new.aborts))
-        while two.old.client.live_requests:
+        while len(two.old.client.live):
             await asyncio.sleep(0)
         assert [abort.rid for abort in two.new.aborts] == ["x@1"]
 
@@ -282,7 +282,7 @@ def test_several_answers_are_read_there_each_to_its_end(first_ends):
         assert answer.status_code == 200, answer.text
         expected = ["w0 w1 ", "w0 w1 w2 "]
         assert [a["text"] for a in answer.json()] == (expected if first_ends else expected[::-1])
-        assert two.old.client.live_requests == two.new.client.live_requests == 0
+        assert len(two.old.client.live) == len(two.new.client.live) == 0
 
     run()
 

@@ -162,7 +162,7 @@ def test_a_prompt_is_computed_and_no_more(options, prompt):
         [request] = engine.requests
         assert (asked.rid, asked.with_output) == (request.rid, False)
         assert (request.sampling.seed, request.extra_key) == (5, "k")
-        assert not engine.client.is_named(request.rid)
+        assert not engine.client.live.is_named(request.rid)
         assert (await engine.post("/kv/restore", {"name": "s"})).json()["resumable"] is True
         assert (await engine.post("/kv/restore", {"name": "s", "resume": True})).json()["output_ids"]
 

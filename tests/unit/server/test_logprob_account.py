@@ -98,7 +98,7 @@ def test_the_largest_of_running_requests_is_a_429_and_nothing_of_it_is_left(
             assert "429" in (await large).text
         else:
             assert statuses == [429, 200]
-        await engine.wait_for(lambda: not engine.client.live_requests)
+        await engine.wait_for(lambda: not len(engine.client.live))
         assert account.held == 0
 
     with_engine(check, max_logprobs_per_request=35)

@@ -108,7 +108,7 @@ def test_a_batch_that_comes_to_more_ends_and_nothing_of_it_is_left() -> None:
         assert response.status_code == 413
         said = response.json()["error"]["message"]
         assert re.search(r"come to 4\d log-probabilities, the limit is 40 \(--max-logprobs-per-request\)", said), said
-        await engine.wait_for(lambda: engine.client.live_requests == 0)
+        await engine.wait_for(lambda: len(engine.client.live) == 0)
         one = {**body, "text": "x", "sampling_params": {"max_new_tokens": 3}}
         assert (await engine.post("/generate", one)).status_code == 200
 

@@ -130,7 +130,7 @@ def test_every_kind_of_prompt_and_all_choices_count(path: str, body: dict[str, A
         assert error["type"] == "request_too_large"
         assert str(LIMIT) in error["message"]
         assert "send fewer" in error["message"]
-        assert (engine.sent, engine.client.live_requests, engine.client.held.nbytes) == ([], 0, 0)
+        assert (engine.sent, len(engine.client.live), engine.client.held.nbytes) == ([], 0, 0)
         again = await engine.post("/generate", {"text": "x", "rid": "a"})
         assert again.status_code == 200
 
@@ -145,8 +145,8 @@ def test_a_frame_that_http_cannot_send_is_a_413_and_leaves_nothing_behind(path: 
         engine.client._tokenizer = Limited()
         response = await engine.post(path, {"rid": "a", **body} if path == "/generate" else body)
         assert response.status_code == 413
-        assert (engine.client.live_requests, engine.client.held.nbytes, engine.client.questions._waiting) == (0, 0, {})
-        assert not engine.client.is_named("a")
+        assert (len(engine.client.live), engine.client.held.nbytes, engine.client.questions._waiting) == (0, 0, {})
+        assert not engine.client.live.is_named("a")
 
     with_engine(check)
 
@@ -190,7 +190,7 @@ def test_one_key_can_hold_half_of_the_bytes_and_the_others_the_rest() -> None:
             await submit(plan("a6", 1), streaming=False, caller=greedy)
         for submission in (*first, second):
             engine.client.end(submission)
-        await engine.wait_for(lambda: not engine.client.live_requests)
+        await engine.wait_for(lambda: not len(engine.client.live))
         assert engine.client.held.nbytes == 0
 
     with_engine(check, hold=True)
@@ -208,7 +208,7 @@ def test_prompts_of_clients_that_hang_up_are_held_until_the_engine_has_ended_the
             assert engine.client.held.nbytes == held
             engine.client.dispatch([TextBatch([engine.text(request, "", [], FinishType.ABORT)])])
             assert engine.client.held.nbytes == left
-        assert engine.client.live_requests == 0
+        assert len(engine.client.live) == 0
 
     with_engine(check, hold=True)
 
@@ -322,5 +322,5 @@ def test_wherever_a_frame_is_too_large_its_requests_end_and_the_next_is_served(h
     # The first choice's error is the answer; by the end of the next request the other choices have ended, too.
     [after] = ring.post(small)
     assert after.json()["output_ids"] == beside.json()["output_ids"]
-    assert (ring.client.live_requests, ring.client.held.nbytes) == (0, 0)
+    assert (len(ring.client.live), ring.client.held.nbytes) == (0, 0)
     assert (dict(ring.scheduler.reqs), len(ring.detokenizer)) == ({}, 0)

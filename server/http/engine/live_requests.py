@@ -1,0 +1,118 @@
+"""The requests that the engine has not ended, by wire id and by the names that callers know them by.
+
+If a client goes, its wire ids stay known, without an owner, until the engine has ended them too. So a new request of
+the same name can't get their text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
+
+from ....runtime.web.keys import ANYBODY, Caller
+from .running_names import RunningNames
+from .submission import Choice, Kind, Submission
+
+
+class LiveRequest(NamedTuple):
+    """An answer that is to come, and the submission that waits for it."""
+
+    choice: Choice
+    owner: Submission
+
+
+class LiveRequests:
+    """Table of live requests."""
+
+    def __init__(self) -> None:
+        self._by_wire_rid: dict[str, LiveRequest | None] = {}
+        self._names = RunningNames()
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Return how many requests the engine has not ended, abandoned ones included."""
+        return len(self._by_wire_rid)
+
+    def __contains__(self, wire_rid: str) -> bool:
+        """Return whether the engine has not ended this request."""
+        return wire_rid in self._by_wire_rid
+
+    def get(self, wire_rid: str) -> LiveRequest | None:
+        """Return a request; None if it is abandoned or unknown."""
+        return self._by_wire_rid.get(wire_rid)
+
+    def owners(self) -> set[Submission]:
+        """Return every submission that waits for an answer."""
+        return {live.owner for live in self._by_wire_rid.values() if live is not None}
+
+    def count_legs(self) -> int:
+        """Return how many of the requests another instance answers."""
+        return sum(live is not None and live.choice.kind is Kind.LEG for live in self._by_wire_rid.values())
+
+    # --- names ---
+
+    def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
+        """Return whether a running request of ``caller`` has this name."""
+        return (caller.name, name) in self._names
+
+    def named(self, name: str, caller: Caller) -> list[Choice]:
+        """Return the choices that ``caller`` calls ``name``."""
+        return self._names.find(caller, name)
+
+    def owned(self, caller: Caller) -> list[Choice]:
+        """Return every choice of ``caller``."""
+        return self._names.owned(caller)
+
+    def running(self, name: str, caller: Caller = ANYBODY) -> list[str]:
+        """Return the wire ids of the running requests that ``caller`` calls ``name``."""
+        return [choice.wire_rid for choice in self.still_running(self.named(name, caller))]
+
+    def known(self, name: str, caller: Caller = ANYBODY) -> list[str]:
+        """Return the wire ids of the running requests that ``caller`` calls ``name``, else of those that ended last."""
+        return self.running(name, caller) or self._names.find_ended(caller, name)
+
+    def still_running(self, choices: Iterable[Choice]) -> list[Choice]:
+        """Return the choices that the engine has not ended and that have an owner."""
+        return [choice for choice in choices if self.get(choice.wire_rid) is not None]
+
+    def wire_rid(self, rid: str, taken: Container[str] = ()) -> str:
+        """Return ``rid``, with a number appended if it is in use.
+
+        Another caller's request may have it, an abandoned one, or one of the same submission (``taken``). A numbered
+        name may be in use as well.
+        """
+        wire_rid = rid
+        while wire_rid in self._by_wire_rid or wire_rid in taken:
+            wire_rid = f"{rid}~{next(self._ids)}"
+        return wire_rid
+
+    # --- changes ---
+
+    def add(self, submission: Submission, named: Mapping[str, list[Choice]]) -> None:
+        """Add a submission that was sent, and its names."""
+        self.add_names(submission.owner, named)
+        self._by_wire_rid.update((choice.wire_rid, LiveRequest(choice, submission)) for choice in submission.choices)
+
+    def add_names(self, owner: str, named: Mapping[str, list[Choice]]) -> None:
+        """Add names of choices; none of the names may be in use."""
+        self._names.add(owner, named)
+
+    def add_arrived(self, submission: Submission) -> None:
+        """Add a request that came from another instance. It has no name yet."""
+        [choice] = submission.choices
+        self._by_wire_rid[choice.wire_rid] = LiveRequest(choice, submission)
+
+    def remove_names(self, submission: Submission) -> None:
+        """Remove the names of a submission that is over."""
+        self._names.remove(submission.owner, submission.names)
+
+    def abandon(self, submission: Submission) -> list[str]:
+        """Leave the rest of a submission without an owner. Return the wire ids that the engine has not ended."""
+        left = [choice.wire_rid for choice in submission.choices if choice.wire_rid in self._by_wire_rid]
+        self._by_wire_rid.update(dict.fromkeys(left))
+        return left
+
+    def pop(self, wire_rid: str) -> LiveRequest | None:
+        """Forget a request that the engine has ended, and return it."""
+        return self._by_wire_rid.pop(wire_rid, None)
