@@ -8,7 +8,6 @@ instance wait until the tick's messages are sent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import zmq
 
@@ -64,10 +63,11 @@ class Instance:
         feeds = make_kv_feeds(ctx, scheduler, poller)
         shown = [handovers, *tiers, hashing, memory_saver, resize, pressure, profiling]
         watched = [draining, memory_saver, Watchdog(scheduler), handovers, hashing, *tiers]
-        self._before_steps: list[Feature] = [handovers, resize, memory_saver, *tiers]
+        self._before_steps: list[Feature] = [handovers, resize, memory_saver]
         self._after_steps: list[Feature] = [profiling, draining, pressure, report, *feeds]
+        self._timed: list[Feature] = [handovers, resize, memory_saver, *tiers, profiling, *feeds, self._idle_check]
         asked = [
-            *(Sessions(scheduler), CacheFlush(scheduler), hashing),
+            *(Sessions(scheduler), CacheFlush(scheduler), hashing, *tiers),
             InstanceInfo(scheduler, ctx.epoch, self._idle_check, shown),
             Health(scheduler, ctx.epoch, watched),
         ]
@@ -126,8 +126,7 @@ class Instance:
 
     def seconds_left(self, now: float) -> float:
         """Return the seconds until ``tick`` has something to do without a message; infinity for never."""
-        features = chain(self._before_steps, self._after_steps, [self._idle_check])
-        return min(self.scheduler.deadlines.seconds_left(now), *(feature.seconds_left(now) for feature in features))
+        return min(self.scheduler.deadlines.seconds_left(now), *[feature.seconds_left(now) for feature in self._timed])
 
 
 def make_kv_hashing(scheduler: Scheduler) -> Feature:
