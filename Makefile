@@ -112,8 +112,9 @@ format: $(STAMP) ## put the code into its format
 bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
 	@PYTHONPATH=. $(BIN)/python -P -m tools.peers
 
-docs: $(STAMP) ## write docs/flags.md, the fields of docs/http-api.md and the tables of docs/metrics.md anew, from the declarations
+docs: $(STAMP) ## write docs/flags.md, the tables of docs/http-api.md and the tables of docs/metrics.md anew, from the declarations
 	@$(BIN)/python docs/generate_flags.py
+	@$(BIN)/python docs/generate_endpoints.py
 	@$(BIN)/python docs/generate_fields.py
 	@$(BIN)/python docs/generate_metrics.py
 

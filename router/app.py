@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -15,16 +16,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..runtime.cluster_secret import RouterKeys
-from ..runtime.web.access_log import CLIENT_GONE, AccessCounts
+from ..runtime.web.access_log import CLIENT_GONE, AccessCounts, error_shape
+from ..runtime.web.apis import path_table
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.cluster_auth import ClusterClient
-from ..runtime.web.errors import error_body
+from ..runtime.web.errors import error_fields
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
-from ..runtime.web.paths import Server
+from ..runtime.web.paths import AtRouter, Server
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher
-from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response
+from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint
 from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
@@ -32,9 +34,6 @@ from .metrics import RouterMetrics
 from .options import RouterOptions
 from .sessions import SessionEndpoints
 
-GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
-TEXT_PATHS = ("/tokenize", "/detokenize")
-MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/openapi.json")
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -67,11 +66,10 @@ def make_app(
     dispatcher = Dispatcher(fleet, client, options)
     bodies = ClientBodies(options.max_body_bytes, options.max_held_body_bytes)
     control = ControlEndpoints(fleet, client, bodies, options)
-    generation = GenerationEndpoint(dispatcher, bodies)
     sessions = SessionEndpoints(control, fleet, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     visits = AccessCounts()
-    metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
+    metrics = RouterMetrics(fleet, visits)
 
     def ended(checks: asyncio.Task[None]) -> None:
         if not checks.cancelled() and (error := checks.exception()):
@@ -89,26 +87,7 @@ def make_app(
             client.close()
 
     app = Starlette(
-        routes=[
-            *(Route(path, generation, methods=["POST"]) for path in GENERATION_PATHS),
-            Route("/health", control.health),
-            Route("/readyz", control.health),
-            Route("/livez", control.livez),
-            Route("/metrics", metrics.page, methods=["GET"]),
-            Route("/metrics/targets", metrics.targets, methods=["GET"]),
-            Route("/health_generate", health_prompt, methods=["GET"]),
-            *(Route(path, control.ask_one) for path in MODEL_PATHS),
-            *(Route(path, control.ask_one, methods=["POST"]) for path in TEXT_PATHS),
-            *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
-            Route("/transfers", control.transfers),
-            Route("/abort_request", control.abort_request, methods=["POST"]),
-            Route("/kv/sessions", sessions.listed, methods=["GET"]),
-            Route("/kv/sessions/{name:path}", sessions.delete, methods=["DELETE"]),
-            Route("/kv/snapshot", sessions.snapshot, methods=["POST"]),
-            Route("/kv/restore", sessions.restore, methods=["POST"]),
-            Route("/slots/{id:path}", sessions.slots, methods=["POST"]),
-            Route("/flush_cache", control.flush_cache, methods=["POST"]),
-        ],
+        routes=make_routes(GenerationEndpoint(dispatcher, bodies), health_prompt, control, sessions, metrics),
         exception_handlers={
             RouterError: answer_router_error,
             ClientDisconnect: answer_nobody,
@@ -119,10 +98,43 @@ def make_app(
     return guard(app, options, Server.ROUTER, visits, metrics.visited, own_admin_key=own_admin_key)
 
 
+def make_routes(
+    generation: GenerationEndpoint,
+    health_prompt: GenerationEndpoint,
+    control: ControlEndpoints,
+    sessions: SessionEndpoints,
+    metrics: RouterMetrics,
+) -> list[Route]:
+    """Return a route for each path that ``runtime/web/apis.py`` declares for routers."""
+    own: dict[str, Callable[..., Any]] = {
+        "health": control.health,
+        "livez": control.livez,
+        "health_generate": health_prompt,
+        "metrics": metrics.page,
+        "targets": metrics.targets,
+        "server_info": control.server_info,
+        "transfers": control.transfers,
+        "abort_request": control.abort_request,
+        "flush_cache": control.flush_cache,
+        "list_sessions": sessions.listed,
+        "delete_session": sessions.delete,
+        "snapshot": sessions.snapshot,
+        "restore": sessions.restore,
+        "slot_action": sessions.slots,
+    }
+    shared: dict[AtRouter, Callable[..., Any]] = {AtRouter.GENERATE: generation, AtRouter.ASK_ONE: control.ask_one}
+    return [
+        Route(facts.path, shared.get(facts.at_router) or own[facts.name], methods=list(facts.methods))
+        for facts in path_table(Server.ROUTER).paths
+    ]
+
+
 async def answer_router_error(request: Request, exc: Exception) -> Response:
     """Answer with an error that an endpoint raised on purpose."""
     assert isinstance(exc, RouterError)
-    return error_response(exc)
+    response = json_response(error_shape(request.scope)(exc.fields()), exc.status)
+    response.raw_headers.extend(exc.all_headers())
+    return response
 
 
 async def answer_nobody(request: Request, exc: Exception) -> Response:
@@ -131,5 +143,6 @@ async def answer_nobody(request: Request, exc: Exception) -> Response:
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
-    """Answer with an error in the API's shape after a fault of the router. The log has the traceback."""
-    return json_response(error_body(500, "the router failed on this request; its log says why", "server_error"), 500)
+    """Answer with an error in the path's shape after a fault of the router. The log has the traceback."""
+    fields = error_fields(500, "the router failed on this request; its log says why", "server_error")
+    return json_response(error_shape(request.scope)(fields), 500)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import orjson
 from starlette.types import Send
 
+from ..runtime.web.errors import ErrorShape, plain_error
 from ..runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
@@ -20,8 +21,9 @@ class ClientAnswer:
     the answer.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, error_shape: ErrorShape = plain_error) -> None:
         self._send = send
+        self._error_shape = error_shape
         self.started = False
         """True from just before the first byte of an answer is sent. From then on there is no retry."""
         self.finished = False
@@ -61,10 +63,11 @@ class ClientAnswer:
 
     async def fail(self, error: RouterError) -> None:
         """Send an error: as the answer, or as an SSE event when the answer has begun."""
+        body = orjson.dumps(self._error_shape(error.fields()))
         if self._opened:
-            await self.finish(DATA_PREFIX + orjson.dumps(error.content()) + EVENT_END + DONE_EVENT)
+            await self.finish(DATA_PREFIX + body + EVENT_END + DONE_EVENT)
             return
-        await self.whole(error.status, [JSON_TYPE, *error.all_headers()], orjson.dumps(error.content()))
+        await self.whole(error.status, [JSON_TYPE, *error.all_headers()], body)
 
 
 class ReadyAnswer(ClientAnswer):

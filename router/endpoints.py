@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..runtime.web.access_log import AccessRecord
+from ..runtime.web.access_log import AccessRecord, error_shape
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
@@ -29,7 +29,6 @@ QUESTION_TIMEOUT = 7.5
 """Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s with a reason."""
 TEXT_TIMEOUT = 65.0
 """Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
-RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 NOT_ALLOWED = (401, 403)
 """Statuses of an instance's answer to a client without the key for a question."""
 WRITTEN_LEVELS = 200
@@ -81,7 +80,7 @@ class GenerationEndpoint:
         self._fixed_body = fixed_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = ClientAnswer(send) if self._fixed_body is None else ReadyAnswer(send)
+        answer = (ClientAnswer if self._fixed_body is None else ReadyAnswer)(send, error_shape(scope))
         try:
             raw = await self._bodies.read(Request(scope, receive))
             with self._bodies.hold(len(raw)):
@@ -94,12 +93,12 @@ class GenerationEndpoint:
             return
 
     async def _request(self, scope: Scope, raw: bytes) -> RoutedRequest:
-        path, request_id, headers = scope["path"], AccessRecord.of(scope).request_id, passed_on(scope["headers"])
+        record, headers = AccessRecord.of(scope), passed_on(scope["headers"])
         if self._fixed_body is not None:
-            body = await self._bodies.parse(self._fixed_body, request_id)
+            body = await self._bodies.parse(self._fixed_body, record.request_id)
             return RoutedRequest("/generate", headers, body, is_probe=True)
-        body = await self._bodies.parse(raw, request_id, RID_PREFIXES.get(path, ""))
-        return RoutedRequest(path, headers, body)
+        body = await self._bodies.parse(raw, record.request_id, record.rid_prefix)
+        return RoutedRequest(scope["path"], headers, body)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))
@@ -126,7 +125,7 @@ class ControlEndpoints:
         """GET /health: 200 while a pair or a worker can serve."""
         if self._fleet.can_serve():
             return json_response({"status": "ready"})
-        return error_response(NoInstanceError("no healthy prefill-decode pair and no healthy worker"))
+        raise NoInstanceError("no healthy prefill-decode pair and no healthy worker")
 
     async def livez(self, request: Request) -> Response:
         """GET /livez: 200 while the router answers at all."""
@@ -149,8 +148,8 @@ class ControlEndpoints:
                 return answer_of(said)
             if said is not None and said.is_late:
                 # The same question would take as long at the next one.
-                return error_response(InstanceSilentError(said.body))
-        return error_response(NoInstanceError("no instance is healthy"))
+                raise InstanceSilentError(said.body)
+        raise NoInstanceError("no instance is healthy")
 
     async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> Said | None:
         """Ask one question. Return None if the instance is taken out before it answers."""
@@ -180,7 +179,7 @@ class ControlEndpoints:
             for said in asked:
                 if said.status in NOT_ALLOWED:
                     return answer_of(said)
-            return error_response(NoInstanceError("no instance tells of its hand-overs"))
+            raise NoInstanceError("no instance tells of its hand-overs")
         rooms = [room | {"instance": said.instance.url} for said in told for room in said.entries("transfers")]
         return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})
 
@@ -266,7 +265,7 @@ def refusal(told: list[Said]) -> Response | None:
     """
     reached = [said for said in told if said.status]
     if not reached:
-        return error_response(NoInstanceError("no instance can be reached"))
+        raise NoInstanceError("no instance can be reached")
     for said in reached:
         if not said.ok:
             return answer_of(said)
@@ -277,11 +276,4 @@ def answer_of(said: Said) -> Response:
     """Make the response to the client from one instance's answer."""
     response = json_response(said.body, said.status)
     response.raw_headers.extend(without_type(said.headers))
-    return response
-
-
-def error_response(error: RouterError) -> Response:
-    """Make an error response in the API's shape."""
-    response = json_response(error.content(), error.status)
-    response.raw_headers.extend(error.all_headers())
     return response

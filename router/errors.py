@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from ..messages.error_codes import ABOUT_INSTANCE, INSTANCE_FAILED, OVERLOADED
-from ..runtime.web.errors import error_body, error_headers
+from ..runtime.web.errors import error_fields, error_headers
 from .headers import Headers, without_type
 
 TOO_MANY = 429
@@ -43,9 +43,9 @@ class RouterError(Exception):
         super().__init__(message)
         self.message = message
 
-    def content(self) -> dict[str, Any]:
-        """Return the answer's body, ready for JSON: ``{"error": {"message", "type", "param", "code", "status"}}``."""
-        return error_body(self.status, self.message, self.kind, code=self.code)
+    def fields(self) -> dict[str, Any]:
+        """Return the error's fields, ready for JSON. The path's API puts them into its shape."""
+        return error_fields(self.status, self.message, self.kind, code=self.code)
 
     def all_headers(self) -> Headers:
         """Return ``headers``, with the missing ones that the API promises for this status."""
@@ -174,9 +174,9 @@ class InstanceAnsweredError(RouterError):
             self.retry_after = retry_after(headers)
         self._said = parsed
 
-    def content(self) -> dict[str, Any]:
-        """Return the instance's own error if it has the API's shape, and ours otherwise."""
-        return super().content() if self._said is None else {"error": {"status": self.status, **self._said}}
+    def fields(self) -> dict[str, Any]:
+        """Return the instance's own fields if it answered with an error that can be read, and ours otherwise."""
+        return super().fields() if self._said is None else {"status": self.status, **self._said}
 
 
 def error_of(status: int, said: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:

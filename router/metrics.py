@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import orjson
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ..messages.metrics import Histogram, Labelled
 from ..runtime.metrics import Metrics, counter, gauge, histogram, read
 from ..runtime.web.access_log import AccessCounts, AccessRecord
+from ..runtime.web.paths import AtRouter
 from ..runtime.web.prometheus import MetricsPage, exposed
 from .fleet import Fleet
 from .instance import HealthState, Instance
@@ -26,20 +27,20 @@ RETRIED = (502, 503)
 
 
 class RouterMetrics:
-    """The router's metrics. The times of requests to ``generation_paths`` count."""
+    """The router's metrics. Only times of requests that generate count."""
 
-    def __init__(self, fleet: Fleet, visits: AccessCounts, generation_paths: Iterable[str]) -> None:
+    def __init__(self, fleet: Fleet, visits: AccessCounts) -> None:
         self.fleet = fleet
         self.visits = visits
         self._page = MetricsPage(self._families)
-        self._generation_paths = frozenset(generation_paths)
         self.first_token = Histogram(SECONDS)
         self.duration = Histogram(SECONDS)
         self.relayed_bytes = 0
 
     def visited(self, visit: AccessRecord, seconds: float) -> None:
         """Count a request that was answered after ``seconds``."""
-        if visit.label not in self._generation_paths or visit.status != 200:
+        generates = visit.facts is not None and visit.facts.at_router is AtRouter.GENERATE
+        if not generates or visit.status != 200:
             return
         self.relayed_bytes += visit.sent_bytes
         self.duration.observe(seconds)

@@ -17,7 +17,7 @@ from ..runtime.web.access_log import CLIENT_GONE
 from ..runtime.web.json_response import json_response
 from .client_bodies import ClientBodies
 from .dispatcher import drop
-from .endpoints import ControlEndpoints, Said, answer_of, error_response, until_disconnect
+from .endpoints import ControlEndpoints, Said, answer_of, until_disconnect
 from .errors import BadRequestError, InstanceSilentError, NoInstanceError
 from .fleet import Fleet
 from .instance import Instance, Role
@@ -71,7 +71,9 @@ class SessionEndpoints:
         told = [said for said in await self._control.ask_all(request) if said.status]
         good = [said for said in told if said.ok and isinstance(said.body, dict)]
         if not good:
-            return answer_of(told[0]) if told else error_response(NoInstanceError("no instance can be reached"))
+            if not told:
+                raise NoInstanceError("no instance can be reached")
+            return answer_of(told[0])
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for said in good:
             for session in said.entries("sessions"):
@@ -90,7 +92,9 @@ class SessionEndpoints:
         told = [said for said in await asyncio.gather(*asked) if said.status]
         # Instances with one folder delete one file: the first of them has it.
         done = [said for said in told if said.ok] or [said for said in told if said.status not in NOT_HERE] or told
-        return answer_of(done[0]) if done else error_response(NoInstanceError("no instance can be reached"))
+        if not done:
+            raise NoInstanceError("no instance can be reached")
+        return answer_of(done[0])
 
     async def _first(self, request: Request, body: bytes, query: str = "") -> Response:
         """Return the answer of the first instance that knows the session or request. Ends when the client leaves."""
@@ -109,13 +113,13 @@ class SessionEndpoints:
         for instance in self._in_order():
             said = await self._control.ask(instance, request, body, seconds=SESSION_SECONDS, query=query)
             if said.is_late:
-                return error_response(InstanceSilentError(said.body))
+                raise InstanceSilentError(said.body)
             if said.status and said.status not in ELSEWHERE:
                 return answer_of(said)
             if said.status and (refused is None or refused.status in NOT_HERE):
                 refused = said
         if refused is None:
-            return error_response(NoInstanceError("no instance is healthy"))
+            raise NoInstanceError("no instance is healthy")
         return answer_of(refused)
 
     def _in_order(self) -> list[Instance]:

@@ -22,6 +22,7 @@ from ...messages.decode import shown
 from ...messages.metrics import Labelled
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
+from .errors import ErrorShape, plain_error
 from .paths import Access, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
 
@@ -72,6 +73,11 @@ class AccessRecord:
         return cast(AccessRecord, scope[SCOPE_KEY])
 
     @property
+    def rid_prefix(self) -> str:
+        """Prefix of the id that the engine's request gets if the client names none."""
+        return self.facts.rid_prefix if self.facts is not None else ""
+
+    @property
     def label(self) -> str:
         """The path in metrics: one label for all that do not exist."""
         return self.facts.label if self.facts is not None else OTHER
@@ -95,6 +101,12 @@ class AccessRecord:
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
             message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
+
+
+def error_shape(scope: Scope) -> ErrorShape:
+    """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist."""
+    record: AccessRecord | None = scope.get(SCOPE_KEY)
+    return record.facts.error_shape if record is not None and record.facts is not None else plain_error
 
 
 class AccessCounts:

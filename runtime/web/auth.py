@@ -84,10 +84,10 @@ class ApiKeyAuth:
                     only_reads=facts is not None and facts.only_reads,
                 )
             except TooManySignatures as e:
-                await error_answer(503, str(e), OVERLOADED)(scope, receive, send)
+                await error_answer(scope, 503, str(e), OVERLOADED)(scope, receive, send)
                 return
             if isinstance(signed, str):
-                await error_answer(401, signed)(scope, receive, send)
+                await error_answer(scope, 401, signed)(scope, receive, send)
                 return
             receive = _with_digest(receive, signed.digest)
             if signed.caller:
@@ -95,12 +95,12 @@ class ApiKeyAuth:
         access = facts.access if facts is not None else Access.USER
         if caller is None:
             if access not in self._open:
-                await error_answer(401, NO_KEY)(scope, receive, send)
+                await error_answer(scope, 401, NO_KEY)(scope, receive, send)
                 return
             caller = ANYBODY
         elif self._needs_admin(access, scope["headers"]) and not caller.is_admin:
             AccessRecord.of(scope).is_known = bool(caller.name)
-            refusal = error_answer(403, NO_ADMIN) if caller.name else error_answer(401, NO_ADMIN_KEY)
+            refusal = error_answer(scope, 403, NO_ADMIN) if caller.name else error_answer(scope, 401, NO_ADMIN_KEY)
             await refusal(scope, receive, send)
             return
         else:

@@ -1,9 +1,12 @@
-"""The one shape of every error that an HTTP front answers with, and what each status is called."""
+"""The fields of every error that an HTTP front answers with, their usual shape, and what each status is called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+ErrorShape = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the body of an error answer from the fields that ``error_fields`` returns."""
 E = TypeVar("E", bound=BaseException)
 
 RETRY_AFTER_SECONDS = 1
@@ -41,21 +44,30 @@ def error_type(status: int) -> str:
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
-def error_body(
+def error_fields(
     status: int, message: str, kind: str | None = None, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Make ``{"error": {"message", "type", "code", "param", "status"}}``; ``param`` names the offending field.
+    """Return the fields of an error: message, type, param, code, status. ``param`` names the offending field.
 
     ``status`` is needed for an error in the middle of a stream, which has no other status.
     """
-    error = {
+    return {
         "message": message,
         "type": kind or error_type(status),
         "param": param,
         "code": code or ERROR_CODES.get(status),
         "status": status,
     }
+
+
+def plain_error(error: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of an error in OpenAI's shape, ``{"error": {…}}``. It is pdserve's own shape, too."""
     return {"error": error}
+
+
+def error_body(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:
+    """Make the body of an error that belongs to no path, in the usual shape."""
+    return plain_error(error_fields(status, message, code=code))
 
 
 def error_status(error: dict[str, Any]) -> int:

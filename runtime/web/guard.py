@@ -9,12 +9,13 @@ from starlette.types import ASGIApp
 
 from ..cluster_secret import ClusterSecret
 from .access_log import AccessCounts, AccessLog, AccessRecord
+from .apis import path_table
 from .auth import ApiKeyAuth
 from .cluster_auth import ClusterServer
 from .keys import KeyOptions, read_keys
 from .origin_check import OriginOptions, check_origins
 from .path_guard import PathGuard
-from .paths import PathTable, Server
+from .paths import Server
 from .proxies import TrustedProxies
 from .request_limit import RequestLimit
 
@@ -57,7 +58,7 @@ def guard(
     if not is_router:
         secret = ClusterSecret.read(options.cluster_secret_file)
     cluster = ClusterServer(secret, epoch, options.host, options.port) if secret is not None else None
-    keys, table = read_keys(options), PathTable.of(server)
+    keys, table = read_keys(options), path_table(server)
     if own_admin_key is not None:
         keys = keys.with_own_admin(own_admin_key)
     limited = RequestLimit(app, table, options.max_concurrent_requests)

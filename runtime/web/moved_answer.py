@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+MOVED_PATH = "/moved"
 FOLLOW = b"x-pdserve-follow"
 TICKET = b"x-pdserve-ticket"
 MOVED_TYPE = b"application/x-pdserve-moved+json"

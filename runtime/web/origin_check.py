@@ -69,13 +69,13 @@ class Cors(CORSMiddleware):
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
             headers = Headers(scope=scope)
             if "origin" in headers and "access-control-request-method" in headers:
-                await self._preflight(scope["path"], headers)(scope, receive, send)
+                await self._preflight(scope, headers)(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
 
-    def _preflight(self, path: str, asked: Headers) -> Response:
+    def _preflight(self, scope: Scope, asked: Headers) -> Response:
         answer = self.preflight_response(asked)
-        facts = self._table.find(path)
+        facts = self._table.find(scope["path"])
         methods = facts.answered_methods if facts is not None else ()
         names = asked.get("access-control-request-headers", "")
         answer.headers["access-control-allow-methods"] = ", ".join(methods)
@@ -84,7 +84,7 @@ class Cors(CORSMiddleware):
             return answer
         kept = {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
         message = "this page may not send such a request: its origin, the method or a header is not allowed"
-        return error_answer(400, message, headers=kept | {"vary": "Origin"})
+        return error_answer(scope, 400, message, headers=kept | {"vary": "Origin"})
 
 
 class OriginGuard:
@@ -104,7 +104,7 @@ class OriginGuard:
         if problem is None:
             await self._app(scope, receive, send)
             return
-        await error_answer(403, problem)(scope, receive, send)
+        await error_answer(scope, 403, problem)(scope, receive, send)
 
     def _problem(self, headers: Collection[tuple[bytes, bytes]]) -> str | None:
         found = {name: value.decode("latin-1") for name, value in headers if name in READ}

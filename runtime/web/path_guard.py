@@ -9,12 +9,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...messages.decode import shown
-from .errors import error_body, error_headers
+from .access_log import error_shape
+from .errors import error_fields, error_headers
 from .paths import PathFacts, PathTable
 
 
 class PathGuard:
-    """ASGI middleware: 404 and 405 in the API's error shape, OPTIONS, HEAD by way of GET, and slashes at a path's end.
+    """ASGI middleware: answers 404, 405 and OPTIONS, HEAD by way of GET, and removes slashes at a path's end.
 
     The application behind it sees only paths and methods of the table, spelled as the table spells them.
     """
@@ -32,10 +33,10 @@ class PathGuard:
         facts = self._table.find(path)
         if facts is None:
             message = f"there is no {shown(path)}; docs/http-api.md lists what is"
-            await error_answer(404, message, "unknown_url")(scope, receive, send)
+            await error_answer(scope, 404, message, "unknown_url")(scope, receive, send)
             return
         if method not in facts.answered_methods:
-            await _method_not_allowed(facts, method)(scope, receive, send)
+            await _method_not_allowed(scope, facts)(scope, receive, send)
             return
         if method == "OPTIONS":
             await Response(None, 204, _allow(facts))(scope, receive, send)
@@ -49,16 +50,16 @@ class PathGuard:
 
 
 def error_answer(
-    status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    scope: Scope, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Make an error of the HTTP front itself, in the API's shape."""
-    body = orjson.dumps(error_body(status, message, code=code))
+    """Make an error of the HTTP front itself, in the shape of the path of ``scope``."""
+    body = orjson.dumps(error_shape(scope)(error_fields(status, message, code=code)))
     return Response(body, status, {**(headers or {}), **error_headers(status)}, media_type="application/json")
 
 
-def _method_not_allowed(facts: PathFacts, method: str) -> Response:
-    message = f"{facts.label} does not take {shown(method)}, but {', '.join(facts.answered_methods)}"
-    return error_answer(405, message, "method_not_supported", _allow(facts))
+def _method_not_allowed(scope: Scope, facts: PathFacts) -> Response:
+    message = f"{facts.label} does not take {shown(scope['method'])}, but {', '.join(facts.answered_methods)}"
+    return error_answer(scope, 405, message, "method_not_supported", _allow(facts))
 
 
 def _allow(facts: PathFacts) -> dict[str, str]:

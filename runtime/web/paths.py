@@ -1,4 +1,4 @@
-"""The HTTP paths of instances and routers: one table that access checks, routing, metrics labels and CORS all read.
+"""Declarations of HTTP paths, and the table that finds them. ``apis.py`` has the declarations.
 
 A path that is not in the table does not exist: it is a 404, whatever an application has routes for.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum, Flag, auto
 from typing import NamedTuple
+
+from .errors import ErrorShape, plain_error
 
 DOT_SEGMENTS = frozenset({".", ".."})
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
@@ -29,6 +31,19 @@ class Access(Enum):
     """The admin key or the only key. A server that was given neither draws an admin key at its start."""
 
 
+class AtRouter(Enum):
+    """How a router serves a path."""
+
+    NOT_FOUND = auto()
+    """Answer 404: only instances have the path."""
+    GENERATE = auto()
+    """Send the request to a pair or a worker, and pass the answer on while it comes."""
+    ASK_ONE = auto()
+    """Pass on the answer of the first healthy instance."""
+    OWN = auto()
+    """Answer by the router's own endpoint of that name, which may ask every instance. ``router/app.py`` has them."""
+
+
 class Server(Flag):
     """The servers that have a path."""
 
@@ -38,25 +53,52 @@ class Server(Flag):
 
 
 class PathFacts(NamedTuple):
-    """Facts about a path, known without an application."""
+    """Declaration of a path, known without an application."""
 
     path: str
     """Path as a Starlette route spells it. A parameter is the last segment and takes the rest (``{name:path}``)."""
     methods: tuple[str, ...]
     """Methods that an endpoint implements. HEAD is answered wherever GET is, OPTIONS everywhere."""
-    access: Access
-    servers: Server = Server.BOTH
+    endpoint: str
+    """Module in ``server/http/``, a colon, and the name of its ``Endpoint``. The module is empty if only routers have
+    the path.
+    """
+    does: str
+    """Summary for the table of endpoints in docs/http-api.md."""
+    at_router: AtRouter
+    access: Access = Access.USER
+    rid_prefix: str = ""
+    """Prefix of the ids that requests without a ``rid`` get."""
     is_poll: bool = False
     """Whether programs ask every few seconds. Then it is neither logged above debug level nor refused under load."""
     ends_work: bool = False
     """Whether it ends work. Then it is not refused under load. ``RequestLimit`` says how far that goes."""
     starts_work: bool = False
     """Whether a GET makes the model compute."""
+    error_shape: ErrorShape = plain_error
+    """Form of the path's errors, whichever server and layer they come from."""
 
     @property
     def only_reads(self) -> bool:
         """Whether a request changes nothing and costs little, so that it may be repeated."""
         return self.methods == GET and not self.starts_work
+
+    @property
+    def name(self) -> str:
+        """Name of the endpoint."""
+        return self.endpoint.partition(":")[2]
+
+    @property
+    def module(self) -> str:
+        """Module of the instance's endpoint in ``server/http/``; empty if instances do not have the path."""
+        return self.endpoint.partition(":")[0]
+
+    @property
+    def servers(self) -> Server:
+        """The servers that have the path."""
+        if not self.module:
+            return Server.ROUTER
+        return Server.INSTANCE if self.at_router is AtRouter.NOT_FOUND else Server.BOTH
 
     @property
     def label(self) -> str:
@@ -70,49 +112,6 @@ class PathFacts(NamedTuple):
         return (*self.methods, *head, "OPTIONS")
 
 
-PATHS = (
-    PathFacts("/health", GET, Access.OPEN, is_poll=True),
-    PathFacts("/readyz", GET, Access.OPEN, is_poll=True),
-    PathFacts("/livez", GET, Access.OPEN, is_poll=True),
-    PathFacts("/metrics", GET, Access.METRICS, is_poll=True),
-    PathFacts("/metrics/targets", GET, Access.METRICS, Server.ROUTER, is_poll=True),
-    PathFacts("/health_generate", GET, Access.USER, is_poll=True, starts_work=True),
-    PathFacts("/generate", POST, Access.USER),
-    PathFacts("/v1/completions", POST, Access.USER),
-    PathFacts("/v1/chat/completions", POST, Access.USER),
-    PathFacts("/v1/models", GET, Access.USER),
-    PathFacts("/v1/models/{name:path}", GET, Access.USER),
-    PathFacts("/tokenize", POST, Access.USER),
-    PathFacts("/detokenize", POST, Access.USER),
-    PathFacts("/model_info", GET, Access.USER),
-    PathFacts("/get_model_info", GET, Access.USER),
-    PathFacts("/server_info", GET, Access.USER),
-    PathFacts("/get_server_info", GET, Access.USER),
-    PathFacts("/abort_request", POST, Access.USER, ends_work=True),
-    PathFacts("/kv/sessions", GET, Access.USER),
-    PathFacts("/kv/sessions/{name:path}", DELETE, Access.USER),
-    PathFacts("/kv/snapshot", POST, Access.USER),
-    PathFacts("/kv/restore", POST, Access.USER),
-    PathFacts("/slots/{id:path}", POST, Access.USER),
-    PathFacts("/openapi.json", GET, Access.USER),
-    PathFacts("/docs", GET, Access.USER, Server.INSTANCE),
-    # Hand-overs name the requests of every key.
-    PathFacts("/transfers", GET, Access.ADMIN),
-    PathFacts("/flush_cache", POST, Access.CACHE),
-    PathFacts("/kv/resize", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/kv/hashes", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/start_profile", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/stop_profile", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/release_memory_occupation", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/resume_memory_occupation", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/migrate", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/drain", POST, Access.ADMIN, Server.INSTANCE),
-    PathFacts("/role", POST, Access.ADMIN, Server.INSTANCE),
-    # Another instance sends a ticket, which is the key to one answer.
-    PathFacts("/moved", POST, Access.OPEN, Server.INSTANCE),
-)
-
-
 class PathTable:
     """The paths of one server, found by what clients ask for."""
 
@@ -120,11 +119,6 @@ class PathTable:
         self.paths = tuple(paths)
         self._exact = {facts.path: facts for facts in self.paths if "{" not in facts.path}
         self._prefixes = tuple((facts.path.partition("{")[0], facts) for facts in self.paths if "{" in facts.path)
-
-    @staticmethod
-    def of(server: Server, paths: Iterable[PathFacts] = PATHS) -> PathTable:
-        """Return the table of the paths that ``server`` has."""
-        return PathTable(facts for facts in paths if server in facts.servers)
 
     def find(self, path: str) -> PathFacts | None:
         """Return the facts of a decoded request path; None for one that does not exist.

@@ -47,7 +47,7 @@ class RequestLimit:
             return
         if self._running[load] >= self._limit:
             message = f"this server is working on {self._limit} requests (--max-concurrent-requests); try again later"
-            await error_answer(503, message, OVERLOADED)(scope, receive, send)
+            await error_answer(scope, 503, message, OVERLOADED)(scope, receive, send)
             return
         self._running[load] += 1
         try:

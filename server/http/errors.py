@@ -1,4 +1,4 @@
-"""Every error that this API answers with, in the one shape of ``runtime/web/errors.py``."""
+"""Every error that an instance answers with. ``runtime/web/errors.py`` has the fields, the path's API their shape."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ...messages.decode import shown
 from ...messages.outputs import ReqError
-from ...runtime.web.access_log import CLIENT_GONE
-from ...runtime.web.errors import error_body, error_headers, error_type
+from ...runtime.web.access_log import CLIENT_GONE, error_shape
+from ...runtime.web.errors import error_fields, error_headers, error_type
 from ...runtime.web.json_response import json_response
 
 
@@ -68,14 +69,14 @@ class ApiError(Exception):
         renamed.retry_after = self.retry_after
         return renamed
 
-    def body(self) -> dict[str, Any]:
-        """Return the error object, JSON-ready."""
-        return error_body(self.status, self.message, self.kind, self.param, self.code)
+    def body(self, scope: Scope) -> dict[str, Any]:
+        """Return the error, JSON-ready, in the shape of the path that was asked for."""
+        return error_shape(scope)(error_fields(self.status, self.message, self.kind, self.param, self.code))
 
-    def response(self) -> Response:
+    def response(self, scope: Scope) -> Response:
         """Return the HTTP response."""
         headers = error_headers(self.status, self.retry_after)
-        return json_response(self.body(), self.status, {**(self.headers or {}), **headers})
+        return json_response(self.body(scope), self.status, {**(self.headers or {}), **headers})
 
 
 def bad_request(param: str | None, message: str) -> ApiError:
@@ -83,9 +84,9 @@ def bad_request(param: str | None, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
-async def _on_api_error(_request: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -97,20 +98,21 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     }
     api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
     api_error.headers = error.headers
-    return api_error.response()
+    return api_error.response(request.scope)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
-async def _on_bug(_request: Request, error: Exception) -> Response:
+async def _on_bug(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this response, so its traceback reaches the log.
-    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details").response()
+    bug = ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details")
+    return bug.response(request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error leave ``app`` in the one shape."""
+    """Make every error leave ``app`` in the shape of its path."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -15,7 +15,8 @@ from support.hostile_http import HostileClient
 from support.strangers import Stranger, Target
 
 from pdserve.disaggregation.bootstrap.registration import Registration, decode_registration
-from pdserve.runtime.web.paths import PATHS, Access
+from pdserve.runtime.web.apis import PATHS
+from pdserve.runtime.web.paths import Access
 
 from .cluster import ALICE, Cluster
 from .neighbour import Neighbour

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import httpx
 
-from pdserve.runtime.web.paths import PATHS, Access
+from pdserve.runtime.web.apis import PATHS
+from pdserve.runtime.web.paths import Access
 
 ADMIN_KEY = "the-admin-key-of-tests"
 NEEDS_ADMIN = {

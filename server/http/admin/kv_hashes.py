@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -13,7 +13,9 @@ from ....messages.base import pack_i32
 from ....messages.kv_debug import HashedGroup, KVHashesReq
 from ....messages.text import EncodeReq
 from ....runtime.web.json_response import json_response
+from ..answers import AnswerBody
 from ..bodies.fields import Body, FieldError, PromptIds
+from ..endpoint import endpoint
 from ..errors import bad_request
 from ..parsing import parse_body
 from ..state import HttpState
@@ -37,6 +39,30 @@ class KVHashesBody(Body):
         return self
 
 
+class HashedLayer(AnswerBody):
+    """Of one layer, a hash of each page's ``K`` and ``V``; of latent attention ``latent``, of labelled keys ``labels``
+    beside them. null: the page is not there.
+    """
+
+    layer: int
+    K: list[str | None] = Field(default=[])
+    V: list[str | None] = Field(default=[])
+    latent: list[str | None] = Field(default=[])
+    labels: list[str | None] = Field(default=[])
+
+
+class KVHashesAnswer(AnswerBody):
+    """``POST /kv/hashes``: what is cached of the prompt, whole pages. ``order``: in which the elements were read."""
+
+    tokens: int
+    cached_tokens: int
+    page_size: int
+    order: Literal["tokens", "blocks"]
+    extra_key: str
+    layers: list[HashedLayer]
+
+
+@endpoint(KVHashesAnswer, body=KVHashesBody)
 async def kv_hashes(request: Request) -> Response:
     """501 without ``--kv-debug``."""
     state, body = HttpState.of(request), await parse_body(request, KVHashesBody)

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.memory import ALL_TAGS, MemoryReq, MemoryTag, ResizeReq
-from ....runtime.web.json_response import json_response
+from ..answers import AnswerBody
 from ..bodies.fields import INT32_MAX, Body
+from ..endpoint import endpoint
 from ..engine.question_client import NoAnswer
 from ..errors import ApiError
 from ..parsing import parse_body
@@ -42,12 +43,30 @@ class ReleaseBody(ResumeBody):
     wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT)] = 0.0
 
 
+class MemoryReleased(AnswerBody):
+    """``POST /release_memory_occupation``: what is not there now, and how much less is used."""
+
+    released: list[Literal["kv_cache", "weights"]]
+    freed_bytes: int
+    seconds: float
+
+
+class MemoryResumed(AnswerBody):
+    """``POST /resume_memory_occupation``: what is still not there, and how much more is used."""
+
+    released: list[Literal["kv_cache", "weights"]]
+    taken_bytes: int
+    seconds: float
+
+
+@endpoint(MemoryReleased, body=ReleaseBody)
 async def release_memory(request: Request) -> Response:
     """Give memory back to the system; 409 with the reason where it stays."""
     body = await parse_body(request, ReleaseBody)
     return await _change(request, True, body.tags, body.wait_s, body.wait_s + RELEASE_SECONDS)
 
 
+@endpoint(MemoryResumed, body=ResumeBody)
 async def resume_memory(request: Request) -> Response:
     """Have it again, weights loaded anew; 503 with the reason where that can't be had."""
     body = await parse_body(request, ResumeBody)
@@ -63,6 +82,15 @@ class ResizeBody(Body):
     wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT)] = 0.0
 
 
+class PoolResized(AnswerBody):
+    """``POST /kv/resize``: tokens of the pool now, and before; and how much less the worker has."""
+
+    max_total_tokens: int
+    before: int
+    freed_bytes: int
+
+
+@endpoint(PoolResized, body=ResizeBody)
 async def resize_pool(request: Request) -> Response:
     """Make the KV pool smaller, or larger again; 409 with the reason where it stays as it is."""
     body, engine = await parse_body(request, ResizeBody), HttpState.of(request).engine
@@ -71,8 +99,9 @@ async def resize_pool(request: Request) -> Response:
         result = await engine.questions.ask(question, body.wait_s + RESIZE_SECONDS)
     except NoAnswer:
         raise ApiError(503, "the scheduler did not answer; /server_info shows what the pool is") from None
-    sizes = {"max_total_tokens": result.max_total_tokens, "before": result.before, "freed_bytes": result.freed}
-    return json_response(sizes)
+    return PoolResized(
+        max_total_tokens=result.max_total_tokens, before=result.before, freed_bytes=result.freed
+    ).response()
 
 
 async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s: float, seconds: float) -> Response:
@@ -81,5 +110,7 @@ async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s
         result = await engine.questions.ask(MemoryReq(release, tags, wait_s), seconds)
     except NoAnswer:
         raise ApiError(503, f"it was not over within {seconds:g} s, and goes on; /server_info shows it") from None
-    content = {"released": result.released, "freed_bytes" if release else "taken_bytes": result.nbytes}
-    return json_response(content | {"seconds": round(result.seconds, 3)})
+    seconds = round(result.seconds, 3)
+    if release:
+        return MemoryReleased(released=result.released, freed_bytes=result.nbytes, seconds=seconds).response()
+    return MemoryResumed(released=result.released, taken_bytes=result.nbytes, seconds=seconds).response()

@@ -19,10 +19,11 @@ from ....messages.moves import MigrateReq, MigrateResult
 from ....messages.outputs import ReqText
 from ....messages.sampling import SamplingParams
 from ....runtime.cluster_secret import addresses
-from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
 from ....runtime.web.sse import DATA_PREFIX, EVENT_END
+from ..answers import AnswerBody
 from ..bodies.fields import Body, Rid
+from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan
 from ..engine.question_client import NoAnswer, QuestionRefused
 from ..engine.submission import Choice, Delta
@@ -45,6 +46,14 @@ class MigrateBody(Body):
     bootstrap_port: Annotated[int, Field(ge=1, le=65535)]
 
 
+class Migrated(AnswerBody):
+    """``POST /migrate``: how many answers go on there, and for how long each stood still."""
+
+    moved: int
+    paused_ms: list[float]
+
+
+@endpoint(Migrated, body=MigrateBody)
 async def migrate(request: Request) -> Response:
     """Let a running request go on at another instance; 409 with the reason where it stays."""
     state, body = HttpState.of(request), await parse_body(request, MigrateBody)
@@ -69,7 +78,7 @@ async def migrate(request: Request) -> Response:
     stays = [result for result in results if isinstance(result, QuestionRefused)]
     if stays:
         raise ApiError(409, f"{len(stays)} of {len(results)} answers stay here: {stays[0].message}")
-    return json_response({"moved": len(moved), "paused_ms": [round(result.paused_ms, 3) for result in moved]})
+    return Migrated(moved=len(moved), paused_ms=[round(result.paused_ms, 3) for result in moved]).response()
 
 
 class DrainBody(Body):
@@ -80,6 +89,13 @@ class DrainBody(Body):
     to: list[str] = Field(default_factory=list)
 
 
+class Draining(AnswerBody):
+    """``POST /drain``: how many requests are left."""
+
+    draining: int
+
+
+@endpoint(Draining, body=DrainBody)
 async def drain(request: Request) -> Response:
     """Stop admitting, hand over what runs, and exit when nothing is left; answers at once."""
     engine, body = HttpState.of(request).engine, await parse_body(request, DrainBody)
@@ -92,7 +108,7 @@ async def drain(request: Request) -> Response:
     if refusal := HttpState.of(request).gate.move_refusal(to):
         raise ApiError(403, f"to: {refusal}", param="to")
     engine.drain(to)
-    return json_response({"draining": len(engine.live)})
+    return Draining(draining=len(engine.live)).response()
 
 
 class RoleBody(Body):
@@ -101,6 +117,14 @@ class RoleBody(Body):
     role: Literal["unified", "prefill", "decode"]
 
 
+class RoleChanged(AnswerBody):
+    """``POST /role``."""
+
+    role: str
+    before: str
+
+
+@endpoint(RoleChanged, body=RoleBody)
 async def role(request: Request) -> Response:
     """Change the role, without a restart; what runs goes on, what is cached stays."""
     engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
@@ -108,9 +132,10 @@ async def role(request: Request) -> Response:
         result = await engine.questions.ask(RoleReq(body.role), ROLE_SECONDS)
     except QuestionRefused as e:
         raise ApiError(409, e.message) from None
-    return json_response({"role": result.role, "before": result.before})
+    return RoleChanged(role=result.role, before=result.before).response()
 
 
+@endpoint()
 async def moved(request: Request) -> Response:
     """Send the rest of an answer that goes on here to the instance that has its client."""
     ticket = ticket_of(request.scope)

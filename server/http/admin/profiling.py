@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
@@ -25,9 +25,11 @@ from ....messages.profiling import (
 )
 from ....messages.question import Question
 from ....runtime.web.json_response import json_response
+from ..answers import AnswerBody
 from ..bodies import unserved
 from ..bodies.fields import Body, FieldError
 from ..bodies.unserved import Unserved
+from ..endpoint import endpoint
 from ..engine.question_client import NoAnswer
 from ..errors import ApiError
 from ..parsing import parse_body
@@ -79,6 +81,29 @@ class StopProfileBody(Body):
     refuses_unknown: ClassVar[bool] = True
 
 
+class ProfileStarted(AnswerBody):
+    """``POST /start_profile``: ``files`` will be there after ``num_steps`` steps, or ``seconds``, or a stop."""
+
+    folder: str
+    files: list[str]
+    activities: list[Literal["CPU", "GPU"]]
+    num_steps: int
+    seconds: float
+
+
+class ProfileStopped(AnswerBody):
+    """``POST /stop_profile``: the files of the profile that ended now or was the last, and their size in all."""
+
+    folder: str
+    files: list[str]
+    bytes: int
+    activities: list[Literal["CPU", "GPU"]]
+    steps: int
+    seconds: float
+    ended_by: Literal["num_steps", "time limit", "request"]
+
+
+@endpoint(ProfileStarted, body=StartProfileBody)
 async def start_profile(request: Request) -> Response:
     """Begin a profile; 409 while one runs, and for a name that is taken."""
     body = await parse_body(request, StartProfileBody)
@@ -89,17 +114,16 @@ async def start_profile(request: Request) -> Response:
         StartProfileReq(name, steps, body.activities, body.with_stack, body.record_shapes),
         START_SECONDS,
     )
-    return json_response(
-        {
-            "folder": result.folder,
-            "files": result.files,
-            "activities": result.activities,
-            "num_steps": result.steps,
-            "seconds": result.seconds,
-        }
-    )
+    return ProfileStarted(
+        folder=result.folder,
+        files=result.files,
+        activities=result.activities,
+        num_steps=result.steps,
+        seconds=result.seconds,
+    ).response()
 
 
+@endpoint(ProfileStopped, body=StopProfileBody)
 async def stop_profile(request: Request) -> Response:
     """End the profile and name its files, or those of the last one; 409 where there has been none."""
     await parse_body(request, StopProfileBody)

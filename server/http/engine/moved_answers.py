@@ -21,7 +21,7 @@ from ....runtime.web.client.client import HttpClient
 from ....runtime.web.client.errors import ClientError
 from ....runtime.web.client.events import EventBuffer
 from ....runtime.web.cluster_auth import ClusterClient
-from ....runtime.web.moved_answer import TICKET, Ticket
+from ....runtime.web.moved_answer import MOVED_PATH, TICKET, Ticket
 from ....runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from ..errors import ApiError
 from .logprob_account import LogprobAccount
@@ -39,7 +39,6 @@ UNREAD_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
 """Maximum silence of a relayed stream; streams send something every 15 s."""
-PATH = "/moved"
 ERROR = b'{"error"'
 
 OnText = Callable[[TextBatch], None]
@@ -153,7 +152,7 @@ class MovedAnswers:
     async def _read(self, ticket: Ticket, choice: Choice, owner: Submission, on_text: OnText) -> None:
         try:
             answer = await self._client.send(
-                "POST", ticket.url, PATH, b"", [(TICKET, ticket.dump())], silence=SILENCE_SECONDS
+                "POST", ticket.url, MOVED_PATH, b"", [(TICKET, ticket.dump())], silence=SILENCE_SECONDS
             )
             try:
                 if answer.status != 200:

@@ -173,7 +173,7 @@ class EngineResponse(Response):
         try:
             async with watch_disconnect(receive, submission):
                 if self._is_stream:
-                    await self._send_stream(submission, send)
+                    await self._send_stream(submission, scope, send)
                 else:
                     await self._send_answer(submission, scope, receive, send)
         except ClientGone:
@@ -226,7 +226,7 @@ class EngineResponse(Response):
         told = (choice.told_chars, choice.told_tokens, choice.opened)
         return Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, self._name, self._renderer.created).dump()
 
-    async def _send_stream(self, submission: Submission, send: Send) -> None:
+    async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
         started = False
         try:
             with KeepAlive(submission):
@@ -244,7 +244,7 @@ class EngineResponse(Response):
         except ApiError as e:
             if not started:
                 raise
-            events = event(e.renamed(self._renderer.field_names).body())
+            events = event(e.renamed(self._renderer.field_names).body(scope))
         except AnswerMoved as e:
             if not started:
                 await self._send_ticket(submission, e, send)

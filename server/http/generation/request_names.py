@@ -16,8 +16,8 @@ from .tickets import ticket_of
 B = TypeVar("B", bound=RequestFields)
 
 
-def named(request: Request, body: B, prefix: str = "") -> B:
-    """Return ``body`` with a ``rid``: its own, else ``prefix`` and the HTTP request's ``x-request-id``.
+def named(request: Request, body: B) -> B:
+    """Return ``body`` with a ``rid``: its own, else the path's prefix and ``x-request-id``.
 
     An answer that goes on here keeps the name that it has from its first instance. A ``rid`` in use is the client's
     error. An ``x-request-id`` may be in use because of a retry: then eight digits are appended. Submit before anything
@@ -28,7 +28,8 @@ def named(request: Request, body: B, prefix: str = "") -> B:
     ticket = ticket_of(request.scope)
     if ticket is not None:
         return body.model_copy(update={"rid": ticket.rid})
-    rid = prefix + AccessRecord.of(request.scope).request_id
+    record = AccessRecord.of(request.scope)
+    rid = record.rid_prefix + record.request_id
     if HttpState.of(request).engine.live.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"
     return body.model_copy(update={"rid": rid})

@@ -11,6 +11,7 @@ from ....messages.outputs import FinishReason, FinishType, ReqMeta
 from ....messages.requests import LogprobOptions
 from ....model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from ..bodies.large_bodies import LARGE_BATCH
+from ..endpoint import endpoint
 from ..engine.bootstrap_gate import BootstrapGate
 from ..engine.plan import NO_TERMS, PromptPlan, Terms, make_prompts, name_requests, per_prompt, sampling_params
 from ..engine.submission import Choice, Delta
@@ -21,10 +22,12 @@ from ..generation.request_terms import terms_of, timed
 from ..generation.timing import timing
 from ..parsing import parse_body
 from ..state import HttpState
+from .answers import GenerateAnswer, Generated
 from .logprob_lists import LogprobLists
 from .schemas import GenerateBody
 
 
+@endpoint(GenerateAnswer, body=GenerateBody, event=Generated)
 async def generate(request: Request) -> Response:
     """Generate from one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)

@@ -12,6 +12,7 @@ from ....messages.conversation import Conversation
 from ....messages.outputs import NamedLogprob
 from ....messages.requests import LogprobOptions
 from ..bodies.fields import INT32_MAX
+from ..endpoint import endpoint
 from ..engine.plan import Prompt
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
@@ -21,6 +22,7 @@ from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
+from .answers import ChatAnswer, ChatChunk
 from .common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, usage
 from .conversation import read_conversation
 from .schemas import ChatBody
@@ -29,10 +31,11 @@ KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
 
 
+@endpoint(ChatAnswer, body=ChatBody, event=ChatChunk)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, plain or streaming."""
     state = HttpState.of(request)
-    body = named(request, timed(request, await parse_body(request, ChatBody)), "chatcmpl-")
+    body = named(request, timed(request, await parse_body(request, ChatBody)))
     check_model(body.model, state.model)
     # Without a limit the answer ends with the context: the engine lowers the number to what fits.
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ....messages.outputs import NamedLogprob
 from ....messages.requests import LogprobOptions
 from ..bodies.large_bodies import LARGE_BATCH
+from ..endpoint import endpoint
 from ..engine.plan import Prompt, make_prompts
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
@@ -20,16 +21,18 @@ from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
+from .answers import CompletionAnswer
 from .common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, top_with_own, usage
 from .schemas import CompletionBody
 
 KIND = "text_completion"
 
 
+@endpoint(CompletionAnswer, body=CompletionBody, event=CompletionAnswer)
 async def completions(request: Request) -> Response:
     """Complete one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
-    body = named(request, timed(request, await parse_body(request, CompletionBody)), "cmpl-")
+    body = named(request, timed(request, await parse_body(request, CompletionBody)))
     check_model(body.model, state.model)
     if body.min_tokens > body.max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_tokens ({body.max_tokens})")

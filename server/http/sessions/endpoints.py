@@ -22,18 +22,20 @@ from ....runtime.web.access_log import CLIENT_GONE, AccessRecord
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import NAME as KEY_NAME
 from ....runtime.web.keys import Caller
+from ..endpoint import QueryParameter, endpoint
 from ..engine.plan import Prompt, PromptPlan, sampling_params
 from ..engine.question_client import QuestionRefused
 from ..engine.submission import Choice, Submission
 from ..errors import ApiError, ClientGone, bad_request
 from ..generation.engine_response import EngineResponse, watch_disconnect
 from ..generation.tickets import can_follow
+from ..native.answers import Generated
 from ..native.generate import SAMPLING_NAMES, NativeRenderer
 from ..openai.conversation import read_conversation
 from ..parsing import parse_body
 from ..session_store.session_files import Listed, Session, SessionInfo
 from ..state import HttpState
-from .schemas import RestoreBody, SnapshotBody
+from .schemas import Deleted, RestoreAnswer, RestoreBody, SessionList, SnapshotAnswer, SnapshotBody
 
 SNAPSHOT_SECONDS = 30.0
 """Timeout of the scheduler's answer, which waits for the store no longer than ``scheduler/kept_pages.py`` says."""
@@ -42,6 +44,7 @@ SNAPSHOT_SECONDS = 30.0
 # --- saving ---
 
 
+@endpoint(SnapshotAnswer, body=SnapshotBody)
 async def snapshot(request: Request) -> Response:
     """Write down a request, or a prompt once it is computed; answers when its KV is in the store, or can't be."""
     state = HttpState.of(request)
@@ -162,6 +165,7 @@ def _release(http: HttpState, session: Session, other: Session | None = None) ->
 # --- going on ---
 
 
+@endpoint(RestoreAnswer, body=RestoreBody, event=Generated)
 async def restore(request: Request) -> Response:
     """Go on with a session's answer; or bring its KV back, for who comes with its tokens next."""
     http, body = HttpState.of(request), await parse_body(request, RestoreBody)
@@ -258,6 +262,7 @@ class ResumedResponse(EngineResponse):
 # --- listing and deleting ---
 
 
+@endpoint(SessionList)
 async def list_sessions(request: Request) -> Response:
     """The caller's; an admin's list is of everybody's, with their owners."""
     caller = Caller.of(request.scope)
@@ -275,11 +280,12 @@ def _entry(listed: Listed, *, with_owner: bool) -> dict[str, object]:
     return shown if with_owner else {name: value for name, value in shown.items() if name != "owner"}
 
 
+@endpoint(Deleted, query=(QueryParameter("owner"),))
 async def delete_session(request: Request) -> Response:
     """Delete one; its KV may go from the store then."""
     name = request.path_params["name"]
     await remove(request, _owner(request, request.query_params.get("owner")), name)
-    return json_response({"deleted": name})
+    return Deleted(deleted=name).response()
 
 
 async def remove(request: Request, owner: str, name: str) -> Session | None:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..answers import Answer, Told
+from ..answers import AnswerBody, Told
 from ..bodies.fields import Body, FieldError, PromptIds, Rid, TemplateArgs
 from ..native.schemas import SamplingParamsBody
 from ..openai.schemas import MAX_MESSAGES, Message
@@ -83,7 +83,7 @@ class SlotBody(Body):
     filename: Name
 
 
-class SnapshotAnswer(Answer):
+class SnapshotAnswer(AnswerBody):
     """``POST /kv/snapshot``. ``kv``: "stored", or why not all of it is. Sizes in bytes, times Unix's."""
 
     name: str
@@ -97,7 +97,7 @@ class SnapshotAnswer(Answer):
     expires: float
 
 
-class RestoreAnswer(Answer):
+class RestoreAnswer(AnswerBody):
     """``POST /kv/restore`` without ``resume``: tokens that were found, and that had to be computed. With it the answer
     is that of ``POST /generate``.
     """
@@ -110,7 +110,7 @@ class RestoreAnswer(Answer):
     token_ids: list[int] | None = None
 
 
-class SessionEntry(Answer):
+class SessionEntry(AnswerBody):
     """``GET /kv/sessions``: one. ``damaged``: it can only be deleted."""
 
     name: str
@@ -127,20 +127,20 @@ class SessionEntry(Answer):
     instances: list[str] | None = None
 
 
-class SessionList(Answer):
+class SessionList(AnswerBody):
     """``GET /kv/sessions``."""
 
     sessions: list[SessionEntry]
 
 
-class Deleted(Answer):
+class Deleted(AnswerBody):
     """``DELETE /kv/sessions/{name}``; a router says where."""
 
     deleted: str
     instances: list[Told] | None = None
 
 
-class SlotAnswer(Answer):
+class SlotAnswer(AnswerBody):
     """What llama-server says of a slot that was saved, restored or erased."""
 
     id_slot: int | str

@@ -12,16 +12,18 @@ from starlette.responses import Response
 
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
+from ..endpoint import QueryParameter, endpoint
 from ..errors import bad_request
 from ..parsing import parse_body
 from ..state import HttpState
 from .endpoints import bring_back, remove, save_request
-from .schemas import SlotBody
+from .schemas import SlotAnswer, SlotBody
 
 SLOT_DIGITS = 9
 ACTIONS = ("save", "restore", "erase")
 
 
+@endpoint(SlotAnswer, body=SlotBody, query=(QueryParameter("action", ACTIONS, required=True),))
 async def slot_action(request: Request) -> Response:
     """Save the request ``id`` as a file, bring a file's KV back, or delete it."""
     sessions, action = HttpState.of(request).sessions, request.query_params.get("action")

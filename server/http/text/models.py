@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +10,8 @@ from starlette.responses import Response
 from ....messages.text import DecodeReq, EncodeReq, Limits
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
+from ..answers import AnswerBody
+from ..endpoint import endpoint
 from ..errors import bad_request
 from ..openai.common import check_model
 from ..openai.conversation import read_conversation
@@ -21,22 +23,60 @@ TIMEOUT_SECONDS = 30.0
 """Timeout of the tokenizer's answer, from when it is asked."""
 
 
+class ModelCard(AnswerBody):
+    """One name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(AnswerBody):
+    """``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(AnswerBody):
+    """``POST /tokenize``: lists of everything for a list of texts."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: list[int] | list[list[int]]
+    token_strs: list[str] | list[list[str]] | None = None
+
+
+class Text(AnswerBody):
+    """``POST /detokenize``: the same text twice, or the same list."""
+
+    prompt: str | list[str]
+    text: str | list[str]
+
+
+@endpoint(ModelList)
 async def list_models(request: Request) -> Response:
     """The one model served, by each of its names, in OpenAI's list."""
     state = HttpState.of(request)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
-    return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
+    return ModelList(object="list", data=[_card(state, name, limits) for name in state.model.names]).response()
 
 
+@endpoint(ModelCard)
 async def get_model(request: Request) -> Response:
     """The model of that name; 404 when it is not the one served."""
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
-    return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
+    return _card(state, name if name in state.model.names else state.model.name, limits).response()
 
 
+@endpoint(Tokens, body=TokenizeBody)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, of several, or of a conversation as the model's template renders it."""
     state = HttpState.of(request)
@@ -67,6 +107,7 @@ async def tokenize(request: Request) -> Response:
     return json_response(content)
 
 
+@endpoint(Text, body=DetokenizeBody)
 async def detokenize(request: Request) -> Response:
     """What token ids read; ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
     state = HttpState.of(request)
@@ -83,13 +124,13 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": text, "text": text})
 
 
-def _card(state: HttpState, name: str, limits: Limits) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.started,
-        "owned_by": "pdserve",
-        "root": state.model.path,
-        "parent": None,
-        "max_model_len": limits.context_length,
-    }
+def _card(state: HttpState, name: str, limits: Limits) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=state.started,
+        owned_by="pdserve",
+        root=state.model.path,
+        parent=None,
+        max_model_len=limits.context_length,
+    )

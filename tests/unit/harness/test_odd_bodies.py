@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 from pydantic import BaseModel
+from support.endpoints import BODY_MODELS, GENERATION_PATHS
 from support.fake_engine import FakeEngine, with_engine
 from support.router_rig import Rig, scenario
 
@@ -18,8 +19,7 @@ from pdserve.messages.control import RoleReq, RoleResult
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from pdserve.messages.moves import MigrateReq, MigrateResult
 from pdserve.messages.profiling import StartProfileReq, StopProfileReq
-from pdserve.router.app import GENERATION_PATHS, TEXT_PATHS
-from pdserve.server.http.app import MOVED_PATH, ORDERS, SESSION_PATH, SLOTS_PATH
+from pdserve.runtime.web.moved_answer import MOVED_PATH
 
 LONG = 1000
 OFF = 501
@@ -92,7 +92,8 @@ MEANS: dict[tuple[str, str], str] = {
     ("/stop_profile", "an empty object"): "the profile that runs",
 }
 """docs/http-api.md. Beside these, ``/flush_cache`` reads no body."""
-PATHS: dict[str, type[BaseModel] | None] = {path: body for path, _, body, _ in ORDERS} | {MOVED_PATH: None}
+SESSION_PATH, SLOTS_PATH = "/kv/sessions/{name:path}", "/slots/{id:path}"
+PATHS: dict[str, type[BaseModel] | None] = {**BODY_MODELS, MOVED_PATH: None}
 
 
 class Instance(FakeEngine):
@@ -141,7 +142,8 @@ async def test_a_router_passes_them_on_or_says_why(rig: Rig) -> None:
     prefill.refuses = decode.refuses = True
     for path in (
         *GENERATION_PATHS,
-        *TEXT_PATHS,
+        "/tokenize",
+        "/detokenize",
         "/abort_request",
         "/kv/snapshot",
         "/kv/restore",

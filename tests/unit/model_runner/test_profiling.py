@@ -45,8 +45,8 @@ from pdserve.runtime.python import python_command
 from pdserve.scheduler.features.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
-from pdserve.server.http.answers import ProfileStarted as StartAnswer
-from pdserve.server.http.answers import ProfileStopped as StopAnswer
+from pdserve.server.http.admin.profiling import ProfileStarted as StartAnswer
+from pdserve.server.http.admin.profiling import ProfileStopped as StopAnswer
 
 START = StartProfileReq("name", 4, id=1)
 STARTED = ProfileStarted("/folder/name", ["/folder/name/rank-0.trace.json.gz"], ["CPU"])

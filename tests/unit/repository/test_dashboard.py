@@ -17,12 +17,12 @@ from prometheus_client.samples import Sample
 from support.fake_engine import FakeEngine, with_engine
 from support.scrape import Page, scheduler_metrics
 
-from pdserve.router.app import GENERATION_PATHS
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.web.access_log import AccessCounts, AccessRecord
-from pdserve.runtime.web.paths import PathTable, Server
+from pdserve.runtime.web.apis import path_table
+from pdserve.runtime.web.paths import Server
 from pdserve.server.http.metrics.metric_aliases import ALIASES
 
 DOCKER = Path(__file__).parents[3] / "docker"
@@ -56,7 +56,7 @@ def router_page() -> Page:
         visits = AccessCounts()
         visits.responses["POST", "/generate", 200] += 1
         fleet = Fleet(RouterOptions(prefill=["http://127.0.0.1:1"], decode=["http://127.0.0.1:2"]))
-        metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
+        metrics = RouterMetrics(fleet, visits)
         visit = AccessRecord({"method": "POST", "path": "/generate", "headers": []})
         visit.status = 200
         metrics.visited(visit, 0.1)
@@ -109,7 +109,7 @@ def test_prometheus_scrapes_what_there_is() -> None:
     assert router["static_configs"] == [{"targets": [f"127.0.0.1:{RouterOptions().port}"]}]
     [discovery] = instances["http_sd_configs"]
     path = discovery["url"].removeprefix(f"http://127.0.0.1:{RouterOptions().port}")
-    assert PathTable.of(Server.ROUTER).find(path) is not None
+    assert path_table(Server.ROUTER).find(path) is not None
 
 
 def test_recorded_metrics_keep_their_types_names_and_labels() -> None:

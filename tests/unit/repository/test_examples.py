@@ -30,7 +30,8 @@ from support.doc_examples import (
 )
 
 from pdserve.server.cli import app
-from pdserve.server.http.answers import ErrorAnswer, GenerateAnswer
+from pdserve.server.http.answers import ErrorAnswer
+from pdserve.server.http.native.answers import GenerateAnswer
 from tools.gpu_check import __main__ as gpu_check_main
 
 RUNNERS = {

@@ -19,10 +19,10 @@ from support.wheels import build_wheel, copy_tree
 from pdserve.model_runner.cpu_engine.build import MODULE
 from pdserve.runtime.option_checks import check_options
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.apis import PATHS
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
-from pdserve.server.http.admin.schemas import AbortBody
-from pdserve.server.http.app import ORDERS, QUESTIONS
+from pdserve.server.http.generation.abort import AbortBody
 from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
 from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, StreamOptions
 
@@ -262,6 +262,11 @@ def test_tables_of_metrics_are_up_to_date():
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == render(), "run make docs"
 
 
+def test_the_table_of_endpoints_is_up_to_date():
+    render = runpy.run_path(str(ROOT / "docs" / "generate_endpoints.py"))["render"]
+    assert (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8") == render(), "run make docs"
+
+
 def test_tables_of_fields_are_up_to_date():
     render = runpy.run_path(str(ROOT / "docs" / "generate_fields.py"))["render"]
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
@@ -286,8 +291,7 @@ def test_links_on_a_page_lead_somewhere(page):
 
 def test_http_page_names_every_endpoint_and_field():
     text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
-    paths = [path for path, *_ in (*QUESTIONS, *ORDERS)]
-    for path in (*paths, "/flush_cache"):
+    for path in (facts.path for facts in PATHS):
         assert path.replace("{name:path}", "NAME").replace("{id:path}", "ID") in text, path
     for body in (GenerateBody, SamplingParamsBody, CompletionBody, ChatBody, StreamOptions, AbortBody):
         for name in body.model_fields:

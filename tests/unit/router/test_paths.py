@@ -21,10 +21,11 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.access_log import AccessCounts
+from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.guard import guard
 from pdserve.runtime.web.keys import Caller, Keys
-from pdserve.runtime.web.paths import PATHS, Access, PathTable, Server
+from pdserve.runtime.web.paths import Access, PathTable, Server
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 KEYS = {"none": {}, "wrong": {"authorization": "Bearer x"}, "user": {"x-api-key": "a-key"}}
@@ -61,14 +62,14 @@ class Front:
     """What stands before one server's application."""
 
     def __init__(self, server: Server, **options: Any) -> None:
-        self.seen, self.table, counts = Seen(), PathTable.of(server), AccessCounts()
+        self.seen, self.table, counts = Seen(), path_table(server), AccessCounts()
         self.counts = counts
         self.app: ASGIApp
         if server is Server.INSTANCE:
             self.app = guard(self.seen, ServerOptions(**options), server, counts)
         else:
             router = RouterOptions(worker=["http://127.0.0.1:1"], **options)
-            metrics = RouterMetrics(Fleet(router), counts, ())
+            metrics = RouterMetrics(Fleet(router), counts)
             self.app = guard(self.seen, router, server, counts, metrics.visited)
 
     def http(self, **headers: str) -> httpx.AsyncClient:
@@ -185,7 +186,7 @@ def test_slashes_at_the_end_do_not_count(keys: dict[str, str]) -> None:
 @pytest.mark.parametrize("path", ["/Health", "/HEALTH", "//health", "/health/x", "", "/", "/v1/models/../x", "/v1"])
 def test_other_spellings_do_not_exist(path: str) -> None:
     for server in (Server.INSTANCE, Server.ROUTER):
-        assert PathTable.of(server).find(path) is None
+        assert path_table(server).find(path) is None
 
 
 def test_metrics_are_open_where_that_is_asked_for(keys: dict[str, str]) -> None:
@@ -248,12 +249,12 @@ def routes(app: Any) -> dict[str, set[str]]:
 
 def test_every_route_is_in_the_table_and_every_path_has_a_route() -> None:
     async def run() -> None:
-        table = {facts.path: set(facts.methods) for facts in PathTable.of(Server.INSTANCE).paths}
+        table = {facts.path: set(facts.methods) for facts in path_table(Server.INSTANCE).paths}
         assert routes(FakeEngine().app) == table
 
     asyncio.run(run())
     options = RouterOptions(worker=["http://127.0.0.1:1"])
-    table = {facts.path: set(facts.methods) for facts in PathTable.of(Server.ROUTER).paths}
+    table = {facts.path: set(facts.methods) for facts in path_table(Server.ROUTER).paths}
     assert routes(router_app.make_app(options, lambda error: None)) == table
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.router_rig import generate, scenario
 
 from pdserve.router import endpoints
-from pdserve.server.http.admin import admin
+from pdserve.server.http.status import info
 from pdserve.server.http.text import models
 
 
@@ -184,7 +184,7 @@ async def test_no_path_leads_to_another_endpoint_of_an_instance(rig):
 
 
 def test_the_router_waits_for_longer_than_an_instance_takes_to_give_up():
-    assert endpoints.QUESTION_TIMEOUT > admin.QUESTION_TIMEOUT_SECONDS
+    assert endpoints.QUESTION_TIMEOUT > info.QUESTION_TIMEOUT_SECONDS
     assert endpoints.TEXT_TIMEOUT > 2 * models.TIMEOUT_SECONDS  # the question, and then the limits
 
 

@@ -93,9 +93,9 @@ def test_where_the_answer_goes_on(stream):
 
 def test_a_status_that_the_body_lacks_is_added():
     error = InstanceAnsweredError(429, b'{"error": {"message": "full", "code": 7}}', "w", ())
-    assert error.content() == {"error": {"message": "full", "code": 7, "status": 429}}
+    assert error.fields() == {"message": "full", "code": 7, "status": 429}
     other = InstanceAnsweredError(500, b"<html>", "worker http://w", ())
-    assert other.content()["error"]["message"] == "worker http://w answered with status 500"
+    assert other.fields()["message"] == "worker http://w answered with status 500"
 
 
 def test_headers_that_the_api_promises_are_there_after_an_event_too():

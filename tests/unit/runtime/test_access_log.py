@@ -17,7 +17,8 @@ from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.runtime.logs import REQUEST_ID, JsonFormatter
 from pdserve.runtime.refusal_log import LINES
 from pdserve.runtime.web.access_log import AccessCounts, AccessLog, AccessRecord
-from pdserve.runtime.web.paths import PATHS, PathTable
+from pdserve.runtime.web.apis import PATHS
+from pdserve.runtime.web.paths import PathTable
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 ACCESS = "pdserve.access"

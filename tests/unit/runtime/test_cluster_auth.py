@@ -17,6 +17,7 @@ from pdserve.runtime import cluster_secret
 from pdserve.runtime.cluster_secret import FRESH_SECONDS, ClusterSecret, RouterKeys
 from pdserve.runtime.web.access_log import SCOPE_KEY as VISIT_KEY
 from pdserve.runtime.web.access_log import AccessRecord
+from pdserve.runtime.web.apis import path_table
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.errors import CannotConnect
@@ -30,7 +31,7 @@ from pdserve.runtime.web.cluster_auth import (
     digest_of,
 )
 from pdserve.runtime.web.keys import KEY_NAME_HEADER, Keys
-from pdserve.runtime.web.paths import PathTable, Server
+from pdserve.runtime.web.paths import Server
 
 OURS, THEIRS = b"o" * 32, b"t" * 40
 EPOCH, NOW = "e1", 1_000_000.0
@@ -248,7 +249,7 @@ def test_no_key_leaves_a_router_that_signs(signs: bool, sent: list[bytes | None]
         seen.append(scope["headers"])
 
     async def run() -> None:
-        keys, table = Keys({"alice": "a-key"}, "the-admin"), PathTable.of(Server.ROUTER)
+        keys, table = Keys({"alice": "a-key"}, "the-admin"), path_table(Server.ROUTER)
         auth = ApiKeyAuth(app, keys, table, is_router=True, signs=signs)
         for key in (b"a-key", b"the-admin"):
             path = "/flush_cache" if key != b"a-key" else "/generate"
@@ -267,7 +268,7 @@ def test_a_router_without_keys_passes_the_clients_on(files: dict[str, str]) -> N
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["headers"])
 
-    auth = ApiKeyAuth(app, Keys({}), PathTable.of(Server.ROUTER), is_router=True, signs=True)
+    auth = ApiKeyAuth(app, Keys({}), path_table(Server.ROUTER), is_router=True, signs=True)
     headers = [(b"authorization", b"Bearer a-key")]
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers, **visited()}
     asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]
@@ -281,7 +282,7 @@ def test_the_key_that_a_router_without_keys_drew_is_the_admins_at_every_instance
         seen.append(scope["headers"])
 
     keys = Keys({}).with_own_admin("drawn")
-    auth = ApiKeyAuth(app, keys, PathTable.of(Server.ROUTER), is_router=True, signs=True)
+    auth = ApiKeyAuth(app, keys, path_table(Server.ROUTER), is_router=True, signs=True)
     headers = [(b"authorization", b"Bearer drawn"), (KEY_NAME_HEADER, b"alice")]
     scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": headers, **visited()}
     asyncio.run(auth(scope, None, None))  # type: ignore[arg-type]

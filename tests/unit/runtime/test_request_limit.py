@@ -10,12 +10,13 @@ from support.router_rig import scenario
 
 from pdserve.runtime.web.access_log import SCOPE_KEY as VISIT_KEY
 from pdserve.runtime.web.access_log import AccessRecord
+from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.keys import ADMIN, ANYBODY, SCOPE_KEY, Caller, Keys
-from pdserve.runtime.web.paths import PATHS, Access, PathFacts, PathTable, Server
+from pdserve.runtime.web.paths import Access, PathFacts, Server
 from pdserve.runtime.web.request_limit import RequestLimit
 
-TABLE = PathTable.of(Server.ROUTER)
+TABLE = path_table(Server.ROUTER)
 ANSWERED_BY_ITSELF = {"/health", "/readyz", "/livez", "/metrics", "/metrics/targets"}
 PASSED_ON = [facts for facts in PATHS if Server.ROUTER in facts.servers and facts.path not in ANSWERED_BY_ITSELF]
 BESIDE = {"/health_generate", "/abort_request"}

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.endpoints import BODY_MODELS
 from support.fake_engine import FakeEngine, with_engine
 
-from pdserve.server.http.app import ORDERS
 from pdserve.server.http.bodies.field_names import (
     MAX_FIELDS,
     MAX_HEADER,
@@ -123,7 +123,7 @@ def test_an_order_that_means_everything_without_its_fields_refuses_unknown_ones(
     for path in ("/release_memory_occupation", "/resume_memory_occupation", "/drain"):
         error = post(path, {"tagz": ["weights"]}, unknown).json()["error"]
         assert (error["status"], error["param"]) == (400, "tagz")
-    assert {body.refuses_unknown for _, _, body, _ in ORDERS if body.may_be_left_out} == {True}
+    assert {body.refuses_unknown for body in BODY_MODELS.values() if body.may_be_left_out} == {True}
 
 
 def test_an_error_and_a_stream_name_it_too() -> None:

@@ -21,10 +21,12 @@ from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.question import Question, Refused, TextQuestion
 from pdserve.runtime.web.errors import error_type
-from pdserve.server.http.answers import KVHashesAnswer, MemoryReleased, MemoryResumed, TransfersAnswer
-from pdserve.server.http.docs_page import render
+from pdserve.server.http.admin.kv_hashes import KVHashesAnswer
+from pdserve.server.http.admin.memory import MemoryReleased, MemoryResumed
 from pdserve.server.http.engine import health_check as health_module
+from pdserve.server.http.pages.docs_page import render
 from pdserve.server.http.parsing import MAX_BODY_BYTES
+from pdserve.server.http.status.info import TransfersAnswer
 
 
 def test_health_asks_once_for_all_who_ask_at_once() -> None:

@@ -11,11 +11,11 @@ import httpx
 import orjson
 import pytest
 from pydantic import BaseModel
+from support.endpoints import ANSWERS, BODY_MODELS, QUESTIONS, STREAMS
 from support.fake_engine import FakeEngine, events, with_engine
 
 from pdserve.messages.outputs import FinishReason, FinishType, ReqError, TextBatch
 from pdserve.server.http.answers import ErrorAnswer, MetricsText
-from pdserve.server.http.app import ORDERS, QUESTIONS, STREAMS
 from pdserve.server.http.bodies.fields import Body, inner_bodies
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
@@ -41,7 +41,6 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [[1], [2]]}),
     ("/abort_request", {"abort_all": True}),
 ]
-ANSWERS = {path: answer for path, _, _, answer in ORDERS}
 
 
 def check(model: type[BaseModel], content: Any) -> None:
@@ -74,7 +73,7 @@ def test_streamed_answers(path: str, body: dict[str, Any], usage: dict[str, bool
 
 def test_questions(tmp_path: Path) -> None:
     async def run(engine: FakeEngine) -> None:
-        for path, _, answer in QUESTIONS:
+        for path, answer in QUESTIONS.items():
             response = await engine.get(path.replace("{name:path}", "smollm2"))
             assert response.status_code == 200
             if answer is not MetricsText:
@@ -195,7 +194,7 @@ def bodies(schema: type[Body]) -> Iterator[type[Body]]:
             yield from bodies(inner)
 
 
-@pytest.mark.parametrize("schema", dict.fromkeys(one for _, _, body, _ in ORDERS for one in bodies(body)))
+@pytest.mark.parametrize("schema", dict.fromkeys(one for body in BODY_MODELS.values() for one in bodies(body)))
 def test_the_page_says_which_fields_may_be_null_and_whether_others_are_refused(schema: type[Body]) -> None:
     async def run(engine: FakeEngine) -> dict[str, Any]:
         schemas: dict[str, Any] = (await engine.get("/openapi.json")).json()["components"]["schemas"]

@@ -13,7 +13,7 @@ from support.fake_engine import FakeEngine, events, with_engine
 
 from pdserve.messages.outputs import CachedBeyond, FinishType, HeldTokens, ReqError, ReqMeta, TextBatch, Timing
 from pdserve.messages.requests import Bootstrap, LogprobOptions
-from pdserve.server.http.answers import CachedTokensDetails
+from pdserve.server.http.native.answers import CachedTokensDetails
 from pdserve.server.http.native.generate import by_tier
 
 

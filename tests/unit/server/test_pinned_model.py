@@ -21,8 +21,8 @@ from pdserve.scheduler.features.server_info import server_info
 from pdserve.server import cluster
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
-from pdserve.server.http.admin.admin import FOR_USERS
 from pdserve.server.http.served_model import ServedModel
+from pdserve.server.http.status.info import FOR_USERS
 from pdserve.server.instance import run_instance
 from pdserve.server.pinned_model import pin_model
 

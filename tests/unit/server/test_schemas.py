@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pdserve.runtime.options import ServerOptions
-from pdserve.server.http.admin.schemas import AbortBody
 from pdserve.server.http.bodies.field_names import FieldNames
 from pdserve.server.http.bodies.fields import Body
 from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
 from pdserve.server.http.errors import ApiError
+from pdserve.server.http.generation.abort import AbortBody
 from pdserve.server.http.native.generate import is_batch, plan_generate
 from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
 from pdserve.server.http.openai.completions import read_prompts

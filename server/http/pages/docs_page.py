@@ -16,6 +16,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from ..endpoint import endpoint
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {"content-security-policy": POLICY, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
 STYLE = """
@@ -45,6 +47,7 @@ ALTERNATIVES = ("anyOf", "oneOf")
 Schema = Mapping[str, Any]
 
 
+@endpoint()
 async def docs_page(request: Request) -> HTMLResponse:
     """Show every endpoint with the fields of its body and its answers."""
     return HTMLResponse(render(request.app.openapi()), headers=HEADERS)

@@ -6,48 +6,41 @@ The page is made at the first request for it, so it adds nothing to the start ti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from .answers import ErrorAnswer, MetricsText
-from .bodies.fields import Body
+from ..answers import MetricsText
+from ..endpoint import Endpoint, QueryParameter, endpoint
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
 STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
 
 
-class QueryParameter(NamedTuple):
-    """A query parameter of a path. ``values``: those that it can have; empty: any."""
-
-    name: str
-    values: tuple[str, ...] = ()
-    required: bool = False
+@endpoint()
+async def openapi_page(request: Request) -> Response:
+    """Show the page."""
+    return JSONResponse(request.app.openapi())
 
 
-class Described(NamedTuple):
-    """One path: the schemas of its body, its answer and its stream's events, and its query parameters."""
-
-    body: type[Body] | None
-    answer: type[BaseModel]
-    event: type[BaseModel] | None = None
-    query: Sequence[QueryParameter] = ()
-
-
-def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[], dict[str, Any]]:
-    """Return the function to use as ``app.openapi``: it makes the page of every path of ``described``."""
+def make_openapi(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> Callable[[], dict[str, Any]]:
+    """Return the function to use as ``app.openapi``: it makes the page of the ``endpoints`` by path."""
+    described = {path: known for path, known in endpoints.items() if known.answer is not None}
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            models: list[type[BaseModel]] = [ErrorAnswer]
+            models: list[type[BaseModel]] = []
             for known in described.values():
-                models += [model for model in (known.body, known.answer, known.event) if model is not None]
+                used = (known.error, known.body, known.answer, known.event)
+                models += [model for model in used if model is not None and model not in models]
             wanted: list[tuple[Any, Literal["validation", "serialization"]]] = [(m, "validation") for m in models]
             refs, schemas = models_json_schema(wanted, ref_template=REF)
             page["components"] = {"schemas": schemas["$defs"]}
@@ -67,7 +60,7 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
     return openapi
 
 
-def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, dict[str, Any]]) -> None:
+def _describe(operation: dict[str, Any], path: Endpoint, ref_of: Mapping[Any, dict[str, Any]]) -> None:
     if path.body is not None:
         operation["requestBody"] = {"required": not path.body.may_be_left_out, "content": _json(ref_of[path.body])}
     good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
@@ -76,7 +69,7 @@ def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, d
     if path.event is not None:
         good["description"] = STREAMED
         good["content"]["text/event-stream"] = {"schema": _event(ref_of[path.event])}
-    error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[ErrorAnswer])}
+    error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[path.error])}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}
 
 

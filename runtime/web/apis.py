@@ -1,0 +1,173 @@
+"""Every HTTP path of instances and routers, declared once.
+
+Everything else about paths derives from the declarations:
+
+- the routes of instances and routers;
+- access by keys, load limits, CORS, and errors before an endpoint is reached;
+- labels of metrics;
+- the OpenAPI page, and the table of endpoints in docs/http-api.md.
+
+Add an API with one file in ``server/http/`` and one entry in ``APIS``. The file has the endpoints, each with the models
+of its body and its answers (``server/http/endpoint.py``). The entry has what a router needs as well. Routers stand
+below ``server/http/`` and import nothing of it, so an entry only names its endpoints, and instances import them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from .errors import ErrorShape, plain_error
+from .moved_answer import MOVED_PATH
+from .paths import DELETE, GET, POST, Access, AtRouter, PathFacts, PathTable, Server
+
+NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRouter.ASK_ONE, AtRouter.OWN
+OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
+
+Api = tuple[PathFacts, ...]
+
+
+def api(*paths: PathFacts, error_shape: ErrorShape = plain_error) -> Api:
+    """Declare an API by its paths. ``error_shape`` is the shape of all their errors."""
+    return tuple(facts._replace(error_shape=error_shape) for facts in paths)
+
+
+def get(
+    path: str,
+    endpoint: str,
+    does: str,
+    at_router: AtRouter,
+    access: Access = USER,
+    *,
+    is_poll: bool = False,
+    starts_work: bool = False,
+) -> PathFacts:
+    """Declare a path for GET. See ``PathFacts``."""
+    return PathFacts(path, GET, endpoint, does, at_router, access, is_poll=is_poll, starts_work=starts_work)
+
+
+def post(
+    path: str,
+    endpoint: str,
+    does: str,
+    at_router: AtRouter,
+    access: Access = USER,
+    *,
+    rid_prefix: str = "",
+    ends_work: bool = False,
+) -> PathFacts:
+    """Declare a path for POST. See ``PathFacts``."""
+    return PathFacts(path, POST, endpoint, does, at_router, access, rid_prefix=rid_prefix, ends_work=ends_work)
+
+
+def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
+    """Declare a path for DELETE. See ``PathFacts``."""
+    return PathFacts(path, DELETE, endpoint, does, at_router, access)
+
+
+APIS: tuple[Api, ...] = (
+    # State of the server
+    api(
+        get("/health", "status.health:health", "can it serve?", OWN, OPEN, is_poll=True),
+        get("/readyz", "status.health:health", "can it serve?", OWN, OPEN, is_poll=True),
+        get("/livez", "status.health:livez", "does this process answer?", OWN, OPEN, is_poll=True),
+        get(
+            "/health_generate",
+            "status.health:health_generate",
+            "does it really generate?",
+            OWN,
+            is_poll=True,
+            starts_work=True,
+        ),
+        get("/metrics", "status.health:metrics", "counts and latencies, for Prometheus", OWN, METRICS, is_poll=True),
+        get("/metrics/targets", ":targets", "the instances, for Prometheus to scrape", OWN, METRICS, is_poll=True),
+        get("/server_info", "status.info:server_info", "pools, queues, role, peers, options", OWN),
+        get("/get_server_info", "status.info:server_info", "the same as `/server_info`", OWN),
+        # Hand-overs name the requests of every key.
+        get("/transfers", "status.info:transfers", "hand-overs that are open", OWN, ADMIN),
+        get("/model_info", "status.info:model_info", "the model that is served, in SGLang's words", ASK_ONE),
+        get("/get_model_info", "status.info:model_info", "the same as `/model_info`", ASK_ONE),
+    ),
+    # SGLang's
+    api(post("/generate", "native.generate:generate", "generate, SGLang's native shape", GENERATE)),
+    # OpenAI's
+    api(
+        post(
+            "/v1/completions",
+            "openai.completions:completions",
+            "generate, OpenAI's shape",
+            GENERATE,
+            rid_prefix="cmpl-",
+        ),
+        post(
+            "/v1/chat/completions",
+            "openai.chat:chat_completions",
+            "answer a conversation, OpenAI's shape",
+            GENERATE,
+            rid_prefix="chatcmpl-",
+        ),
+    ),
+    # Text and tokens
+    api(
+        post("/tokenize", "text.models:tokenize", "from text to token ids", ASK_ONE),
+        post("/detokenize", "text.models:detokenize", "from token ids to text", ASK_ONE),
+    ),
+    # Running requests
+    api(post("/abort_request", "generation.abort:abort_request", "end running requests", OWN, ends_work=True)),
+    # Sessions
+    api(
+        get("/kv/sessions", "sessions.endpoints:list_sessions", "list the sessions", OWN),
+        post("/kv/snapshot", "sessions.endpoints:snapshot", "save a request or a prompt as a session", OWN),
+        post("/kv/restore", "sessions.endpoints:restore", "go on with a session", OWN),
+        post(
+            "/slots/{id:path}",
+            "sessions.slots:slot_action",
+            "save, restore or erase a session, for llama-server clients",
+            OWN,
+        ),
+        delete("/kv/sessions/{name:path}", "sessions.endpoints:delete_session", "delete a session", OWN),
+    ),
+    # Orders to one instance
+    api(
+        post("/migrate", "admin.moving:migrate", "move a running request to another instance", NOT_FOUND, ADMIN),
+        post("/drain", "admin.moving:drain", "finish or hand over what runs, and end", NOT_FOUND, ADMIN),
+        post("/role", "admin.moving:role", "change the role", NOT_FOUND, ADMIN),
+        # Another instance sends a ticket, which is the key to one answer.
+        post(MOVED_PATH, "admin.moving:moved", "the rest of a moved answer, for other instances", NOT_FOUND, OPEN),
+        post(
+            "/release_memory_occupation",
+            "admin.memory:release_memory",
+            "give weights and KV memory back to the system",
+            NOT_FOUND,
+            ADMIN,
+        ),
+        post(
+            "/resume_memory_occupation",
+            "admin.memory:resume_memory",
+            "take weights and KV memory again",
+            NOT_FOUND,
+            ADMIN,
+        ),
+        post("/kv/resize", "admin.memory:resize_pool", "a smaller KV pool, or a larger one", NOT_FOUND, ADMIN),
+        post("/kv/hashes", "admin.kv_hashes:kv_hashes", "what the KV pool holds of a prompt", NOT_FOUND, ADMIN),
+        post("/start_profile", "admin.profiling:start_profile", "trace what the workers compute", NOT_FOUND, ADMIN),
+        post("/stop_profile", "admin.profiling:stop_profile", "end a trace before its time", NOT_FOUND, ADMIN),
+        post("/flush_cache", "admin.cache:flush_cache", "drop cached prefixes", OWN, CACHE),
+    ),
+    # The model, as OpenAI lists it
+    api(
+        get("/v1/models", "text.models:list_models", "the names of the model that is served", ASK_ONE),
+        get("/v1/models/{name:path}", "text.models:get_model", "the model of that name", ASK_ONE),
+    ),
+    # Pages about this API
+    api(
+        get("/openapi.json", "pages.openapi:openapi_page", "the schemas of bodies and answers", ASK_ONE),
+        get("/docs", "pages.docs_page:docs_page", "the same as a page for people", NOT_FOUND),
+    ),
+)
+"""The APIs, in the order of the OpenAPI page, which shows GET before POST before DELETE."""
+PATHS = tuple(chain.from_iterable(APIS))
+
+
+def path_table(server: Server) -> PathTable:
+    """Return the table of the paths that ``server`` has."""
+    return PathTable(facts for facts in PATHS if server in facts.servers)

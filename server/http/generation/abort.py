@@ -1,0 +1,58 @@
+"""``POST /abort_request``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....runtime.web.auth import NO_ADMIN_KEY
+from ....runtime.web.keys import ANYBODY, Caller
+from ..answers import AnswerBody, Told
+from ..bodies import unserved
+from ..bodies.fields import Body, FieldError
+from ..bodies.unserved import Unserved
+from ..endpoint import endpoint
+from ..errors import ApiError
+from ..parsing import parse_body
+from ..state import HttpState
+
+
+class AbortBody(Body):
+    """``POST /abort_request``: one running request by its id, or all."""
+
+    unserved: ClassVar[Unserved] = {"abort_message": unserved.ANYTHING}
+
+    rid: str = ""
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _check_target(self) -> AbortBody:
+        if bool(self.rid) == self.abort_all:
+            raise FieldError("rid", 'give either "rid" or "abort_all": true')
+        return self
+
+
+class Aborted(AnswerBody):
+    """``POST /abort_request``: how many were running, and how many of them were prefills' legs of requests that other
+    instances answer. A router counts answers alone, and also says what each instance answered."""
+
+    aborted: int
+    legs: int = 0
+    instances: list[Told] = Field(default=[])
+
+
+@endpoint(Aborted, body=AbortBody)
+async def abort_request(request: Request) -> Response:
+    """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short.
+
+    Whoever is not the admin means requests with its own key; without a key, one whose name it knows.
+    """
+    engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
+    body = await parse_body(request, AbortBody)
+    if body.abort_all and caller == ANYBODY:
+        raise ApiError(401, f"abort_all: {NO_ADMIN_KEY}", param="abort_all")  # without a key nothing is one's own
+    count = engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)
+    return Aborted(**count._asdict()).response()

@@ -1,0 +1,151 @@
+"""Answers of OpenAI's API, for the OpenAPI page and for tests, which check every answer against them.
+
+The renderers write answers as plain objects, for speed: no model is made while serving.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..answers import AnswerBody
+from ..native.answers import TimingAnswer
+
+
+class PromptTokensDetails(AnswerBody):
+    """What of the prompt was cached."""
+
+    cached_tokens: int
+
+
+class Usage(AnswerBody):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishName = Literal["stop", "length", "tool_calls", "content_filter"]
+"""OpenAI's, all of them."""
+
+
+class PdserveFinish(AnswerBody):
+    """How an answer ended where OpenAI has no word for it; ``finish_reason`` is "length" then."""
+
+    type: Literal["abort", "timeout", "declined"]
+    message: str
+
+
+class Envelope(AnswerBody):
+    """The fields around choices."""
+
+    id: str
+    created: int
+    model: str
+    prompt_token_ids: list[int] | None = None
+    timing: TimingAnswer | None = None
+
+
+class CompletionLogprobs(AnswerBody):
+    """One entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(AnswerBody):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None
+    matched_stop: int | str | None = None
+    pdserve_finish: PdserveFinish | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(Envelope):
+    """``POST /v1/completions``, and each event of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprobAnswer(AnswerBody):
+    """An alternative."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprobAnswer):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TokenLogprobAnswer]
+
+
+class ChatLogprobs(AnswerBody):
+    """One entry a token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessageAnswer(AnswerBody):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(AnswerBody):
+    """One turn."""
+
+    index: int
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+    matched_stop: int | str | None
+    pdserve_finish: PdserveFinish | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatAnswer(Envelope):
+    """``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(AnswerBody):
+    """What is new of a turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(AnswerBody):
+    """What is new of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName | None
+    matched_stop: int | str | None = None
+    pdserve_finish: PdserveFinish | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Envelope):
+    """An event of a streamed ``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None

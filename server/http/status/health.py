@@ -1,0 +1,92 @@
+"""``GET /health``, ``/readyz``, ``/livez``, ``/health_generate`` and ``/metrics``: state, for programs that poll it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.sampling import SamplingParams
+from ....runtime.web.json_response import json_response
+from ..answers import AnswerBody, MetricsText
+from ..endpoint import endpoint
+from ..engine.plan import Prompt, PromptPlan
+from ..errors import ApiError, ClientGone
+from ..generation.engine_response import watch_disconnect
+from ..state import HttpState
+
+HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0
+
+
+class Ready(AnswerBody):
+    """It can serve. ``warning``: what somebody should look after nonetheless. The rest says which instance it is."""
+
+    status: Literal["ready"]
+    epoch: str | None = None
+    role: Literal["unified", "prefill", "decode"] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    warning: str | None = None
+
+
+class Alive(AnswerBody):
+    """The HTTP process answers."""
+
+    status: Literal["alive"]
+
+
+@endpoint(Ready)
+async def health(request: Request) -> Response:
+    """200 when every process of the instance answers and it takes requests, else 503 with the reason."""
+    verdict = await HttpState.of(request).health.verdict()
+    if not verdict.ready:
+        raise ApiError(503, verdict.reason, code="hangs" if verdict.hangs else None)
+    answer: dict[str, Any] = {"status": "ready"}
+    if verdict.identity is not None:
+        answer |= msgspec.structs.asdict(verdict.identity)
+    if verdict.pace is not None:
+        answer["pace"] = msgspec.structs.asdict(verdict.pace)
+    return json_response(answer | ({"warning": verdict.reason} if verdict.reason else {}))
+
+
+@endpoint(Alive)
+async def livez(request: Request) -> Response:
+    """200 while this process answers at all; says nothing about the others."""
+    return Alive(status="alive").response()
+
+
+@endpoint(Ready)
+async def health_generate(request: Request) -> Response:
+    """200 when a token has really been generated within the time limit, else 503 with the reason."""
+    engine = HttpState.of(request).engine
+    plan = PromptPlan(
+        prompt=Prompt(text="1"),
+        sampling=SamplingParams(seed=0, max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        n=1,
+        rid=f"health-{secrets.token_hex(8)}",
+        keep_output=True,
+        logprobs=None,
+        bootstrap=None,
+        extra_key="",
+    )
+    submission = await engine.submit([plan], streaming=False)
+    try:
+        async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_SECONDS), watch_disconnect(request.receive, submission):
+            await submission.finished()
+    except TimeoutError:
+        raise ApiError(503, f"no token within {HEALTH_GENERATE_TIMEOUT_SECONDS:g} s") from None
+    except ClientGone:
+        return Response()
+    finally:
+        engine.end(submission)
+    return Ready(status="ready").response()
+
+
+@endpoint(MetricsText)
+async def metrics(request: Request) -> Response:
+    """What Prometheus scrapes: waits for no other process."""
+    return await HttpState.of(request).metrics.answer()

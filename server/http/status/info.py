@@ -1,0 +1,105 @@
+"""``GET /server_info``, ``/transfers`` and ``/model_info``: what runs here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import RootModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....messages.control import ServerInfoReq, TransfersReq
+from ....runtime.web.json_response import json_response
+from ....runtime.web.keys import Caller
+from ..answers import AnswerBody
+from ..endpoint import endpoint
+from ..engine.question_client import QuestionRefused
+from ..state import HttpState
+
+FOR_USERS = frozenset(
+    (
+        *("status", "role", "version", "model", "revision", "fingerprint", "context_length", "vocab_size", "device"),
+        *("weights_dtype", "attention_backend", "kv_layout", "machine", "memory", "pool", "tiers"),
+        *("invariants", "invariants_steps_ago", "requests", "queues", "queue_seconds", "retractions"),
+        *("preemptions", "counters", "cost_model", "itl_budget", "load_seconds", "http"),
+    )
+)
+"""Fields of ``/server_info`` that a caller other than the admin sees: not the options, ports, peers and the epoch."""
+
+QUESTION_TIMEOUT_SECONDS = 5.0
+
+
+class ServerInfoAnswer(RootModel[dict[str, Any]]):
+    """``GET /server_info``: docs/http-api.md has its fields."""
+
+
+class Transfer(AnswerBody):
+    """A hand-over that is open. ``peer``: the other instance's epoch. ``instance``: whose it is, from a router."""
+
+    direction: Literal["sending", "receiving", "moving", "arriving"]
+    room: int
+    state: str
+    rid: str | None
+    peer: str | None
+    seconds: float
+    prompt_tokens: int | None
+    reason: str | None
+    instance: str | None = None
+
+
+class TransfersAnswer(AnswerBody):
+    """``GET /transfers``."""
+
+    open: int
+    transfers: list[Transfer]
+
+
+class ModelInfo(AnswerBody):
+    """``GET /model_info``."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    disaggregation_mode: str
+
+
+@endpoint(ServerInfoAnswer)
+async def server_info(request: Request) -> Response:
+    """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's; ``FOR_USERS`` of it,
+    where the caller is no admin.
+    """
+    state = HttpState.of(request)
+    try:
+        instance = (await state.engine.questions.ask(ServerInfoReq(), QUESTION_TIMEOUT_SECONDS)).info
+    except QuestionRefused:
+        instance = {"status": "loading"}
+    http = {"live_requests": len(state.engine.live), "started": state.started}
+    info = {**instance, "version": state.version, "epoch": state.epoch, "http": http}
+    if not Caller.of(request.scope).is_admin:
+        info = {name: value for name, value in info.items() if name in FOR_USERS}
+    return json_response(info)
+
+
+@endpoint(TransfersAnswer)
+async def transfers(request: Request) -> Response:
+    """The hand-overs that are open, the oldest first."""
+    engine = HttpState.of(request).engine
+    try:
+        answer = await engine.questions.ask(TransfersReq(), QUESTION_TIMEOUT_SECONDS)
+    except QuestionRefused:  # an instance that still loads has none
+        return json_response({"open": 0, "transfers": []})
+    return json_response({"open": answer.open, "transfers": answer.transfers})
+
+
+@endpoint(ModelInfo)
+async def model_info(request: Request) -> Response:
+    """What is served, in SGLang's words."""
+    options = HttpState.of(request).options
+    return ModelInfo(
+        model_path=options.model_path,
+        tokenizer_path=options.tokenizer_path or options.model_path,
+        served_model_name=HttpState.of(request).model.name,
+        is_generation=True,
+        disaggregation_mode=options.disaggregation_mode,
+    ).response()
