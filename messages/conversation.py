@@ -6,14 +6,16 @@ from typing import Any
 
 import msgspec
 
+from .packed_text import Text
+
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
 
     role: str
-    content: str
+    content: Text
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Text | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

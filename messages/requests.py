@@ -9,6 +9,7 @@ import msgspec
 
 from .base import Message
 from .conversation import Conversation
+from .packed_text import Text
 from .sampling import SamplingParams
 
 INT63 = 2**63
@@ -82,7 +83,7 @@ class RequestTerms(Message):
 class TokenizeReq(RequestTerms, kw_only=True):
     """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set."""
 
-    text: str | None = None
+    text: Text | None = None
     input_ids: list[int] | None = None
     chat: Conversation | None = None
     add_special_tokens: bool | None = None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..messages.conversation import Conversation
+from ..messages.packed_text import Text, unpack
 from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
@@ -99,9 +100,10 @@ class PromptEncoder:
         self._check_size(field, sum(len(message.content) for message in chat.messages))
         return self.checked(field, self._template.render(chat))
 
-    def checked(self, field: str, text: str) -> str:
-        """Return ``text`` itself, if it may fit the context. ``field`` names it in errors."""
-        self._check_size(field, len(text))
+    def checked(self, field: str, sent: Text) -> str:
+        """Return the text that was ``sent``, if it may fit the context. ``field`` names it in errors."""
+        self._check_size(field, len(sent))
+        text = unpack(sent)
         try:
             self._check_size(field, len(text.encode()))
         except UnicodeEncodeError as e:

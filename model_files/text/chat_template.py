@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...messages.conversation import ChatMessage, Conversation
+from ...messages.packed_text import unpack
 from .errors import PromptError, TokenizerLoadError
 
 FIELD = "messages"
@@ -96,11 +97,11 @@ def _joined(pieces: Iterable[str]) -> str:
 
 def _turn(message: ChatMessage) -> dict[str, str]:
     """Make the message that templates see. Missing fields are left out, because templates ask for defined ones."""
-    turn = {"role": message.role, "content": message.content}
+    turn = {"role": message.role, "content": unpack(message.content)}
     if message.name is not None:
         turn["name"] = message.name
     if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
+        turn["reasoning_content"] = unpack(message.reasoning_content)
     return turn
 
 

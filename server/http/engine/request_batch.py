@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ....messages.channel import encode
+from ....messages.packed_text import pack
 from ....messages.requests import TokenizeReq
 from ..errors import ApiError
 from .plan import PromptPlan
@@ -106,7 +107,7 @@ def _request(plan: PromptPlan, choices: Sequence[Choice], asker: Asker) -> Token
         rid=first.wire_rid,
         sampling=plan.sampling,
         arrival=first.arrival,
-        text=plan.prompt.text,
+        text=None if plan.prompt.text is None else pack(plan.prompt.text),
         input_ids=plan.prompt.input_ids,
         chat=plan.prompt.chat,
         logprobs=plan.logprobs,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....messages.conversation import ChatMessage, Conversation
+from ....messages.packed_text import pack
 from .schemas import Message
 
 
@@ -26,4 +27,5 @@ def read_conversation(
 def _turn(message: Message) -> ChatMessage:
     # "developer" is OpenAI's newer word for "system"; chat templates know only "system".
     role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role, message.text, message.name, message.reasoning_content)
+    thought = message.reasoning_content
+    return ChatMessage(role, pack(message.text), message.name, None if thought is None else pack(thought))

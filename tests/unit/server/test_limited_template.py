@@ -10,6 +10,7 @@ import pytest
 from support.machine import limit
 
 from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.messages.packed_text import PackedText, pack
 from pdserve.model_files.text import template_process
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.limited_template import LimitedTemplate
@@ -47,6 +48,13 @@ def test_a_bomb_refuses_its_conversation_and_the_next_one_is_rendered(template: 
     assert refused.value.field == "messages"
     assert any(words in str(refused.value) for words in ("1 s of a processor", "MemoryError", "characters of it"))
     assert template.render(chat("é\n\0 \U0001f600")) == "<s>é\n\0 \U0001f600"
+
+
+def test_a_long_text_is_rendered_as_any_other(template: LimitedTemplate) -> None:
+    text = "é \U0001f600" * 30_000
+    packed = Conversation([ChatMessage("user", pack(text))])
+    assert isinstance(packed.messages[0].content, PackedText)
+    assert template.render(packed) == f"<s>{text}"
 
 
 def test_errors_keep_their_field(template: LimitedTemplate) -> None:

@@ -6,9 +6,12 @@ import pytest
 from support.rendering import rendered
 
 from pdserve.messages.base import unpack_i32
+from pdserve.messages.channel import encode
 from pdserve.messages.control import Ping
 from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.messages.decode import Codec
 from pdserve.messages.outputs import ReqError
+from pdserve.messages.packed_text import PackedText, pack, unpack
 from pdserve.messages.requests import (
     AbortReq,
     Bootstrap,
@@ -16,12 +19,14 @@ from pdserve.messages.requests import (
     LogprobOptions,
     TokenizeReq,
 )
+from pdserve.messages.routes import ToTokenizer
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import DecodeReq, EncodeReq, LimitsReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.runtime.options import ServerOptions
+from pdserve.server import prompt_encoder
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route
 
@@ -123,6 +128,34 @@ def test_a_bad_request_is_refused_with_its_field(requests, fields, field, messag
     assert (out.rid, out.status, out.field) == ("r", 400, field)
     assert (out.code == "context_length_exceeded") == ("maximum context length" in out.message)
     assert re.search(message, out.message), out.message
+
+
+def test_long_texts_arrive_as_utf8_and_give_the_same_tokens(smollm):
+    requests = RequestTokenizer(smollm, ChatTemplate(TEMPLATE, {}), ModelLimits(1 << 20, VOCAB))
+    text = "a café \U0001f600 " * 8000
+    packed = pack(text)
+    assert isinstance(packed, PackedText)
+    assert unpack(packed) == text
+    for plain, long in (({"text": text}, {"text": packed}), ({"chat": chat(text)}, {"chat": chat(packed)})):
+        reqs = Codec(ToTokenizer, 1 << 30).decode(encode([make_req(**long)]))
+        assert reqs == [make_req(**long)]
+        [answer] = requests.tokenize(reqs, rendered(requests, reqs))
+        assert answer == one(requests, **plain)
+    halved = pack(text + "\udfff")
+    for fields, field in (({"text": halved}, "text"), ({"chat": chat(halved)}, "messages")):
+        out = one(requests, **fields)
+        assert (out.status, out.field) == (400, field)
+        assert "half of a surrogate pair" in out.message
+    assert pack("a" * 100_000) == "a" * 100_000, "it takes a byte for each character in any case"
+
+
+def test_a_huge_text_that_arrives_as_utf8_is_refused_as_it_is(requests, monkeypatch):
+    monkeypatch.setattr(prompt_encoder, "unpack", None)
+    huge = PackedText("\U0001f600".encode() * 1_000_000)
+    for fields, field in (({"text": huge}, "text"), ({"chat": chat(huge)}, "messages")):
+        out = one(requests, **fields)
+        assert (out.status, out.field, out.code) == (400, field, "context_length_exceeded")
+        assert f"{field} has at least 4000000 bytes" in out.message
 
 
 def test_a_huge_text_is_refused_without_tokenizing_it(smollm, monkeypatch):

@@ -33,6 +33,7 @@ from pdserve.messages.outputs import (
     TokenBatch,
     TokenLogprob,
 )
+from pdserve.messages.packed_text import unpack
 from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from pdserve.messages.routes import ToScheduler
@@ -211,6 +212,21 @@ def test_prompts_of_clients_that_hang_up_are_held_until_the_engine_has_ended_the
         assert len(engine.client.live) == 0
 
     with_engine(check, hold=True)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "\U0001f600"])
+def test_a_long_text_takes_as_many_bytes_on_its_way_as_in_utf8(character: str) -> None:
+    async def check(engine: FakeEngine) -> None:
+        text = character * 100_000
+        await engine.post("/generate", {"text": text})
+        await engine.post(CHAT, {"messages": [{"role": "user", "content": text}]})
+        plain, chat = engine.sent
+        for sent in (plain.text, chat.chat.messages[0].content if chat.chat else None):
+            assert sent is not None
+            assert unpack(sent) == text
+            assert len(sent) == len(text.encode())
+
+    with_engine(check)
 
 
 def test_a_running_answer_keeps_no_prompt() -> None:

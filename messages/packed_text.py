@@ -1,0 +1,36 @@
+"""Long texts in messages, as UTF-8.
+
+Python stores every character of a text in 4 bytes if one of them is beyond U+FFFF. A process that only passes a text
+on, lets it wait or refuses it for its length need not have it in that form.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+LONG_CHARACTERS = 1 << 16
+"""Texts of more characters are packed, unless each takes a byte in any case."""
+
+
+class PackedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A text in UTF-8, which may hold surrogates. Its length is in bytes."""
+
+    utf8: bytes
+
+    def __len__(self) -> int:
+        return len(self.utf8)
+
+
+Text = str | PackedText
+
+
+def pack(text: str) -> Text:
+    """Return a text as it is sent."""
+    if len(text) <= LONG_CHARACTERS or text.isascii():
+        return text
+    return PackedText(text.encode(errors="surrogatepass"))
+
+
+def unpack(text: Text) -> str:
+    """Return a text that was sent."""
+    return text.utf8.decode(errors="surrogatepass") if isinstance(text, PackedText) else text
