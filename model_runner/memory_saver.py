@@ -39,7 +39,7 @@ from .start_model import freeze
 if TYPE_CHECKING:
     from .engines.loaded import LoadedModel
     from .kv.prefault import PoolPrefault
-    from .ranks.host_ranks import Lead
+    from .ranks.other_ranks import OtherRanks
     from .steps.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,13 @@ def unreleasable(model: LoadedModel, options: ServerOptions) -> list[Unreleasabl
     return []
 
 
-class MemorySaver:
+class WorkerMemorySaver:
     """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
 
-    def __init__(self, model: LoadedModel, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:
-        """``lead``: of other ranks, which do the same with their parts."""
+    def __init__(self, model: LoadedModel, steps: StepRunner, prefault: PoolPrefault, others: OtherRanks) -> None:
+        """Tell the ``others`` to do the same with their parts."""
         self._model = model
-        self._lead = lead
+        self._others = others
         self._steps = steps
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
@@ -86,11 +86,9 @@ class MemorySaver:
         return MemoryChanged(self.released, nbytes, seconds, error)
 
     def _release_all(self, tags: list[MemoryTag]) -> str:
-        errors: list[str] = []
-        if self._lead is not None:
-            # They first: until they know of it they may commit what they share with this one.
-            self._lead.tell(ReleaseMemory(tags))
-            errors = self._lead.answers()
+        # They first: until they know of it they may commit what they share with this one.
+        self._others.tell(ReleaseMemory(tags))
+        errors = self._others.answers()
         try:
             for tag in tags:
                 self._release(tag)
@@ -99,12 +97,12 @@ class MemorySaver:
         return errors[0] if errors else ""
 
     def _resume_all(self, tags: list[MemoryTag]) -> str:
-        if self._lead is None:
+        if not self._others.numbers:
             return self._resume(tags)
         # All load at the same time.
-        self._lead.tell(ResumeMemory(tags))
+        self._others.tell(ResumeMemory(tags))
         error = self._resume(tags)
-        errors = self._lead.answers()
+        errors = self._others.answers()
         if error or errors:
             # Who has it gives it back again; for who hasn't, that changes nothing.
             self._release_all(tags)
@@ -116,10 +114,9 @@ class MemorySaver:
     def trim(self, command: TrimPool) -> PoolTrimmed:
         """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
         model, used, error = self._model, self._model.device.used(), ""
-        if self._lead is not None:
-            # They first: until they know of it they may commit what they share with this one.
-            self._lead.tell(command)
-            self._lead.answers()
+        # They first: until they know of it they may commit what they share with this one.
+        self._others.tell(command)
+        self._others.answers()
         groups = model.pools.layout.groups
         try:
             if (region := model.pools.region) is not None:
@@ -164,7 +161,7 @@ class MemorySaver:
                 self._take(tag)
                 taken.append(tag)
                 self._released.discard(tag)
-            if not self._released and self._lead is None:
+            if not self._released and not self._others.numbers:
                 self._steps.capture_graphs()
         except (ModelError, RegionError, OSError, MemoryError, torch.OutOfMemoryError) as e:
             # All or nothing: half of it would be held for nobody.
@@ -196,7 +193,7 @@ class MemorySaver:
         pool_bytes = sum(pool.data.nbytes for pool in model.pools.all) - self._prefault.trimmed
         pool_bytes -= 0 if model.pools.window_region is None else model.pools.window_region.nbytes - self._window_bytes
         # On a host they take theirs from one memory, on devices each from its own.
-        ranks = 1 if self._lead is None or model.device.beside else len(self._lead.followers) + 1
+        ranks = 1 if model.device.beside else len(self._others.numbers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
         free = model.device.memory().free
         if needed > free:

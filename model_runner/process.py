@@ -44,11 +44,12 @@ from .device.placement import Placement, floating
 from .kv.prefault import PoolPrefault, highest_slot
 from .page_mover import NoPageMover, PageMover
 from .start_model import RankChannels, freeze, open_channels, start_model
+from .tiers.no_tiers import NoWorkerTiers
 
 if TYPE_CHECKING:
     from .engines.loaded import LoadedModel
-    from .kv.pool_hasher import PoolHasher
-    from .memory_saver import MemorySaver
+    from .kv.pool_hasher import NoPoolHasher, PoolHasher
+    from .memory_saver import WorkerMemorySaver
     from .profiler import Profiler
     from .steps.step_queue import StepQueue
     from .tiers.worker_tiers import WorkerTiers
@@ -63,17 +64,15 @@ for longer than a decode step takes.
 
 
 class Worker(NamedTuple):
-    """A loaded worker; ``tiers`` None where the pool is alone, ``hasher``
-    without ``--kv-debug``.
-    """
+    """A loaded worker."""
 
     model: LoadedModel
     steps: StepQueue
     mover: PageMover
-    tiers: WorkerTiers | None
-    hasher: PoolHasher | None
+    tiers: WorkerTiers | NoWorkerTiers
+    hasher: PoolHasher | NoPoolHasher
     prefault: PoolPrefault
-    occupation: MemorySaver
+    occupation: WorkerMemorySaver
     machine: MachineUse
     load_seconds: dict[str, float]
     measured: list[MeasuredStep]
@@ -113,10 +112,11 @@ def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[Loade
     options = ctx.options
     started = start_model(ctx, channels)
     from .engines.memory_table import describe_weights, memory_use, table
-    from .kv.pool_hasher import PoolHasher
-    from .memory_saver import MemorySaver, unreleasable
+    from .kv.pool_hasher import NoPoolHasher, PoolHasher
+    from .memory_saver import WorkerMemorySaver, unreleasable
     from .profiler import Profiler, RankProfiler, profile_folder
-    from .ranks.host_ranks import Lead
+    from .ranks.host_ranks import LeadRank
+    from .ranks.other_ranks import NoOtherRanks
     from .steps.measure_steps import measure_steps
     from .steps.step_queue import StepQueue
     from .steps.warm_up import warm_up
@@ -140,11 +140,11 @@ def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[Loade
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
     queue = StepQueue(steps, mover, ahead=1 if is_beside else 0)
-    use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.pools.layout.page_bytes)
+    use = memory_use(model, tiers.num_pages * model.pools.layout.page_bytes)
     for line in table(use, model.pools.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
-    lead = started.ranks if isinstance(started.ranks, Lead) else None
-    occupation = MemorySaver(model, steps, prefault, lead)
+    others = started.ranks if isinstance(started.ranks, LeadRank) else NoOtherRanks()
+    occupation = WorkerMemorySaver(model, steps, prefault, others)
     rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device.torch, steps)
     return Worker(
         *(
@@ -152,12 +152,12 @@ def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[Loade
             queue,
             mover,
             tiers,
-            PoolHasher(model.pools, model.device) if options.kv_debug else None,
+            PoolHasher(model.pools, model.device) if options.kv_debug else NoPoolHasher(),
             prefault,
             occupation,
         ),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
-        profiler=Profiler(rank, queue, lead),
+        profiler=Profiler(rank, queue, others),
     )
 
 
@@ -186,12 +186,10 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         elif isinstance(command, TrimPool):
             events.send(worker.occupation.trim(command))
         elif isinstance(command, TierCommand):
-            assert worker.tiers is not None
             copied = worker.tiers.obey(command)
             if copied is not None:
                 events.send(copied)
         elif isinstance(command, HashPages):
-            assert worker.hasher is not None
             events.send(worker.hasher.obey(command))
         elif isinstance(command, StartProfile | StopProfile):
             events.send(worker.profiler.obey(command))
@@ -220,9 +218,9 @@ def _result(worker: Worker) -> StepResult:
     return result
 
 
-def _start_tiers(ctx: ChildContext, model: LoadedModel, placement: Placement) -> WorkerTiers | None:
+def _start_tiers(ctx: ChildContext, model: LoadedModel, placement: Placement) -> WorkerTiers | NoWorkerTiers:
     if not ctx.options.enable_hierarchical_cache:
-        return None
+        return NoWorkerTiers()
     from .tiers.worker_tiers import WorkerTiers
 
     kind, address = model.device.torch.type, ctx.address("worker_events")
@@ -234,7 +232,7 @@ def _start_tiers(ctx: ChildContext, model: LoadedModel, placement: Placement) ->
 def _ready_message(worker: Worker) -> WorkerReady:
     model = worker.model
     return WorkerReady(
-        host_pages=worker.tiers.num_pages if worker.tiers is not None else 0,
+        host_pages=worker.tiers.num_pages,
         fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         context_length=model.context_length,

@@ -33,7 +33,7 @@ from ..runtime.options import ServerOptions
 from ..runtime.trusted_path import make_private_folder
 
 if TYPE_CHECKING:
-    from .ranks.host_ranks import Lead
+    from .ranks.other_ranks import OtherRanks
     from .steps.step_queue import StepQueue
     from .steps.step_runner import Launched, StepRunner
 
@@ -87,7 +87,8 @@ class RankProfiler:
     def __init__(self, folder: Path, rank: int, device: torch.device, steps: StepRunner) -> None:
         """Record nothing yet; ``folder`` holds all profiles."""
         self.folder = folder
-        self._rank = rank
+        self.number = rank
+        """Number of this rank."""
         self._plain = steps
         self.steps: StepRunner | ProfiledSteps = steps
         """What launches steps now."""
@@ -98,7 +99,7 @@ class RankProfiler:
 
     def path(self, name: str, rank: int | None = None) -> Path:
         """Return the file of a rank, this one by default, in the profile ``name``."""
-        return self.folder / name / f"rank-{self._rank if rank is None else rank}.trace.json.gz"
+        return self.folder / name / f"rank-{self.number if rank is None else rank}.trace.json.gz"
 
     def obey(self, command: ProfileCommand) -> str:
         """Start or stop as the lead says, and return why that failed."""
@@ -134,7 +135,7 @@ class RankProfiler:
         """End the recording and write it. Raises ``ProfileError``, and then there is no file."""
         recording, self._profile, self.steps = self._profile, None, self._plain
         if recording is None:
-            raise ProfileError(f"rank {self._rank} records no profile")
+            raise ProfileError(f"rank {self.number} records no profile")
         atexit.unregister(self._drop)
         whole = self._path.with_suffix("")
         try:
@@ -143,14 +144,14 @@ class RankProfiler:
             size = whole.stat().st_size
             if size > MAX_TRACE_BYTES:
                 raise ProfileError(
-                    f"the trace of rank {self._rank} has {size} bytes, and {MAX_TRACE_BYTES} are the limit; "
+                    f"the trace of rank {self.number} has {size} bytes, and {MAX_TRACE_BYTES} are the limit; "
                     "record fewer steps (num_steps)"
                 )
             with whole.open("rb") as read, gzip.open(self._path, "xb", COMPRESSION) as written:
                 shutil.copyfileobj(read, written, 1 << 20)
         except (OSError, RuntimeError) as e:
             self._path.unlink(missing_ok=True)
-            raise ProfileError(f"the trace of rank {self._rank} was not written: {_first_line(e)}") from e
+            raise ProfileError(f"the trace of rank {self.number} was not written: {_first_line(e)}") from e
         finally:
             whole.unlink(missing_ok=True)
 
@@ -163,10 +164,10 @@ class RankProfiler:
 class Profiler:
     """Obeys the scheduler's ``ProfileCommand``, and has the other ranks of this host do so."""
 
-    def __init__(self, rank: RankProfiler, queue: StepQueue, lead: Lead | None) -> None:
+    def __init__(self, rank: RankProfiler, queue: StepQueue, others: OtherRanks) -> None:
         self._rank = rank
         self._queue = queue
-        self._lead = lead
+        self._others = others
         self._files: list[Path] = []
 
     def obey(self, command: ProfileCommand) -> ProfileEvent:
@@ -202,22 +203,20 @@ class Profiler:
             shutil.rmtree(folder, ignore_errors=True)
             return ProfileStarted(status=503, error=errors[0])
         self._queue.use(self._rank.steps)
-        ranks = [0] if self._lead is None else [self._lead.place.rank, *self._lead.place.followers]
+        ranks = [self._rank.number, *self._others.numbers]
         self._files = [self._rank.path(command.name, rank) for rank in ranks]
         return ProfileStarted(str(folder), [str(path) for path in self._files], activities)
 
     def _stop(self, command: StopProfile) -> ProfileWritten:
         errors: list[str] = []
         # The others first: all ranks write at the same time.
-        if self._lead is not None:
-            self._lead.tell(command)
+        self._others.tell(command)
         try:
             self._rank.stop()
         except ProfileError as e:
             errors.append(str(e))
         self._queue.use(self._rank.steps)
-        if self._lead is not None:
-            errors += self._lead.answers()
+        errors += self._others.answers()
         there = [path for path in self._files if path.exists()]
         nbytes = sum(path.stat().st_size for path in there)
         return ProfileWritten([str(path) for path in there], nbytes, errors[0] if errors else "")
@@ -232,10 +231,8 @@ class Profiler:
 
     def _tell(self, command: StartProfile) -> list[str]:
         """Have the other ranks start, and return why they could not."""
-        if self._lead is None:
-            return []
-        self._lead.tell(command)
-        return self._lead.answers()
+        self._others.tell(command)
+        return self._others.answers()
 
 
 def _first_line(error: Exception) -> str:

@@ -38,17 +38,18 @@ def main() -> NoReturn:
 
 
 def _serve(ctx: ChildContext, started: Started) -> NoReturn:
-    from .memory_saver import MemorySaver
+    from .memory_saver import WorkerMemorySaver
     from .profiler import RankProfiler, profile_folder
-    from .ranks.host_ranks import Follower, Lead
+    from .ranks.host_ranks import FollowerRank, LeadRank
     from .ranks.leading_steps import FollowingSteps
+    from .ranks.other_ranks import NoOtherRanks
 
     ranks, steps, model = started.ranks, started.steps, started.model
-    if isinstance(ranks, Follower):
+    if isinstance(ranks, FollowerRank):
         assert isinstance(steps, FollowingSteps)
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
-        occupation = MemorySaver(model, steps, prefault)
+        occupation = WorkerMemorySaver(model, steps, prefault, NoOtherRanks())
         profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device.torch, steps)
         while True:
             step = ranks.next_step(prefault.wait_ms)
@@ -68,7 +69,7 @@ def _serve(ctx: ChildContext, started: Started) -> NoReturn:
                 ranks.answer(model.weight_bytes, profiler.obey(step))
             else:
                 ranks.answer(model.weight_bytes, occupation.obey(step).error)
-    assert isinstance(ranks, Lead)
+    assert isinstance(ranks, LeadRank)
     decode = msgspec.msgpack.Decoder(list[ForwardStep]).decode
     while True:
         for step in decode(ranks.next_frame()):

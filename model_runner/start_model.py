@@ -139,14 +139,14 @@ def freeze() -> None:
 def _make_ranks(
     ctx: ChildContext, begin: float, place: RankPlace, placement: Placement, channels: RankChannels
 ) -> HostRanks:
-    from .ranks.host_ranks import Follower, Lead, Meeting
+    from .ranks.host_ranks import FollowerRank, LeadRank, Meeting
 
     options = ctx.options
     address = options.dist_init_addr if place.nodes > 1 else None
     meeting = Meeting(address, ctx.run_dir, begin + options.startup_timeout, lambda: floating(placement))
     if isinstance(channels, FollowerChannels):
-        return Follower(place, meeting, *channels)
-    return Lead(place, meeting, *channels)
+        return FollowerRank(place, meeting, *channels)
+    return LeadRank(place, meeting, *channels)
 
 
 def _make_steps(model: LoadedModel, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
@@ -162,9 +162,9 @@ def _make_steps(model: LoadedModel, options: ServerOptions, ranks: HostRanks | N
     max_reqs = options.max_running_requests
     if ranks is None:
         return with_names(StepRunner)(model, max_reqs)
-    from .ranks.host_ranks import Lead
+    from .ranks.host_ranks import LeadRank
     from .ranks.leading_steps import FollowingSteps, LeadingSteps
 
-    if isinstance(ranks, Lead):
+    if isinstance(ranks, LeadRank):
         return with_names(LeadingSteps)(model, max_reqs, ranks)
     return with_names(FollowingSteps)(model, max_reqs)

@@ -14,8 +14,7 @@ from ...model_runner.attention.base import AttentionLimits
 from ...model_runner.attention.triton.backend import TritonAttention
 from ...model_runner.attention.triton.pool_views import layer_views
 from ...model_runner.attention.triton.store_kv import store_kv
-from ...model_runner.attention.triton.tiles import DecodeTiles, PrefillTiles, decode_tiles, prefill_tiles
-from ...model_runner.attention.triton.tiles import KVShape as TileShape
+from ...model_runner.attention.triton.tiles import DecodeTiles, PrefillTiles, TileShape, decode_tiles, prefill_tiles
 from ...model_runner.batch.forward_batch import ForwardBatch
 from ...model_runner.device.choice import KV_DTYPES
 from ...model_runner.kv.pool import KVShape, make_layout, make_pool

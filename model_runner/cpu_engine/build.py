@@ -50,7 +50,7 @@ ISA_VARIABLE = "PDSERVE_CPU_ISA"
 """A variable and not an option: a process loads one library, for whichever tool or test asks first."""
 
 
-class Level(NamedTuple):
+class IsaLevel(NamedTuple):
     """An instruction set to compile for: what /proc/cpuinfo calls its parts, and the compiler's flags."""
 
     name: str
@@ -58,17 +58,17 @@ class Level(NamedTuple):
     flags: tuple[str, ...]
 
 
-_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"))
+_AVX2 = IsaLevel("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"))
 # Since Skylake-X. What has AVX-512 has all of AVX2.
-_AVX512 = Level(
+_AVX512 = IsaLevel(
     "avx512",
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 )
 # Since Cascade Lake: dot products of bytes, for quantised weights.
-_AVX512_VNNI = Level("avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"))
+_AVX512_VNNI = IsaLevel("avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"))
 # Since Cooper Lake, Sapphire Rapids and Zen 4.
-_AVX512_BF16 = Level("avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
+_AVX512_BF16 = IsaLevel("avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
 LEVELS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2)
 """Best first. Each can do all that those after it can."""
 
@@ -77,13 +77,13 @@ class BuildError(Exception):
     """The kernels can't be built here; the message says why and what to do."""
 
 
-def levels_here() -> tuple[Level, ...]:
+def levels_here() -> tuple[IsaLevel, ...]:
     """The levels that this processor has, best first; none where the kernels can't run at all."""
     flags = cpu_flags()
     return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
-def choose_level() -> Level:
+def choose_level() -> IsaLevel:
     """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
     if platform.machine() != ARCHITECTURE:
         raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
@@ -97,7 +97,7 @@ def choose_level() -> Level:
     return here[name]
 
 
-def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
+def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """Where the library for ``level`` is, or would be."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
     for file in sorted(filter(Path.is_file, sources.rglob("*"))):
@@ -129,7 +129,7 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
+def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
     Processes that want it at the same time wait for the first of them. What failed is not tried again by the same
@@ -171,7 +171,7 @@ def _wait_for(lock: IO[str]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> None:
+def _try_to_compile(level: IsaLevel, sources: Path, path: Path, retry: bool) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
@@ -186,7 +186,7 @@ def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> Non
     failed.forget()
 
 
-def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
+def _compile(compiler: str, level: IsaLevel, folder_of_sources: Path, path: Path) -> None:
     """Each source by itself, on all cores, and then the library of them."""
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()

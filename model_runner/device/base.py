@@ -27,7 +27,7 @@ class HostSync(RuntimeError):
     """The host waited for the device where it must not; see ``Device.no_sync``."""
 
 
-class Fetch(Protocol):
+class HostCopy(Protocol):
     """Tensors on their way to the host."""
 
     def is_done(self) -> bool:
@@ -96,7 +96,7 @@ class Device(ABC):
         """A copy of ``array`` on the host, from where others may queue copies to the device without waiting."""
 
     @abstractmethod
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+    def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Start copies to the host, behind what is queued so far; the tensors stay as they are until they are done."""
 
     @abstractmethod

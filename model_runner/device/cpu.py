@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...runtime.machine.memory import Memory, host_memory, resident_bytes
 from ...runtime.malloc import trim
-from .base import Device, Fetch, Graph, T, as_tensor
+from .base import Device, Graph, HostCopy, T, as_tensor
 
 
 class _There:
@@ -63,7 +63,7 @@ class CpuDevice(Device):
         """See the base class."""
         return as_tensor(array).clone()
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+    def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
         """See the base class; the arrays are the tensors' own memory."""
         return _There(tensors)
 

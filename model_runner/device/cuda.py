@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...runtime.machine.gpus import numa_node_of
 from ...runtime.machine.memory import Memory
-from .base import Device, Fetch, Graph, T, as_tensor
+from .base import Device, Graph, HostCopy, T, as_tensor
 
 
 class _Pinned:
@@ -110,7 +110,7 @@ class CudaDevice(Device):
         """See the base class."""
         return as_tensor(array).pin_memory()
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+    def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
         """See the base class."""
         self._copies.wait_stream(torch.cuda.current_stream(self.torch))
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

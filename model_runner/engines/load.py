@@ -258,11 +258,11 @@ def _load_transformers(setup: _Setup) -> LoadedModel:
         refuse_for_transformers(options)
     with timed("imports"):
         # Imported here: it takes seconds, and native models need none of it.
-        from ..models.transformers.loading import Loading, load_transformers_model
+        from ..models.transformers.loading import LoadRequest, load_transformers_model
         from .transformers import TransformersEngine
     with timed("weights"):
         folder, seed = source.path, options.random_seed
-        loading = Loading(folder, described, context_length, setup.dtype, device.torch, options.load_format, seed)
+        loading = LoadRequest(folder, described, context_length, setup.dtype, device.torch, options.load_format, seed)
         loaded = load_transformers_model(loading)
         fingerprint = foreign_fingerprint(loaded.config, loaded.weights)
         weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())

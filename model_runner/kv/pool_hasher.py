@@ -15,6 +15,14 @@ from .pools import Pools
 from .staging import PoolPages
 
 
+class NoPoolHasher:
+    """The hasher of an instance without ``--kv-debug``: it is asked for nothing."""
+
+    def obey(self, command: HashPages) -> PagesHashed:
+        """Raise ``RuntimeError``."""
+        raise RuntimeError("an instance without --kv-debug was asked to hash pages")
+
+
 class PoolHasher:
     """Hashes pages. Of ranks that share a pool, one does for all: a page is all of theirs."""
 

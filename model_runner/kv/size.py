@@ -61,7 +61,7 @@ class PoolTokens(NamedTuple):
     windowed: int
 
 
-class PoolSizes(NamedTuple):
+class PoolChoice(NamedTuple):
     """``tokens``: slots to hand out at first, of those that are ``reserved``."""
 
     tokens: int
@@ -101,7 +101,7 @@ def choose_pools(
     memory: Memory,
     device_type: str,
     step_bytes: int = 0,
-) -> PoolSizes:
+) -> PoolChoice:
     """Size the pools of a model of that layout, beside weights that are loaded. Raises ``ModelError``.
 
     ``step_bytes``: see ``PoolRequest``.
@@ -123,11 +123,11 @@ def choose_pools(
     first = choose(request, memory)
     limit = options.max_total_tokens_limit
     if limit is None or limit < first.kept + options.page_size:
-        return PoolSizes(first.kept, first)
+        return PoolChoice(first.kept, first)
     if device_type != "cpu":
         raise UnsupportedModel(f"--max-total-tokens-limit: a pool in {device_type} memory can't grow; leave it out")
     # Addresses, of which as many are used as there is memory for when it comes to that.
-    return PoolSizes(first.kept, choose(request._replace(max_total_tokens=limit), ANY_MEMORY))
+    return PoolChoice(first.kept, choose(request._replace(max_total_tokens=limit), ANY_MEMORY))
 
 
 def choose_pool_tokens(

@@ -48,7 +48,7 @@ class PackedSource(ABC):
         """The matrix, on ``device``; raises ``InvalidWeights``."""
 
 
-class _Place(NamedTuple):
+class _PackedTensor(NamedTuple):
     """The checkpoint's ``tensor`` in which ``part`` of ``parts`` lies; ``shape``: of the numbers as they are stored."""
 
     tensor: str
@@ -66,7 +66,7 @@ class CheckpointMatrices(PackedSource):
         self._packing = packing
         self._files: dict[str, Any] = {}
         """By tensor, open: where there are many experts, a file takes long to say what is in it."""
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _PackedTensor] = {}
         for file in checkpoint_files(folder):
             tensors = _open(file)
             for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -75,7 +75,7 @@ class CheckpointMatrices(PackedSource):
                 if is_packed(name, stored.get_dtype(), packing):
                     parts = find_parts(spec, weight_name(name))
                     shape = tuple(stored.get_shape())
-                    self._places |= {part.name: _Place(name, shape, part, parts) for part in parts}
+                    self._places |= {part.name: _PackedTensor(name, shape, part, parts) for part in parts}
         self.names = frozenset(self._places)
         self._last: tuple[str, PackedMatrix] | None = None
 

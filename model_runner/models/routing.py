@@ -16,14 +16,14 @@ LEAST_TOTAL = 1e-20
 """So that scores that are all nought have weights of nought."""
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Of each token: ``experts`` int64 [T, C], best first, and ``weights`` float32 [T, C] of what they give."""
 
     experts: Tensor
     weights: Tensor
 
 
-def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor | None) -> Choice:
+def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor | None) -> ExpertChoice:
     """Read ``ExpertsSpec``; logits and bias are float32. Of equal scores the first expert's counts as the larger."""
     scores = logits_TE.softmax(-1) if spec.scoring is ExpertScoring.SOFTMAX else logits_TE.sigmoid()
     wanted = scores if choice_bias_E is None else scores + choice_bias_E
@@ -34,7 +34,7 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
     weights = scores.gather(-1, experts)
     if spec.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)
-    return Choice(experts, weights * spec.weight_scale)
+    return ExpertChoice(experts, weights * spec.weight_scale)
 
 
 def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class HostRanks(ABC):
         """The memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
 
 
-class Lead(HostRanks):
+class LeadRank(HostRanks):
     """The first rank of a host, which tells ``followers``, the others there."""
 
     def __init__(
@@ -118,6 +118,8 @@ class Lead(HostRanks):
     ) -> None:
         super().__init__(place, meeting)
         self.followers = followers
+        self.numbers = tuple(place.followers)
+        """Numbers of the other ranks of this host."""
         self._loaded = loaded
 
     def share(self, own: Own) -> Shared:
@@ -141,12 +143,12 @@ class Lead(HostRanks):
         return Shared(plan, region, exchange)
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
-        """Have the other ranks of this host do it, behind the steps that they were told; ``answers`` waits for them."""
+        """Have the other ranks of this host obey; see ``OtherRanks``."""
         for follower in self.followers:
             follower.send(command)
 
     def answers(self) -> list[str]:
-        """Why ranks could not do what they were told; none: all have done it."""
+        """Wait for the other ranks; see ``OtherRanks``."""
         loaded: list[RankLoaded] = []
         while self._loaded is not None and len(loaded) < len(self.followers):
             loaded += self._loaded.recv(-1)
@@ -167,7 +169,7 @@ class Lead(HostRanks):
         return sum(told)
 
 
-class Follower(HostRanks):
+class FollowerRank(HostRanks):
     """Another rank of a host, which its lead tells by ``commands``."""
 
     def __init__(self, place: RankPlace, meeting: Meeting, commands: Receiver[FollowerCommand], lead: Sender) -> None:

@@ -8,7 +8,7 @@ from ...messages.channel import encode
 from ...messages.worker import CaptureGraphs, ForwardStep
 from ...runtime.layers_done import LayersDone
 from ..steps.step_runner import Launched, Model, StepRunner
-from .host_ranks import Lead
+from .host_ranks import LeadRank
 from .watch import end_after_watch
 from .world import World
 
@@ -21,7 +21,7 @@ class LeadingSteps(StepRunner):
     by the clock of rank 0.
     """
 
-    def __init__(self, model: Model, max_reqs: int, lead: Lead) -> None:
+    def __init__(self, model: Model, max_reqs: int, lead: LeadRank) -> None:
         super().__init__(model, max_reqs)
         self._lead = lead
         place = lead.place

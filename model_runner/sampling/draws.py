@@ -123,7 +123,7 @@ def from_sorted(rows: DrawnRows) -> Tensor:
     return pick(kept_NV, rows.uniforms_N)
 
 
-class Kept(NamedTuple):
+class KeptCounts(NamedTuple):
     """Weights that the cuts keep of N rows."""
 
     count_N: Tensor
@@ -134,7 +134,7 @@ class Kept(NamedTuple):
     """Whether the weights that were not looked at change nothing."""
 
 
-def find_kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> Kept:
+def find_kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> KeptCounts:
     """Find what top-k, top-p and min-p keep of each row, from its ``size`` largest weights."""
     size = min(size, weights_NV.shape[1])
     sorted_NS = _largest(weights_NV, size)
@@ -147,7 +147,7 @@ def find_kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> Kept:
     count_N = keep_NS.sum(1).clamp(min=1)
     border_N = sorted_NS.gather(1, count_N.unsqueeze(1) - 1).squeeze(1)
     all_seen_N = torch.where(rows.top_k_N1 > 0, rows.top_k_N1 <= size, (count_N < size).unsqueeze(1)).squeeze(1)
-    return Kept(count_N, border_N, all_seen_N)
+    return KeptCounts(count_N, border_N, all_seen_N)
 
 
 def _largest(weights_NV: Tensor, size: int) -> Tensor:

@@ -38,7 +38,7 @@ from ...runtime.layers_done import LayersDone
 from ..batch.forward_batch import ForwardBatch
 from ..batch.step_arrays import DeviceArrays, StepArrays
 from ..batch.step_plan import StepPlan, plan_step, sampled_entries
-from ..device.base import Device, Fetch
+from ..device.base import Device, HostCopy
 from ..kv.pools import Pools
 from ..ops.choose import choose_ops
 from ..sampling.device.base import SampledRows
@@ -131,7 +131,7 @@ class PendingStep:
     begin: float
     """When it was launched (``time.perf_counter()``)."""
     plan: StepPlan
-    fetched: Fetch
+    fetched: HostCopy
     listings: list[_Listing]
     histories: list[tuple[int, TokenHistory]]
     """Who counts the tokens on the host, and which of them."""
@@ -271,7 +271,7 @@ class StepRunner:
         self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
         return plan, size, there
 
-    def _fetch(self, chosen: Sampled, listings: list[_Listing]) -> Fetch:
+    def _fetch(self, chosen: Sampled, listings: list[_Listing]) -> HostCopy:
         """Start copies of the results to the host."""
         return self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdserve.model_runner.attention.triton.tiles import MOST_SPLITS, KVShape, decode_tiles, prefill_tiles
+from pdserve.model_runner.attention.triton.tiles import MOST_SPLITS, TileShape, decode_tiles, prefill_tiles
 from pdserve.model_runner.device.triton_compiler import CompileRequest
 
 PACKAGE = "pdserve.model_runner.attention.triton."
@@ -28,10 +28,10 @@ class Model(NamedTuple):
     sinks: bool = False
 
     @property
-    def shape(self) -> KVShape:
+    def shape(self) -> TileShape:
         """As tiles are chosen by."""
         size = BYTES[self.query]
-        return KVShape(self.head_dim, self.value_dim, self.group, 1 if self.kind else size, size)
+        return TileShape(self.head_dim, self.value_dim, self.group, 1 if self.kind else size, size)
 
 
 LLAMA_8B = Model(8, 4, 128, 128)

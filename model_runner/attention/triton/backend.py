@@ -24,15 +24,15 @@ from ...batch.forward_batch import ForwardBatch
 from ...kv.pool import KVPool
 from ..base import AttentionBackend, AttentionLimits
 from .attention_plan import PlannedRows, RowArrays, TableOfPass, fill_rows
-from .paged_decode import Attention, DecodeRows, Partials, Splits, paged_decode
+from .paged_decode import AttentionTerms, DecodeRows, Partials, Splits, paged_decode
 from .paged_prefill import ExtendRows, prefill
 from .pool_views import LayerViews, layer_views
 from .store_kv import store_kv
 from .tiles import (
     MOST_SPLITS,
     DecodeTiles,
-    KVShape,
     PrefillTiles,
+    TileShape,
     decode_tiles,
     most_splits,
     prefill_tile_list,
@@ -93,7 +93,7 @@ class TritonAttention(AttentionBackend):
         views = next(iter((self._layers | self._windowed).values()))
         self._value_dim = views.value_dim
         kept = views.keys.itemsize
-        shape = KVShape(views.head_dim, views.value_dim, limits.heads // views.heads, kept, dtype.itemsize)
+        shape = TileShape(views.head_dim, views.value_dim, limits.heads // views.heads, kept, dtype.itemsize)
         capability, processors = _device_of(self._device)
         if tiles is None:
             tiles = decode_tiles(shape, capability), prefill_tiles(shape, capability)
@@ -156,7 +156,7 @@ class TritonAttention(AttentionBackend):
         return out_THV.flatten(1)
 
     def _decode(
-        self, q_THD: Tensor, out_THV: Tensor, pool: LayerViews, is_windowed: bool, attention: Attention
+        self, q_THD: Tensor, out_THV: Tensor, pool: LayerViews, is_windowed: bool, attention: AttentionTerms
     ) -> None:
         assert self._decodes is not None
         (arrays, partials, *_), planned = self._decodes
@@ -258,7 +258,7 @@ def _device_of(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
-def _attention(spec: AttentionSpec | MLASpec, sinks: Tensor | None) -> Attention:
+def _attention(spec: AttentionSpec | MLASpec, sinks: Tensor | None) -> AttentionTerms:
     if isinstance(spec, MLASpec):
-        return Attention(spec.scale, 0, 0.0, None)
-    return Attention(spec.scale, spec.window or 0, spec.softcap or 0.0, sinks)
+        return AttentionTerms(spec.scale, 0, 0.0, None)
+    return AttentionTerms(spec.scale, spec.window or 0, spec.softcap or 0.0, sinks)

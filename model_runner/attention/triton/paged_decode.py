@@ -212,7 +212,7 @@ class DecodeRows(NamedTuple):
     entries: int
 
 
-class Attention(NamedTuple):
+class AttentionTerms(NamedTuple):
     """What a layer's attention is; see ``AttentionSpec``. Without a ``window`` or ``softcap``: 0."""
 
     scale: float
@@ -228,7 +228,7 @@ def paged_decode(
     rows: DecodeRows,
     splits: Splits,
     partials: Partials,
-    attention: Attention,
+    attention: AttentionTerms,
     tiles: DecodeTiles,
     num_programs: int,
 ) -> None:

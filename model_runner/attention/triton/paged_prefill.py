@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend import LOG2E, attend_block, load_columns, precision, token_offsets
-from .paged_decode import Attention, columns
+from .paged_decode import AttentionTerms, columns
 from .pool_views import LayerViews
 from .tiles import PrefillTiles
 
@@ -173,7 +173,7 @@ def prefill(
     pool: LayerViews,
     rows: ExtendRows,
     tile_list: Tensor,
-    attention: Attention,
+    attention: AttentionTerms,
     tiles: PrefillTiles,
 ) -> None:
     """Attend with the tokens of ``rows`` over their KV, which is stored; into their places of ``out_THV``.

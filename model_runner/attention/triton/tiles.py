@@ -22,7 +22,7 @@ MOST_SPLITS = 64
 together at once."""
 
 
-class KVShape(NamedTuple):
+class TileShape(NamedTuple):
     """What of a KV pool and its queries decides the tiles. ``group``: heads that share a KV head. ``kv_bytes``: of an
     element of the pool, ``bytes``: of one of the queries'.
     """
@@ -113,7 +113,7 @@ REGISTERS_OF_A_WARP = 168 * 32
 """What the decode kernels take, about."""
 
 
-def decode_tiles(shape: KVShape, capability: int) -> DecodeTiles:
+def decode_tiles(shape: TileShape, capability: int) -> DecodeTiles:
     """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
     blocks = _choose(_DECODE, shape, capability, 1)
     rows = min(max(16, _power(shape.group)), blocks[0])
@@ -129,12 +129,12 @@ def decode_tiles(shape: KVShape, capability: int) -> DecodeTiles:
     return DecodeTiles(rows, tokens, warps, stages, least, max(1, programs))
 
 
-def prefill_tiles(shape: KVShape, capability: int) -> PrefillTiles:
+def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
     """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
     return PrefillTiles(*_choose(_PREFILL, shape, capability, 2))
 
 
-def shared_bytes(shape: KVShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
+def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
     """At most what a program with these tiles takes of shared memory. ``loops``: over a row's KV, pipelined or not.
 
     A token's page is looked up first, as stages go, which leaves half of the stages to the copies of keys and values.
@@ -174,7 +174,7 @@ def prefill_tile_list(q_lens: npt.NDArray[np.int64], kv_lens: npt.NDArray[np.int
     return np.stack((entries, firsts), 1)[order].astype(np.int32)
 
 
-def _choose(table: tuple[_Choice, ...], shape: KVShape, capability: int, loops: int) -> tuple[int, int, int, int]:
+def _choose(table: tuple[_Choice, ...], shape: TileShape, capability: int, loops: int) -> tuple[int, int, int, int]:
     room, widest, is_narrow = SHARED_BYTES[_known(capability)], _padded(shape), shape.kv_bytes == 1
     for choice in table:
         fits = capability >= choice.capability and widest <= choice.widest
@@ -188,7 +188,7 @@ def _choose(table: tuple[_Choice, ...], shape: KVShape, capability: int, loops: 
     )
 
 
-def _padded(shape: KVShape) -> int:
+def _padded(shape: TileShape) -> int:
     rest = shape.head_dim - shape.value_dim
     return max(16, _power(shape.value_dim)) + (max(16, _power(rest)) if rest else 0)
 

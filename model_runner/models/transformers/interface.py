@@ -21,7 +21,7 @@ TRIAL = "pdserve-trial"
 _ATTRIBUTE = "_pdserve_attention"
 
 
-class Attend(Protocol):
+class AttendPaged(Protocol):
     """Attention of one module, or of any."""
 
     def __call__(
@@ -39,7 +39,7 @@ def register() -> None:
     AttentionMaskInterface.register(TRIAL, trial_mask)
 
 
-def set_attention(modules: Iterable[nn.Module], attend: Attend | None) -> None:
+def set_attention(modules: Iterable[nn.Module], attend: AttendPaged | None) -> None:
     """What the attention of ``modules`` is computed by under our names; None: nothing, it must not be called."""
     for module in modules:
         setattr(module, _ATTRIBUTE, attend)
@@ -48,5 +48,5 @@ def set_attention(modules: Iterable[nn.Module], attend: Attend | None) -> None:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    attend: Attend = getattr(module, _ATTRIBUTE)
+    attend: AttendPaged = getattr(module, _ATTRIBUTE)
     return attend(module, query, key, value, attention_mask, arguments), None

@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
     config: dict[str, Any]
 
 
-class Loading(NamedTuple):
+class LoadRequest(NamedTuple):
     """How to load. ``folder``: the model's. ``context_length``: longest sequence to serve, in tokens."""
 
     folder: Path
@@ -51,7 +51,7 @@ class Loading(NamedTuple):
     seed: int
 
 
-def load_transformers_model(how: Loading) -> Loaded:
+def load_transformers_model(how: LoadRequest) -> Loaded:
     """The model, ready to run on a KV pool; raises ``UnsupportedModel`` or ``InvalidWeights``."""
     if int(transformers.__version__.split(".")[0]) < OLDEST:
         raise UnsupportedModel(f"--model-impl transformers needs transformers {OLDEST}, not {transformers.__version__}")
@@ -72,7 +72,7 @@ def load_transformers_model(how: Loading) -> Loaded:
         ) from e
 
 
-def _read_config(how: Loading) -> Any:
+def _read_config(how: LoadRequest) -> Any:
     if how.described.family not in transformers.CONFIG_MAPPING:
         raise UnsupportedModel(
             f"transformers {transformers.__version__} has no such architecture, and code that comes with a model is "
@@ -107,7 +107,7 @@ def _choose_class(config: Any) -> Any:
     return model_class
 
 
-def _load(how: Loading, config: Any, model_class: Any) -> Any:
+def _load(how: LoadRequest, config: Any, model_class: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     # Attention comes by our names later; what can be chosen for it does not matter before.
     common = {"dtype": how.dtype, "attn_implementation": "eager"}
@@ -138,7 +138,7 @@ def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str,
     return model
 
 
-def _make_ready(how: Loading, model: Any) -> Loaded:
+def _make_ready(how: LoadRequest, model: Any) -> Loaded:
     register()
     tokens = torch.arange(TRIAL_TOKENS, device=how.device) * 7919 % how.described.vocab_size
     layers = find_attention(model, tokens, how.context_length)

@@ -65,7 +65,7 @@ class LayerAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``Attend``; mask and arguments are what the trial pass has seen."""
+        """See ``AttendPaged``; mask and arguments are what the trial pass has seen."""
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
         out = self._paged.attend(self._layer, q_THD.to(v.dtype), k_TKD, v_TKD, self._spec)
         return out.view(1, *q_THD.shape).to(q.dtype)
@@ -87,7 +87,7 @@ class NoAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``Attend``."""
+        """See ``AttendPaged``."""
         self.attended.append(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 1).float())
         return torch.zeros_like(q).transpose(1, 2)
 

@@ -42,7 +42,7 @@ class Recorder:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``Attend``; raises ``UnsupportedModel`` for attention that can't be served."""
+        """See ``AttendPaged``; raises ``UnsupportedModel`` for attention that can't be served."""
         if any(layer.module is module for layer in self.layers):
             raise UnsupportedModel("a layer attends twice in a pass")
         spec = _describe(q, k, v, arguments, self._window_of(mask))

@@ -18,7 +18,7 @@ import pytest
 from support.machine import limit
 
 from pdserve.model_runner.cpu_engine import build
-from pdserve.model_runner.cpu_engine.build import ISA_VARIABLE, LEVELS, BuildError, Level, choose_level, levels_here
+from pdserve.model_runner.cpu_engine.build import ISA_VARIABLE, LEVELS, BuildError, IsaLevel, choose_level, levels_here
 
 BF16, VNNI, AVX512, AVX2 = LEVELS
 HERE = Path(__file__).parent
@@ -69,7 +69,9 @@ def test_each_level_has_what_the_next_one_has() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_best_level_is_chosen_and_the_variable_chooses_another(processor: pytest.MonkeyPatch, level: Level) -> None:
+def test_the_best_level_is_chosen_and_the_variable_chooses_another(
+    processor: pytest.MonkeyPatch, level: IsaLevel
+) -> None:
     assert choose_level() == BF16
     processor.setenv(ISA_VARIABLE, level.name)
     assert choose_level() == level
@@ -109,7 +111,7 @@ def test_a_refusal_of_the_compiler_is_repeated_until_asked_again(
 @pytest.mark.timeout(600)  # the first time, it compiles
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_the_kernels_pass_their_tests_at_each_lower_level(
-    level: Level, record_property: Callable[[str, object], None]
+    level: IsaLevel, record_property: Callable[[str, object], None]
 ) -> None:
     here = levels_here()
     if level not in here:

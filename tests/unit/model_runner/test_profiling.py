@@ -38,6 +38,7 @@ from pdserve.model_runner import profiler as profiler_module
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
+from pdserve.model_runner.ranks.other_ranks import NoOtherRanks
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.options import ServerOptions
@@ -212,7 +213,7 @@ class Worker:
         self.folder = folder / "profiles"
         self.queue = StepQueue(steps := StepRunner(model, 2), NoPageMover(), 0)
         self.rank = RankProfiler(self.folder, 0, model.device.torch, steps)
-        self.profiler = Profiler(self.rank, self.queue, None)
+        self.profiler = Profiler(self.rank, self.queue, NoOtherRanks())
 
     def step(self, id_: int, tokens: list[int]) -> bytes:
         """Compute a prompt in row 0, and return the token that is sampled."""
@@ -306,7 +307,7 @@ def test_a_folder_where_others_may_write_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     rank = RankProfiler(folder, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
-    started = Profiler(rank, None, None).obey(StartProfile("a", [], False, False))  # type: ignore[arg-type]
+    started = Profiler(rank, None, NoOtherRanks()).obey(StartProfile("a", [], False, False))  # type: ignore[arg-type]
     assert isinstance(started, ProfileStarted)
     assert (started.status, os.listdir(folder)) == (503, [])
     assert "chmod go-w" in started.error

@@ -15,7 +15,7 @@ from support.triton_compiles import most_stack
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.attention.triton.tiles import (
     MOST_SPLITS,
-    KVShape,
+    TileShape,
     decode_tiles,
     most_splits,
     prefill_tile_list,
@@ -115,7 +115,7 @@ def test_tiles_follow_the_heads() -> None:
     assert decode_tiles(shape, 90).programs == 3
     assert decode_tiles(DEEPSEEK_V3.shape, 90).least_split == 1024, "its heads leave more behind than they read"
     with pytest.raises(ValueError, match="no tiles for rows of 2048 elements"):
-        prefill_tiles(KVShape(2048, 2048, 1, 2, 2), 90)
+        prefill_tiles(TileShape(2048, 2048, 1, 2, 2), 90)
 
 
 def test_splits_grow_with_the_row() -> None:

@@ -7,7 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ from pdserve.model_runner.engines.memory_table import full_requests, memory_use,
 from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.model_runner.kv.prefault import PoolPrefault
-from pdserve.model_runner.memory_saver import MemorySaver, unreleasable
+from pdserve.model_runner.memory_saver import WorkerMemorySaver, unreleasable
+from pdserve.model_runner.ranks.other_ranks import NoOtherRanks
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.machine.memory import Memory, resident_bytes
 from pdserve.runtime.options import ServerOptions
@@ -50,7 +51,7 @@ class Rig:
         self.model = load_model(self.options)
         self.steps = StepRunner(self.model, 2)
         self.prefault = PoolPrefault.of(self.model.pools.region, self.model.pools.layout)
-        self.occupation = MemorySaver(self.model, self.steps, self.prefault)
+        self.occupation = WorkerMemorySaver(self.model, self.steps, self.prefault, NoOtherRanks())
 
     def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
         """Greedy, with the prompt computed anew."""
@@ -195,7 +196,7 @@ def test_what_a_pool_may_grow_to_is_reserved_and_not_taken(tmp_path: Path) -> No
 class Ranks:
     """The other ranks of a host."""
 
-    followers: ClassVar = [None]
+    numbers = (1,)
 
     def __init__(self, errors: list[str]) -> None:
         self.told: list[object] = []
@@ -211,7 +212,7 @@ class Ranks:
 def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
     rig, captured = Rig(tmp_path), []
     ranks: Any = Ranks(["rank 1: no memory"])
-    occupation = MemorySaver(rig.model, rig.steps, rig.prefault, ranks)
+    occupation = WorkerMemorySaver(rig.model, rig.steps, rig.prefault, ranks)
     before = rig.answer()
     rig.steps.capture_graphs = lambda: captured.append(len(ranks.told))  # type: ignore[method-assign]
     occupation.obey(ReleaseMemory(["weights"]))
@@ -249,7 +250,7 @@ def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again(
     device.torch = torch.device("cuda")
     model: Any = SimpleNamespace(device=device, pools=Pools(layout, PoolPlan(4), pool, None), weight_bytes=0)
     steps: Any = Steps()
-    occupation = MemorySaver(model, steps, PoolPrefault(None, 1, device.memory))
+    occupation = WorkerMemorySaver(model, steps, PoolPrefault(None, 1, device.memory), NoOtherRanks())
     rows = pool.token_rows(torch.tensor([PAGE, PAGE + 1]))
     pool.store(1, rows, torch.ones(2, 2, 8), torch.ones(2, 2, 8))
     assert occupation.obey(ReleaseMemory(["kv_cache"])).released == ["kv_cache"]
