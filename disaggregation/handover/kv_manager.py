@@ -189,7 +189,7 @@ class KVManager:
 
         While there are peers it is a fraction of the heartbeat interval, so that their silence is noticed soon.
         """
-        return max(1, self._interval_ms // LOOKS) if self._peers.active else IDLE_TIMEOUT_MS
+        return max(1, self._interval_ms // LOOKS) if self._peers.table.active else IDLE_TIMEOUT_MS
 
     def info(self) -> dict[str, Any]:
         """Return the ``disaggregation`` object of ``/server_info``."""
@@ -200,7 +200,7 @@ class KVManager:
             | {"push_seconds": round(sent.push_seconds, 6)},
             "received": {"rooms": len(received.rooms), "done": received.done, "failed": received.failed}
             | {"bytes": received.bytes_received, "withdrawn": received.withdrawn},
-            "peers": self._peers.info(),
+            "peers": self._peers.table.info(),
             "refused": self._peers.refused,
             "choices": self._choice.info(),
             "store_first": asdict(received.store_first.counts),

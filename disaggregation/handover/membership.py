@@ -55,7 +55,7 @@ class InstanceMembership:
     @property
     def is_closed(self) -> bool:
         """See ``Membership``."""
-        return self._peers.closed is not None and not self._peers.lingering
+        return self._peers.closed is not None and not self._peers.table.lingering
 
     def open(self) -> None:
         """See ``Membership``."""

@@ -102,6 +102,10 @@ class Peer:
     unsent: list[Message] = field(default_factory=list)
     """Messages for the next frame."""
 
+    def __str__(self) -> str:
+        found_by = f" ({self.host}:{self.port})" if self.host else ""
+        return f"instance {self.epoch or 'unknown'}{found_by}"
+
     @property
     def gone(self) -> bool:
         """Whether the peer is in its final state."""

@@ -26,23 +26,20 @@ from __future__ import annotations
 import hmac
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...messages.base import REASON_CHARS, Message
-from ...messages.decode import UndeclaredMessage, shown
+from ...messages.decode import shown
 from ...messages.handover import (
     Heartbeat,
     Hello,
     Invite,
     Refused,
-    ToSender,
     Welcome,
 )
-from ...messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
+from ...messages.moves import MoveOffer, MoveRefused
 from ...messages.worker import (
-    AdmitPeer,
-    ConnectPeer,
     DisconnectPeer,
     PeerAdmitted,
     PeerCommand,
@@ -52,20 +49,19 @@ from ...messages.worker import (
     PeerLinkDown,
 )
 from ...runtime.metrics import Metrics, counter, gauge
-from ..bootstrap.finder import REACH_SECONDS
 from ..bootstrap.registration import Reached
-from .control.frames import MESSAGES_A_TURN
-from .control.port import ControlPort
+from .control.port import ControlPort, read_messages
 from .greeting import Greeting, digest
-from .peer import Peer, PeerState, Reading, Spare, Writing
+from .kv_directions import KVDirections
+from .peer import Peer, PeerState, Reading, Spare
+from .peer_rights import PeerRights
+from .peer_table import PeerTable
 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
 """Maximum connected peers, inbound and outbound."""
 NO_MOVES = "it takes requests only from instances with the same --cluster-secret-file"
-WORKER_SECONDS = 30.0
-"""Time limit in seconds for the workers to open a link. The worker's own limits are shorter."""
 
 
 class PeerOwner(Protocol):
@@ -101,17 +97,15 @@ class Peers:
         *,
         takes_moves: bool = True,
     ) -> None:
-        self._takes_moves = takes_moves
+        self._rights = PeerRights(greeting.epoch, takes_moves=takes_moves)
         self._greeting = greeting
-        self._epoch = greeting.epoch
         self._interval, self._timeout = heartbeat
         self._port = port
         self._find = find
         self._to_worker = to_worker
+        self._directions = KVDirections(greeting.worker.backend_metadata, port, to_worker)
         self._owner = owner
-        self._by_address: dict[tuple[str, int], Peer] = {}
-        self._by_connection: dict[int, Peer] = {}
-        self._closing: list[Peer] = []
+        self.table = PeerTable()
         self._numbers = itertools.count(1)
         self._beat_at = 0.0
         self._refusals = port.refusals
@@ -123,10 +117,10 @@ class Peers:
 
         ``want``: open the direction in which the peer sends KV here. Without it the peer only exchanges messages.
         """
-        peer = self._by_address.get((host, port))
+        peer = self.table.by_address.get((host, port))
         if peer is None:
             peer = Peer(PeerState.FINDING, host=host, port=port)
-            self._by_address[(host, port)] = peer
+            self.table.by_address[(host, port)] = peer
             self._find(host, port)
         if want:
             self.want(peer, now)
@@ -135,32 +129,26 @@ class Peers:
     def close(self, reason: str) -> None:
         """Disconnect all peers, and turn new ones away as long as ``closed`` is set."""
         self.closed = reason
-        for peer in list(self._all()):
+        for peer in list(self.table.all()):
             self._gone(peer, f"this instance parts from all others: {reason}")
-
-    @property
-    def lingering(self) -> bool:
-        """Whether the link to any gone peer is not down yet."""
-        return bool(self._closing)
 
     def want(self, peer: Peer, now: float) -> None:
         """Begin to open the direction in which the peer sends KV here."""
-        if peer.reading is Reading.CLOSED:
-            peer.reading, peer.wanted_at = Reading.WANTED, now
+        self._directions.want(peer, now)
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
         """Dial the instance that a bootstrap server has named. A ``str`` answer says why there is no registration."""
-        peer = self._by_address.get((host, port))
+        peer = self.table.by_address.get((host, port))
         if peer is None or peer.state is not PeerState.FINDING:
             return
         if isinstance(answer, str):
             self._gone(peer, f"the bootstrap server {host}:{port} gave no registration: {answer}")
             return
         epoch = answer.registration.epoch
-        if epoch == self._epoch:
+        if epoch == self._greeting.epoch:
             self._gone(peer, f"the bootstrap server {host}:{port} is this instance's own", 400)
             return
-        known = self._known(epoch)
+        known = self.table.known(epoch)
         if known is not None and known.pool != answer.registration.pool:
             if known.registered or self._port.is_sealed:
                 # Any stranger may run a bootstrap server, and other instances' registrations are no secret.
@@ -170,7 +158,7 @@ class Peers:
             known = None
         if known is not None:
             known.registered = True
-            peer.same_as = self._by_address[(host, port)] = known
+            peer.same_as = self.table.by_address[(host, port)] = known
             if peer.reading is not Reading.CLOSED:
                 self.want(known, now)
             return
@@ -178,10 +166,11 @@ class Peers:
         self._dial(peer, answer, now)
 
     def poll(self, now: float) -> None:
-        """Read at most ``MESSAGES_A_TURN`` messages, advance peers, drop silent ones and send due heartbeats."""
-        self._read(now)
+        """Read messages, advance peers, drop silent ones and send due heartbeats."""
+        for identity, message in read_messages(self._port):
+            self._take(identity, message, now)
         self._settle(now)
-        for peer in list(self._by_connection.values()):
+        for peer in list(self.table.by_connection.values()):
             if now - peer.heard_at > self._timeout:
                 self._lost(peer, f"it was silent for {now - peer.heard_at:.1f} s", now)
             else:
@@ -189,12 +178,12 @@ class Peers:
         if now - self._beat_at >= self._interval:
             self._beat_at = now
             # Peers that wait for their Welcome get one, too: connecting workers may take longer than a heartbeat.
-            for peer in self._by_connection.values():
+            for peer in self.table.by_connection.values():
                 peer.send(Heartbeat(peer.epoch))
 
     def flush(self) -> None:
         """Send the messages that this tick has queued."""
-        for peer in self._by_connection.values():
+        for peer in self.table.by_connection.values():
             self._flush(peer)
 
     def on_event(self, event: PeerEvent, now: float) -> None:
@@ -202,36 +191,19 @@ class Peers:
         if isinstance(event, PeerLinkDown):
             self._on_link_down(event)
             return
-        for peer in [p for p in self._by_connection.values() if p.number == event.link]:
+        for peer in self.table.linked(event.link):
             if isinstance(event, PeerFailed):
                 peer.send(Refused(peer.epoch, shown(event.error, REASON_CHARS)))
                 self._gone(peer, f"the workers can't reach each other: {event.error}")
-            elif isinstance(event, PeerAdmitted) and peer.reading is Reading.ADMITTING:
-                peer.reading = Reading.ADMITTED
+            elif isinstance(event, PeerAdmitted) and self._directions.on_admitted(peer):
                 self._advance(peer, now)
-            elif isinstance(event, PeerConnected) and peer.writing is Writing.CONNECTING:
-                peer.writing = Writing.READY
-                self._welcome(peer)
-                log.info("KV can be sent to instance %s", shown(peer.epoch))
-
-    def info(self) -> list[dict[str, Any]]:
-        """Return all peers for ``/server_info``, with gone ones until their link is down."""
-        return [peer.info() for peer in [*self._all(), *self._closing]]
+            elif isinstance(event, PeerConnected):
+                self._directions.on_connected(peer)
 
     @property
     def refused(self) -> int:
         """Frames, messages and Hellos refused since the start."""
         return self._refusals.total
-
-    @property
-    def connected(self) -> int:
-        """Number of instances that can send KV here, or take KV from here, now."""
-        return sum(peer.readable or peer.writable for peer in self._by_connection.values())
-
-    @property
-    def active(self) -> bool:
-        """Whether any peer needs heartbeats."""
-        return bool(self._by_connection or self._by_address)
 
     # --- connecting and greeting ---
 
@@ -247,27 +219,25 @@ class Peers:
     def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
         """Assign the connection ``identity`` to ``peer``, and queue our Hello."""
         peer.connection = identity
-        self._by_connection[identity] = peer
+        self.table.by_connection[identity] = peer
         peer.unsent = [self._greeting.hello(peer.epoch, peer.number, dialling=dialling)]
 
     def _settle(self, now: float) -> None:
         """Handle connections that have ended since the last call."""
         for identity, reason in self._port.take_ended():
-            if identity in self._by_connection:
-                self._lost(self._by_connection[identity], reason, now)
+            if identity in self.table.by_connection:
+                self._lost(self.table.by_connection[identity], reason, now)
 
     def _lost(self, peer: Peer, reason: str, now: float) -> None:
         """Switch a peer with a lost connection to its spare one, or end it if it has none."""
         if peer.state is not PeerState.GREETING or peer.spare is None:
             self._gone(peer, reason)
             return
-        assert peer.connection is not None
-        del self._by_connection[peer.connection]
-        self._port.drop(peer.connection)
+        self._leave_connection(peer)
         self._accept(peer, peer.spare.connection, peer.spare.hello, now)
 
     def _greet(self, identity: int, hello: Hello, now: float) -> None:
-        own = self._by_connection.get(identity)
+        own = self.table.by_connection.get(identity)
         problem = self._greeting.problem(hello)
         if own is not None:
             self._answered(own, hello, problem, now)
@@ -283,19 +253,18 @@ class Peers:
             self._refusals.add(f"refused instance {hello.sender}: {problem}")
             self._port.send(identity, [Refused(hello.sender, shown(problem, REASON_CHARS))])
             return
-        peer = self._known(hello.sender)
+        peer = self.table.known(hello.sender)
         if peer is not None and peer.state is PeerState.GREETING:
-            if self._epoch < hello.sender:
+            if self._greeting.epoch < hello.sender:
                 # Both have dialled, and our connection stands if it succeeds. The peer then closes this one.
                 peer.spare = Spare(identity, hello)
                 self._settle(now)
                 return
-            assert peer.connection is not None
-            del self._by_connection[peer.connection]
-            self._port.drop(peer.connection)
+            self._leave_connection(peer)
         elif peer is not None:
-            assert peer.hello is not None
-            if hello.link <= peer.hello.link:  # an earlier attempt, which the peer has abandoned
+            if (
+                peer.hello is not None and hello.link <= peer.hello.link
+            ):  # an earlier attempt, which the peer has abandoned
                 self._port.drop(identity)
                 return
             self._gone(peer, "it connected anew")
@@ -329,68 +298,28 @@ class Peers:
 
     def _intrusion(self, hello: Hello) -> str | None:
         """Return why this Hello may not open or replace a peer, or None if it may."""
-        peer = self._known(hello.sender)
+        peer = self.table.known(hello.sender)
         if peer is not None:
             known = hmac.compare_digest(peer.pool, digest(hello.metadata))
             return None if known else "an instance of this epoch is connected, with another data port"
-        if len(self._by_connection) >= MAX_PEERS:
+        if len(self.table.by_connection) >= MAX_PEERS:
             return f"{MAX_PEERS} instances are connected, which is the most; use another one"
         return None
 
-    # --- the directions of KV ---
-
     def _advance(self, peer: Peer, now: float) -> None:
-        """Take the next step in opening the wanted directions, and enforce the time limits."""
-        if peer.state is not PeerState.OPEN:
-            return
-        if any(other.epoch == peer.epoch for other in self._closing):
-            if peer.reading is Reading.WANTED and now - peer.wanted_at > REACH_SECONDS:
-                self._gone(peer, "the last link to it is not down: it still holds this instance's KV memory")
-            return
-        if peer.reading is Reading.WANTED:
-            # The worker refuses writes of a peer that it lost before, so it has to admit the peer again first.
-            peer.reading = Reading.ADMITTING
-            self._tell(peer, AdmitPeer(peer.epoch, peer.number), now)
-        if peer.reading is Reading.ADMITTED:
-            assert peer.connection is not None
-            peer.reading, peer.told_at = Reading.INVITED, now
-            self._port.take_long_frames(peer.connection)
-            peer.send(Invite(peer.epoch, self._greeting.worker.backend_metadata))
-        if peer.writing is Writing.WANTED:
-            peer.writing = Writing.CONNECTING
-            self._tell(peer, ConnectPeer(peer.epoch, peer.number, peer.invitation), now)
-        waiting = peer.reading in (Reading.ADMITTING, Reading.INVITED) or peer.writing is Writing.CONNECTING
-        if waiting and now - peer.told_at > WORKER_SECONDS:
-            self._gone(peer, f"the workers did not open a link within {WORKER_SECONDS:.0f} s")
-
-    def _tell(self, peer: Peer, command: AdmitPeer | ConnectPeer, now: float) -> None:
-        peer.told_at, peer.down = now, False
-        self._to_worker(command)
+        problem = self._directions.advance(peer, now, is_last_down=not self.table.is_closing(peer.epoch))
+        if problem is not None:
+            self._gone(peer, problem)
 
     # --- messages from peers ---
 
-    def _read(self, now: float) -> None:
-        left = MESSAGES_A_TURN
-        while left > 0:
-            try:
-                frame = self._port.recv()
-            except UndeclaredMessage as e:
-                self._refusals.add(str(e))
-                left -= 1
-                continue
-            if frame is None:
-                return
-            left -= max(1, len(frame[1]))
-            for message in frame[1]:
-                self._take(frame[0], message, now)
-
     def _take(self, identity: int, message: Any, now: float) -> None:
-        peer = self._by_connection.get(identity)
+        peer = self.table.by_connection.get(identity)
         if peer is not None:
             peer.heard_at = now
         if isinstance(message, Hello):
             self._greet(identity, message, now)
-        elif message.epoch != self._epoch:
+        elif message.epoch != self._greeting.epoch:
             self._refusals.add(f"dropped {type(message).__name__} for epoch {message.epoch}, which is not this one's")
         elif isinstance(message, Heartbeat):
             return
@@ -399,45 +328,14 @@ class Peers:
         elif isinstance(message, Refused):
             self._gone(peer, f"it refused this instance: {shown(message.reason)}", 409)
         elif peer.state is PeerState.OPEN and isinstance(message, Invite | Welcome):
-            self._on_direction(peer, message, now)
-        elif peer.state is PeerState.OPEN and self._may(peer, message):
+            if self._directions.on_message(peer, message):
+                self._advance(peer, now)
+        elif peer.state is PeerState.OPEN and self._rights.may_send(peer, message):
             self._owner.on_message(peer, message, now)
-        elif peer.state is PeerState.OPEN and isinstance(message, MoveOffer) and not self._takes_moves:
+        elif peer.state is PeerState.OPEN and isinstance(message, MoveOffer) and not self._rights.takes_moves:
             peer.send(MoveRefused(peer.epoch, message.handover, NO_MOVES))
         else:
             self._refusals.add(f"dropped {type(message).__name__} of instance {peer.epoch}, which may not send it now")
-
-    def _on_direction(self, peer: Peer, message: Invite | Welcome, now: float) -> None:
-        if isinstance(message, Invite) and peer.writing is Writing.CLOSED:
-            peer.writing, peer.invitation = Writing.WANTED, message.metadata
-            self._advance(peer, now)
-        elif isinstance(message, Invite) and peer.writing is Writing.READY:
-            self._welcome(peer)
-        elif isinstance(message, Welcome) and peer.reading is Reading.INVITED:
-            peer.reading = Reading.READY
-            log.info("KV can be had from instance %s", shown(peer.epoch))
-
-    def _welcome(self, peer: Peer) -> None:
-        assert peer.connection is not None
-        self._port.send_long_frames(peer.connection)
-        peer.send(Welcome(peer.epoch))
-
-    def _may(self, peer: Peer, message: Any) -> bool:
-        """Return whether the peer may send ``message``.
-
-        A hand-over is named by its receiver's epoch, so only the receiver may send a receiver's messages.
-        """
-        if not hasattr(message, "handover"):
-            return False
-        if isinstance(message, MoveOffer | MoveCommit):
-            return self._takes_moves and bool(message.handover.epoch == self._epoch)
-        if isinstance(message, MoveReady | MoveTaken):
-            return bool(message.handover.epoch == peer.epoch)
-        if isinstance(message, MoveRefused):
-            return True
-        if isinstance(message, ToSender):
-            return peer.writable and bool(message.handover.epoch == peer.epoch)
-        return peer.readable and bool(message.handover.epoch == self._epoch)
 
     # --- the end ---
 
@@ -446,34 +344,35 @@ class Peers:
 
         The link went down on our request or by itself.
         """
-        for peer in [p for p in self._by_connection.values() if p.number == event.link]:
+        for peer in self.table.linked(event.link):
             peer.down = True
             self._gone(peer, "its worker closed the data link or died")
-        for peer in [p for p in self._closing if p.number == event.link]:
+        for peer in [p for p in self.table.closing if p.number == event.link]:
             peer.down = True
-            self._closing.remove(peer)
+            self.table.closing.remove(peer)
             self._owner.on_down(peer)
 
     def _gone(self, peer: Peer, reason: str, status: int = 503) -> None:
         if peer.gone:
             return
-        whence = f" ({peer.host}:{peer.port})" if peer.host else ""
-        text = f"instance {peer.epoch or 'unknown'}{whence} is gone: {reason}"
+        text = f"{peer} is gone: {reason}"
         if peer.host or peer.readable or peer.writable:
             log.warning("%s", shown(text, REASON_CHARS))
         else:
             self._refusals.add(text)
         peer.state, peer.status, peer.reason = PeerState.GONE, status, reason
-        for address in [address for address, other in self._by_address.items() if other is peer]:
-            del self._by_address[address]
-        if peer.connection is not None:
-            self._flush(peer)
-            self._by_connection.pop(peer.connection, None)
-            self._port.drop(peer.connection)
+        self.table.forget_addresses(peer)
+        self._flush(peer)
+        self._leave_connection(peer)
         if not peer.down:
-            self._closing.append(peer)
+            self.table.closing.append(peer)
             self._to_worker(DisconnectPeer(peer.epoch, peer.number))
         self._owner.on_gone(peer)
+
+    def _leave_connection(self, peer: Peer) -> None:
+        if peer.connection is not None:
+            self.table.by_connection.pop(peer.connection, None)
+            self._port.drop(peer.connection)
 
     def _flush(self, peer: Peer) -> None:
         if not peer.unsent or peer.connection is None:
@@ -482,15 +381,9 @@ class Peers:
         for message in self._port.send(peer.connection, unsent):
             self._owner.on_too_long(peer, message)
 
-    def _known(self, epoch: str) -> Peer | None:
-        return next((peer for peer in self._by_connection.values() if peer.epoch == epoch), None)
-
-    def _all(self) -> Iterable[Peer]:
-        return dict.fromkeys([*self._by_address.values(), *self._by_connection.values()])
-
 
 METRICS: Metrics[Peers] = (
-    gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", lambda p: p.connected),
+    gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", lambda p: p.table.connected),
     counter(
         "pdserve_control_refusals_total",
         "Frames and connections that the control plane refused.",

@@ -19,11 +19,11 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ....messages.base import Message
-from ....messages.decode import Codec
+from ....messages.decode import Codec, UndeclaredMessage
 from ....messages.peer import PeerMessage
 from ....runtime.refusal_log import RefusalLog
 from ....runtime.web.ports import listen
@@ -32,7 +32,7 @@ from ...wire import tcp_socket
 from ...wire.listener import BACKLOG, Listener
 from ...wire.reactor import Reactor
 from .connection import ControlConnection
-from .frames import FRAME_MESSAGES, LONG_FRAME_BYTES, SHORT_FRAME_BYTES, make_frames
+from .frames import FRAME_MESSAGES, LONG_FRAME_BYTES, MESSAGES_A_TURN, SHORT_FRAME_BYTES, make_frames
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -320,3 +320,21 @@ def _whence(sock: socket.socket) -> str:
         return str(sock.getpeername()[0])
     except OSError:  # the connection is gone already
         return "somebody"
+
+
+def read_messages(port: ControlPort) -> Iterator[tuple[int, Any]]:
+    """Yield at most about ``MESSAGES_A_TURN`` messages with the identity of their connection."""
+    left = MESSAGES_A_TURN
+    while left > 0:
+        try:
+            frame = port.recv()
+        except UndeclaredMessage as e:
+            port.refusals.add(str(e))
+            left -= 1
+            continue
+        if frame is None:
+            return
+        identity, messages = frame
+        left -= max(1, len(messages))
+        for message in messages:
+            yield identity, message

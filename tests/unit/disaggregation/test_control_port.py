@@ -14,6 +14,7 @@ from support.processes import wait_until
 from support.side import LAYOUT, LIMIT, Side
 
 from pdserve.disaggregation.handover import peers as peers_module
+from pdserve.disaggregation.handover.control import port as port_module
 from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, LENGTH, MESSAGES_A_TURN, SHORT_FRAME_BYTES
 from pdserve.disaggregation.handover.peer import Reading, Writing
 from pdserve.messages.channel import encode
@@ -90,7 +91,7 @@ def connect(port, socket, sender="D", metadata=b"of D, with its secret", link=1)
 
 
 def epochs(port):
-    return [peer["epoch"] for peer in port.peers.info()]
+    return [peer["epoch"] for peer in port.peers.table.info()]
 
 
 def test_layouts_may_differ_in_their_order_only(port):
@@ -129,7 +130,7 @@ def test_the_same_instance_may_connect_anew(port):
     again.send(hello(link=2))
     port.until(lambda: port.gone == [("D", "it connected anew")])
     assert port.links("D") == [first]
-    port.until(lambda: [p.writing for p in port.peers._by_connection.values()] == [Writing.WANTED])
+    port.until(lambda: [p.writing for p in port.peers.table.by_connection.values()] == [Writing.WANTED])
     port.peers.on_event(PeerLinkDown("D", first), port.now)
     port.turn()
     second = port.links("D")[-1]
@@ -238,7 +239,7 @@ def test_a_turn_reads_so_much_and_the_rest_wakes_the_loop_again(port):
 
 
 def test_garbage_uses_up_a_turn_too(port, monkeypatch):
-    monkeypatch.setattr(peers_module, "MESSAGES_A_TURN", 10)
+    monkeypatch.setattr(port_module, "MESSAGES_A_TURN", 10)
     stranger = port.socket()
     for _ in range(35):
         stranger.send(b"garbage")
@@ -255,7 +256,7 @@ def test_garbage_uses_up_a_turn_too(port, monkeypatch):
 def test_an_answer_too_long_for_a_frame_is_told_to_its_owner(port, monkeypatch):
     honest = port.socket()
     connect(port, honest)
-    (peer,) = port.peers._by_connection.values()
+    (peer,) = port.peers.table.by_connection.values()
     port.port._peers[peer.connection].sends = 600
     long = FirstToken("D", named(7), 5, 0, Timing(), input_logprobs=[TokenLogprob(1, -1.0)] * 100)
     short = FirstToken("D", named(8), 5, 0, Timing())
@@ -268,7 +269,7 @@ def test_an_answer_too_long_for_a_frame_is_told_to_its_owner(port, monkeypatch):
 def test_a_peer_that_vanished_is_written_to_in_vain(port):
     stranger = port.socket()
     connect(port, stranger)
-    (peer,) = port.peers._by_connection.values()
+    (peer,) = port.peers.table.by_connection.values()
     stranger.close(linger=0)
     for _ in range(100):
         peer.send(Heartbeat("D"))
@@ -353,7 +354,7 @@ def test_long_frames_are_taken_only_from_who_is_asked_for_kv(port):
     for client, sender in ((asked, "D"), (other, "E")):
         client.send([Hello("P", sender, 1, PROTOCOL_VERSION, "f", LAYOUT, "tcp", b"m")])
         port.until(lambda sender=sender, client=client: client.recv() or sender in epochs(port))
-    peers = {peer.epoch: peer for peer in port.peers._by_connection.values()}
+    peers = {peer.epoch: peer for peer in port.peers.table.by_connection.values()}
     port.peers.want(peers["D"], port.now)
     port.turn()
     port.work()

@@ -16,8 +16,8 @@ from support.side import LIMIT, Side, make_worker
 from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
 from pdserve.disaggregation.bootstrap.registration import Reached
 from pdserve.disaggregation.handover.greeting import Greeting
+from pdserve.disaggregation.handover.kv_directions import WORKER_SECONDS
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
-from pdserve.disaggregation.handover.peers import WORKER_SECONDS
 from pdserve.messages.handover import (
     Abort,
     AbortAck,
@@ -64,7 +64,7 @@ def until(sides, condition) -> None:
 
 
 def states(side):
-    return [(p.state, p.reading, p.writing) for p in side.peers._by_connection.values()]
+    return [(p.state, p.reading, p.writing) for p in side.peers.table.by_connection.values()]
 
 
 OPEN, READ, WRITTEN, CLOSED = PeerState.OPEN, Reading.READY, Writing.READY, (Reading.CLOSED, Writing.CLOSED)
@@ -83,13 +83,13 @@ def test_one_connection_serves_both_directions(sides):
     there = a.ask_for(b)
     until(sides, lambda: there.readable)
     back = b.ask_for(a)
-    assert back.same_as is next(iter(b.peers._by_connection.values()))
+    assert back.same_as is next(iter(b.peers.table.by_connection.values()))
     until(sides, lambda: back.same_as.readable)
     assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
     assert [len(side.port._peers) for side in sides] == [1, 1]
     assert b.ask_for(a) is back.same_as
     for side, other in ((a, b), (b, a)):
-        peer = next(iter(side.peers._by_connection.values()))
+        peer = next(iter(side.peers.table.by_connection.values()))
         peer.send(RoomQueued(other.epoch, named(1, epoch=side.epoch)))
         peer.send(AbortAck(other.epoch, named(2, epoch=other.epoch)))
     until(sides, lambda: len(a.heard) == len(b.heard) == 2)
@@ -269,7 +269,7 @@ def test_whatever_is_declared_for_a_hand_over_arrives(sides):
     assert {type(m) for m in asks} == set(get_args(ToSender))
     assert {type(m) for m in answers} == set(get_args(ToReceiver))
     peer.unsent += asks
-    next(iter(b.peers._by_connection.values())).unsent += answers
+    next(iter(b.peers.table.by_connection.values())).unsent += answers
     until(sides, lambda: len(a.heard) == len(answers) and len(b.heard) == len(asks))
     assert (b.heard, a.heard) == (asks, answers)
 
@@ -282,7 +282,7 @@ def test_what_a_peer_may_not_send_is_dropped(sides):
     refused = [side.peers.refused for side in sides]
     peer.send(RoomQueued("b", named(1, epoch="c")))
     peer.send(AbortAck("b", named(1, epoch="b")))
-    back = next(iter(b.peers._by_connection.values()))
+    back = next(iter(b.peers.table.by_connection.values()))
     back.send(Abort("a", named(1, epoch="b"), "mine"))
     back.send(AbortAck("a", named(1, epoch="c")))
     until(sides, lambda: [side.peers.refused for side in sides] == [refused[0] + 2, refused[1] + 2])
@@ -318,7 +318,7 @@ def test_a_stranger_is_not_asked_for_kv_in_the_name_of_another(sides, when, want
         until(everybody, lambda: peer.readable and (intruding.gone or when == "while it is dialled"))
         assert states(victim) == [(OPEN, Reading.CLOSED, WRITTEN)]
         assert not any(isinstance(m, ConnectPeer) for m in stranger.told)
-        until(everybody, lambda: len(wants.peers._by_connection) == 1)
+        until(everybody, lambda: len(wants.peers.table.by_connection) == 1)
     finally:
         stranger.close()
 

@@ -1,0 +1,97 @@
+"""Opening the two directions of KV between this instance and a peer, step by step; ``peer.py`` draws the states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ...messages.decode import shown
+from ...messages.handover import Invite, Welcome
+from ...messages.worker import AdmitPeer, ConnectPeer, PeerCommand
+from ..bootstrap.finder import REACH_SECONDS
+from .control.port import ControlPort
+from .peer import Peer, PeerState, Reading, Writing
+
+log = logging.getLogger(__name__)
+
+WORKER_SECONDS = 30.0
+"""Time limit in seconds for the workers to open a link. The worker's own limits are shorter."""
+
+
+class KVDirections:
+    """The steps that open a direction: commands to this instance's worker, and messages to the peer.
+
+    ``metadata``: metadata that peers' workers need to reach this instance's pools.
+    """
+
+    def __init__(self, metadata: bytes, port: ControlPort, to_worker: Callable[[PeerCommand], None]) -> None:
+        self._metadata = metadata
+        self._port = port
+        self._to_worker = to_worker
+
+    def want(self, peer: Peer, now: float) -> None:
+        """Begin to open the direction in which the peer sends KV here."""
+        if peer.reading is Reading.CLOSED:
+            peer.reading, peer.wanted_at = Reading.WANTED, now
+
+    def advance(self, peer: Peer, now: float, *, is_last_down: bool) -> str | None:
+        """Take the next step in opening the wanted directions. Return why the peer is gone, if a time limit is over.
+
+        ``is_last_down``: whether the last link to the instance is down. Before that nothing is opened.
+        """
+        if peer.state is not PeerState.OPEN:
+            return None
+        if not is_last_down:
+            if peer.reading is Reading.WANTED and now - peer.wanted_at > REACH_SECONDS:
+                return "the last link to it is not down: it still holds this instance's KV memory"
+            return None
+        if peer.reading is Reading.WANTED:
+            # The worker refuses writes of a peer that it lost before, so it has to admit the peer again first.
+            peer.reading = Reading.ADMITTING
+            self._tell(peer, AdmitPeer(peer.epoch, peer.number), now)
+        if peer.reading is Reading.ADMITTED and peer.connection is not None:
+            peer.reading, peer.told_at = Reading.INVITED, now
+            self._port.take_long_frames(peer.connection)
+            peer.send(Invite(peer.epoch, self._metadata))
+        if peer.writing is Writing.WANTED:
+            peer.writing = Writing.CONNECTING
+            self._tell(peer, ConnectPeer(peer.epoch, peer.number, peer.invitation), now)
+        waiting = peer.reading in (Reading.ADMITTING, Reading.INVITED) or peer.writing is Writing.CONNECTING
+        if waiting and now - peer.told_at > WORKER_SECONDS:
+            return f"the workers did not open a link within {WORKER_SECONDS:.0f} s"
+        return None
+
+    def _tell(self, peer: Peer, command: AdmitPeer | ConnectPeer, now: float) -> None:
+        peer.told_at, peer.down = now, False
+        self._to_worker(command)
+
+    def on_admitted(self, peer: Peer) -> bool:
+        """Note that the worker lets the peer in. Return whether there is a next step to take now."""
+        if peer.reading is not Reading.ADMITTING:
+            return False
+        peer.reading = Reading.ADMITTED
+        return True
+
+    def on_connected(self, peer: Peer) -> None:
+        """Note that the worker has connected to the peer's pools."""
+        if peer.writing is Writing.CONNECTING:
+            peer.writing = Writing.READY
+            self._welcome(peer)
+            log.info("KV can be sent to instance %s", shown(peer.epoch))
+
+    def on_message(self, peer: Peer, message: Invite | Welcome) -> bool:
+        """Take the peer's part in opening a direction. Return whether there is a next step to take now."""
+        if isinstance(message, Invite) and peer.writing is Writing.CLOSED:
+            peer.writing, peer.invitation = Writing.WANTED, message.metadata
+            return True
+        if isinstance(message, Invite) and peer.writing is Writing.READY:
+            self._welcome(peer)
+        elif isinstance(message, Welcome) and peer.reading is Reading.INVITED:
+            peer.reading = Reading.READY
+            log.info("KV can be had from instance %s", shown(peer.epoch))
+        return False
+
+    def _welcome(self, peer: Peer) -> None:
+        if peer.connection is not None:
+            self._port.send_long_frames(peer.connection)
+        peer.send(Welcome(peer.epoch))
