@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ class ClientBodies:
     """Reader and parser of request bodies of up to ``limit`` bytes.
 
     A body is held until its request has ended, because an instance may hand the request on at any time. All held bodies
-    together have at most ``held_limit`` bytes.
+    together have at most ``held_limit`` bytes. An API key that holds a body may hold as many bytes as it leaves free.
     """
 
     def __init__(self, limit: int, held_limit: int) -> None:
@@ -33,6 +34,8 @@ class ClientBodies:
         self._held_limit = held_limit
         self.held = 0
         """Bytes of the bodies of running requests."""
+        self._of: Counter[str] = Counter()
+        """Bytes that each API key holds."""
         self._uploads = Uploads(MAX_UPLOADS * limit)
         self._aside = Aside()
 
@@ -57,16 +60,25 @@ class ClientBodies:
         return await self._aside.run(len(raw) > LARGE_BYTES, lambda: RequestBody.parse(raw, request_id, rid_prefix))
 
     @contextlib.contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        """Count a body of ``size`` bytes as held until the block ends. Raises ``TooManyBodiesError``."""
+    def hold(self, size: int, key: str) -> Iterator[None]:
+        """Count a body of ``size`` bytes as held until the block ends. ``key`` is its API key's name, "" without one.
+
+        Raises ``TooManyBodiesError``.
+        """
         limit = self._held_limit + (self._held_limit // 8 if size <= SMALL_BYTES else 0)
-        if self.held + size > limit:
+        free, of_key = limit - self.held - size, self._of[key]
+        if free < 0 or (key and of_key and of_key + size > free):
+            share = f", {of_key} of them this API key's, which may hold as many as it leaves free" if key else ""
             raise TooManyBodiesError(
-                f"running requests hold {self.held} bytes of bodies, the limit is {self._held_limit} "
+                f"running requests hold {self.held} bytes of bodies{share}; the limit is {self._held_limit} "
                 f"(--max-held-body-bytes); send this one again later"
             )
         self.held += size
+        self._of[key] += size
         try:
             yield
         finally:
             self.held -= size
+            self._of[key] -= size
+            if not self._of[key]:
+                del self._of[key]

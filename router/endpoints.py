@@ -16,6 +16,7 @@ from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
 from ..runtime.web.json_response import json_response
+from ..runtime.web.keys import Caller
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
@@ -83,7 +84,7 @@ class GenerationEndpoint:
         answer = (ClientAnswer if self._fixed_body is None else ReadyAnswer)(send, error_shape(scope))
         try:
             raw = await self._bodies.read(Request(scope, receive))
-            with self._bodies.hold(len(raw)):
+            with self._bodies.hold(len(raw), Caller.of(scope).name):
                 request = await self._request(scope, raw)
                 del raw  # a request that had bootstrap fields has bytes of its own
                 await self._serve(request, answer, receive)
@@ -137,7 +138,7 @@ class ControlEndpoints:
         If an instance is taken out while it is asked, the next one is asked.
         """
         body = await self._bodies.read(request) if request.method == "POST" else b""
-        with self._bodies.hold(len(body)):
+        with self._bodies.hold(len(body), Caller.of(request.scope).name):
             return await self._ask_one(request, body)
 
     async def _ask_one(self, request: Request, body: bytes) -> Response:

@@ -71,7 +71,8 @@ class RoutingOptions:
         Longest request body; a longer one is answered with 413.
     max_held_body_bytes
         Bytes of bodies that running requests may hold, all together; a request that would need more is answered with
-        503. Bodies of up to 64 KiB may take an eighth more.
+        503. Bodies of up to 64 KiB may take an eighth more. An API key that holds one may hold as much as it leaves
+        free.
     """
 
     policy: Literal["random", "round_robin"] = "round_robin"

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from ..runtime.web.access_log import CLIENT_GONE
 from ..runtime.web.json_response import json_response
+from ..runtime.web.keys import Caller
 from .client_bodies import ClientBodies
 from .dispatcher import drop
 from .endpoints import ControlEndpoints, Said, answer_of, until_disconnect
@@ -50,7 +51,7 @@ class SessionEndpoints:
     async def restore(self, request: Request) -> Response:
         """POST /kv/restore: restore a session at the first instance that has it."""
         body = await self._bodies.read(request)
-        with self._bodies.hold(len(body)):
+        with self._bodies.hold(len(body), Caller.of(request.scope).name):
             streams = (await self._bodies.parse(body)).stream
         if streams:
             raise BadRequestError(NO_STREAM)
@@ -101,7 +102,7 @@ class SessionEndpoints:
         work = asyncio.create_task(self._ask_in_turn(request, body, query))
         left = asyncio.create_task(until_disconnect(request.receive))
         try:
-            with self._bodies.hold(len(body)):
+            with self._bodies.hold(len(body), Caller.of(request.scope).name):
                 await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
             return await work if work.done() else Response(status_code=CLIENT_GONE)
         finally:
