@@ -19,8 +19,8 @@ MAX_TRANSFERS = 1000
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identity of an instance, for routers."""
 
-    epoch: str
-    role: str
+    epoch: str = ""
+    role: str = ""
     """Current role."""
     bootstrap_host: str = ""
     """Host of the bootstrap server; "" stands for the address at which the instance is reached."""

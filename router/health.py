@@ -18,7 +18,7 @@ from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import ClientError
 from .errors import parse_error
 from .fleet import Fleet
-from .instance import HealthState, Identity, Instance, Told
+from .instance import HealthState, Instance, Told, ToldIdentity
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
@@ -128,4 +128,4 @@ def _told(body: bytes) -> Told:
 
 
 _TOLD = msgspec.json.Decoder(Told)
-_IDENTITY = msgspec.json.Decoder(Identity)
+_IDENTITY = msgspec.json.Decoder(ToldIdentity)

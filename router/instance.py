@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Protocol, Self
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
-import msgspec
-
+from ..messages.control import Identity, Pace
 from ..runtime.options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
 from .circuit_breaker import CircuitBreaker
@@ -45,35 +44,37 @@ WELL_WITHIN = 0.75
 """Fraction of an ITL budget. An estimate above it is too close to the budget."""
 SMALLER_PART = 0.5
 """Fraction of an ITL budget. Decode steps below it leave most of the budget to prompts."""
-Name = Annotated[str, msgspec.Meta(max_length=255)]
+MAX_NAME = 255
+"""Maximum characters of a name in a report."""
+MAX_MS = 1e6
+"""Longest time that a report may estimate, in milliseconds."""
 
 
-Millis = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+class ToldPace(Pace, frozen=True, forbid_unknown_fields=False):
+    """A ``Pace`` in a report. The instance may be of another version, so other fields are ignored."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for numbers that can't be true."""
+        times = (self.token_ms, self.decode_ms, self.stream_ms, self.budget_ms)
+        if self.max_tokens < 0 or not all(0 <= ms <= MAX_MS for ms in times):
+            raise ValueError("a pace out of bounds")
 
 
-class Pace(msgspec.Struct):
-    """Estimates for one more request that decodes there, in milliseconds; as in ``messages/control.py``."""
+class ToldIdentity(Identity, frozen=True, forbid_unknown_fields=False):
+    """An ``Identity`` in a report. Other fields are ignored."""
 
-    token_ms: Millis
-    decode_ms: Millis
-    stream_ms: Millis
-    budget_ms: Millis
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Identity(msgspec.Struct):
-    """Identity of an instance, as its ``/health`` reports it; see ``messages/control.py``."""
-
-    epoch: Name = ""
-    role: Name = ""
-    bootstrap_host: Name = ""
-    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for names that are too long, and for a port that is none."""
+        if any(len(name) > MAX_NAME for name in (self.epoch, self.role, self.bootstrap_host)):
+            raise ValueError("a name that is too long")
+        if self.bootstrap_port is not None and not 1 <= self.bootstrap_port <= 65535:
+            raise ValueError("no port")
 
 
-class Told(Identity):
+class Told(ToldIdentity, frozen=True, forbid_unknown_fields=False):
     """An instance's report about itself in ``/health``."""
 
-    pace: Pace | None = None
+    pace: ToldPace | None = None
 
 
 class Asked(Protocol):

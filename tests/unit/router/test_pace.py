@@ -12,7 +12,7 @@ from support.sim import SimInstance
 from pdserve.messages.worker import MeasuredStep
 from pdserve.router.fleet import MOST_WAITING, Fleet, Pair
 from pdserve.router.health import _told
-from pdserve.router.instance import Answering, HealthState, Instance, Pace, Role, Told
+from pdserve.router.instance import Answering, HealthState, Instance, Role, Told, ToldPace
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 from pdserve.scheduler.estimates.cost_model import StepShape
@@ -22,11 +22,13 @@ from pdserve.scheduler.step_builder import Foresight
 BODY = RequestBody.parse(b"{}")
 
 
-def pace(token_ms: float, stream_ms: float, budget_ms: float, decode_ms: float | None = None, room: int = 999) -> Pace:
-    return Pace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
+def pace(
+    token_ms: float, stream_ms: float, budget_ms: float, decode_ms: float | None = None, room: int = 999
+) -> ToldPace:
+    return ToldPace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
 
 
-def make_fleet(prefill: Pace | None, decode: Pace | None, worker=(), streams: int = 4) -> Fleet:
+def make_fleet(prefill: ToldPace | None, decode: ToldPace | None, worker=(), streams: int = 4) -> Fleet:
     fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"], worker=list(worker)))
     fleet.instances[1].answers = streams
     for instance, told in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
