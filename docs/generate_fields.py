@@ -17,7 +17,7 @@ from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
 from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, Message, StreamOptions, TextPart
 
 PAGE = Path(__file__).with_name("http-api.md")
-BEGIN = "<!-- Written by `make docs` from server/http/*/schemas.py and server/http/bodies/unserved.py: edit those. -->"
+BEGIN = "<!-- Written by `make docs` from server/http/*/schemas.py: edit those. -->"
 END = "<!-- End of what `make docs` writes. -->"
 BETWEEN = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 ABSENT = "–"

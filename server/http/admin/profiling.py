@@ -26,9 +26,8 @@ from ....messages.profiling import (
 from ....messages.question import Question
 from ....runtime.web.json_response import json_response
 from ..answers import AnswerBody
-from ..bodies import unserved
 from ..bodies.fields import Body, FieldError
-from ..bodies.unserved import Unserved
+from ..bodies.unserved import Unserved, neutral
 from ..endpoint import endpoint
 from ..engine.question_client import NoAnswer
 from ..errors import ApiError
@@ -51,6 +50,14 @@ def _check_name(name: str) -> str:
     return name
 
 
+START_PROFILE: Unserved = {
+    **neutral(False, names="profile_by_stage merge_profiles"),
+    **neutral([], names="profile_stages"),
+    **neutral("", names="profile_prefix"),
+    **neutral(names="start_step"),
+}
+
+
 class StartProfileBody(Body):
     """``POST /start_profile``: what is recorded of the next ``num_steps`` steps, and in which folder.
 
@@ -59,7 +66,7 @@ class StartProfileBody(Body):
 
     may_be_left_out: ClassVar[bool] = True
     refuses_unknown: ClassVar[bool] = True
-    unserved: ClassVar[Unserved] = unserved.START_PROFILE
+    unserved: ClassVar[Unserved] = START_PROFILE
 
     output_dir: Annotated[str, AfterValidator(_check_name)] | None = None
     num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None

@@ -3,7 +3,7 @@
 A name is one of these:
 
 - served: a field of the body's schema;
-- known, but not served (``unserved.py``): refused by name where its value would change the answer, else ignored;
+- known, but not served (``Body.unserved``): refused by name where its value would change the answer, else ignored;
 - unknown: ``--unknown-fields`` says what happens. ``warn`` ignores it and says so, ``refuse`` is a 400, ``ignore``
   is silent.
 

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from ....runtime.web.auth import NO_ADMIN_KEY
 from ....runtime.web.keys import ANYBODY, Caller
 from ..answers import AnswerBody, Told
-from ..bodies import unserved
 from ..bodies.fields import Body, FieldError
-from ..bodies.unserved import Unserved
+from ..bodies.unserved import ANYTHING, Unserved
 from ..endpoint import endpoint
 from ..errors import ApiError
 from ..parsing import parse_body
@@ -23,7 +22,7 @@ from ..state import HttpState
 class AbortBody(Body):
     """``POST /abort_request``: one running request by its id, or all."""
 
-    unserved: ClassVar[Unserved] = {"abort_message": unserved.ANYTHING}
+    unserved: ClassVar[Unserved] = {"abort_message": ANYTHING}
 
     rid: str = ""
     abort_all: bool = False

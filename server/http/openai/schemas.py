@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ....runtime.web.body import MAX_PROMPTS
-from ..bodies import unserved
 from ..bodies.fields import (
     INT32_MAX,
     INTEGRAL,
@@ -21,7 +20,7 @@ from ..bodies.fields import (
     TemplateArgs,
 )
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
-from ..bodies.unserved import Unserved
+from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 
 MAX_OPENAI_LOGPROBS = 20
 MAX_PARTS = 4096
@@ -33,10 +32,60 @@ DEFAULT_COMPLETION_TOKENS = 16
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), INTEGRAL]
 
 
+_OPENAI_COMMON: Unserved = {
+    **STRUCTURE,
+    **neutral(
+        False,
+        names="include_stop_str_in_output use_beam_search early_stopping return_hidden_states return_routed_experts "
+        "return_cached_tokens_details return_meta_info",
+    ),
+    **neutral([], names="allowed_token_ids bad_words logits_processors"),
+    **neutral({}, names="structured_outputs guided_json kv_transfer_params vllm_xargs session_params"),
+    **neutral("", names="guided_regex guided_grammar guided_decoding_backend guided_whitespace_pattern"),
+    **neutral("", names="custom_logit_processor lora_path"),
+    **neutral([], names="guided_choice"),
+    **neutral(names="truncate_prompt_tokens prompt_logprobs data_parallel_rank thinking_token_budget"),
+    **neutral(1, names="length_penalty stream_interval"),
+    **neutral({"type": "text"}, names="response_format"),
+    **dict.fromkeys(("metadata", "safety_identifier", "request_id"), ANYTHING),
+    **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "prompt_cache_retention"), IGNORED),
+}
+
+COMPLETION: Unserved = {**_OPENAI_COMMON, **neutral("", names="suffix"), **neutral(names="prompt_embeds")}
+
+CHAT: Unserved = {
+    **_OPENAI_COMMON,
+    **neutral([], names="tools functions documents"),
+    **neutral({}, names="audio web_search_options reasoning mm_processor_kwargs"),
+    **neutral("", names="chat_template"),
+    **neutral(False, names="echo"),
+    **neutral("none", "auto", names="tool_choice function_call"),
+    **neutral(["text"], names="modalities"),
+    # Hints: how long the answer should be, and how soon it should come.
+    **dict.fromkeys(("verbosity", "prediction"), IGNORED),
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"), ANYTHING),
+}
+
+CHAT_MESSAGE: Unserved = {
+    **neutral([], names="tool_calls annotations"),
+    **neutral("", names="tool_call_id refusal reasoning"),
+    **neutral({}, names="function_call audio"),
+    # lm-eval sends this in each message, as if it were a part of one.
+    "type": ("text", "message"),
+    "id": ANYTHING,
+    "status": ANYTHING,
+    "cache_control": IGNORED,
+}
+
+TEXT_PART: Unserved = {**neutral([], names="annotations"), "cache_control": IGNORED}
+
+STREAM_OPTIONS: Unserved = {"include_obfuscation": ANYTHING, "chunk_include_usage": (False,)}
+
+
 class StreamOptions(Body):
     """``stream_options``. ``continuous_usage_stats`` puts the usage so far in every chunk."""
 
-    unserved: ClassVar[Unserved] = unserved.STREAM_OPTIONS
+    unserved: ClassVar[Unserved] = STREAM_OPTIONS
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -82,7 +131,7 @@ Prompt = Annotated[
 class CompletionBody(OpenAIBody):
     """``POST /v1/completions``."""
 
-    unserved: ClassVar[Unserved] = unserved.COMPLETION
+    unserved: ClassVar[Unserved] = COMPLETION
 
     prompt: Prompt
     max_tokens: Count = DEFAULT_COMPLETION_TOKENS
@@ -101,7 +150,7 @@ class CompletionBody(OpenAIBody):
 class TextPart(Body):
     """One part of a message's content."""
 
-    unserved: ClassVar[Unserved] = unserved.TEXT_PART
+    unserved: ClassVar[Unserved] = TEXT_PART
 
     type: Literal["text"]
     text: str
@@ -110,7 +159,7 @@ class TextPart(Body):
 class Message(Body):
     """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
 
-    unserved: ClassVar[Unserved] = unserved.CHAT_MESSAGE
+    unserved: ClassVar[Unserved] = CHAT_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -139,7 +188,7 @@ class Message(Body):
 class ChatBody(OpenAIBody):
     """``POST /v1/chat/completions``."""
 
-    unserved: ClassVar[Unserved] = unserved.CHAT
+    unserved: ClassVar[Unserved] = CHAT
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: MaxTokens | None = None
