@@ -56,7 +56,7 @@ def main() -> None:
     """Write the file that the command line describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--mix", choices=MIXES, default="Q4_K_M", help="of the matrices (default: %(default)s)")
+    parser.add_argument("--mix", choices=MIXES, default="Q4_K_M", help="kinds of the matrices (default: %(default)s)")
     for name, value in Size._field_defaults.items():
         if name != "vocab":
             parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="(default: %(default)s)")

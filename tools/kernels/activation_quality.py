@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--model-path", default="smollm2", help="a GGUF (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--ways", choices=("all", "engine", "rounding"), default="all", help="(default: %(default)s)")
     args = parser.parse_args()

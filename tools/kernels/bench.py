@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", choices=("auto", "none", "gguf", "int8", "int4"), default="none")
     parser.add_argument("--model-path", default="smollm2")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="bfloat16", help="of the passes")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="bfloat16", help="type of the passes"
+    )
     hints = {hint.name.lower().replace("_", "-"): hint for hint in FetchHint}
     parser.add_argument("--fetch-hint", choices=hints, help="instead of the one that suits this processor")
     args = parser.parse_args()

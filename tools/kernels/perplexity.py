@@ -59,7 +59,9 @@ class Score(NamedTuple):
 def main() -> None:
     """Measure every way and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text's beginning (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of the text's beginning (default: %(default)s)"
+    )
     parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--model-path", default="smollm2", help="as the server takes it (default: %(default)s)")
     args = parser.parse_args()
