@@ -67,7 +67,7 @@ class WorkerMemorySaver:
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
         self._window_bytes = 0 if model.pools.window_region is None else model.pools.window_region.nbytes
-        """Of the pool behind windows, what is used."""
+        """Bytes of the window pool that are used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
         """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some

@@ -82,7 +82,7 @@ def open_channels(ctx: ChildContext) -> RankChannels:
 
 
 def own_place(ctx: ChildContext) -> RankPlace:
-    """Which rank this process is."""
+    """Return the place of this process among the ranks."""
     return places(ctx.options)[ctx.name]
 
 

@@ -25,7 +25,7 @@ class AttentionLimits(NamedTuple):
 
 
 def attention_limits(spec: ModelSpec, max_entries: int, context_length: int) -> AttentionLimits:
-    """Of a model; its layers have equally many KV heads, of which a backend divides the work."""
+    """Return the limits of a model. Its layers have equally many KV heads, among which a backend divides the work."""
     attentions = [layer.attention for layer in spec.layers]
     windows = {a.window for a in attentions if isinstance(a, AttentionSpec) and a.window is not None}
     return AttentionLimits(

@@ -1,4 +1,4 @@
-"""Which layers share a plan: kernels that plan ahead bake a layer's window, cap and scale into it."""
+"""Kinds of layers, which share a plan: kernels that plan ahead bake a layer's window, cap and scale into it."""
 
 from __future__ import annotations
 

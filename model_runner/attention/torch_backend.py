@@ -115,7 +115,7 @@ class TorchAttention(AttentionBackend):
         return out_THD.flatten(1)
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Of the entry's tokens, how many of the first attend here; a backend that adds to this one does the rest."""
+        """Return how many of the entry's first tokens attend here; a backend that adds to this one does the rest."""
         return batch.q_lens[entry]
 
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
@@ -141,7 +141,7 @@ class TorchAttention(AttentionBackend):
         return ExtendPlan(first, q_len, kv_len, pages)
 
     def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
-        """Of ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""
+        """Return ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""
         if self._window_pool is None:
             return RowPages(pages.flatten(), None)
         assert batch.window_pages is not None

@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
     last_at: I64
     """Places among the tokens where a row's last token goes."""
     last_rows: I64
-    """Whose."""
+    """Rows that these tokens are the last ones of."""
     logit_indices: I64
     """[L]: tokens whose logits are wanted."""
     sampled: I64
@@ -125,7 +125,7 @@ class PagedIndices(NamedTuple):
 
 
 def paged_indices(kv_lens: I64, page_size: int) -> PagedIndices:
-    """For entries that see so many tokens each ([B], at least 1), their own included."""
+    """Return the pages of entries that see ``kv_lens`` tokens each ([B], at least 1), their own included."""
     pages = -(-kv_lens // page_size)
     indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(pages)))
     return PagedIndices(indptr.astype(np.int32), ((kv_lens - 1) % page_size + 1).astype(np.int32))

@@ -51,13 +51,13 @@ class FetchHint(IntEnum):
 
 
 NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
-"""Of weights and activations."""
+"""Types of weights and activations that the kernels know."""
 NATIVE_KV_DTYPES = NATIVE_DTYPES | {
     torch.int8: NativeDType.INT8,
     torch.float8_e4m3fn: NativeDType.FP8_E4M3,
     torch.float8_e5m2: NativeDType.FP8_E5M2,
 }
-"""Of the KV pool's elements."""
+"""Types of the KV pool's elements that the kernels know."""
 
 
 @cache

@@ -108,7 +108,7 @@ class NativeEngine:
             raise MemoryError("no memory for the engine's activations")
         self.handle = handle
         self.most_tokens = None if ranks is None else ranks.group.room.tokens
-        """Of a pass, None for any number."""
+        """Maximum tokens of a pass; None: any number."""
         self.shares_heads = ranks is not None and ranks.shard.shares_kv_heads
         """Whether other ranks write the same keys and values."""
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)

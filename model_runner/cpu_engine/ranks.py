@@ -44,7 +44,7 @@ class ExchangeRoom(NamedTuple):
 
     @property
     def part_floats(self) -> int:
-        """Of one rank's part of a sum."""
+        """Number of float32 elements in one rank's part of a sum."""
         return self.tokens * (-(-self.hidden // PANEL) * PANEL)
 
 

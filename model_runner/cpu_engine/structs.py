@@ -176,4 +176,4 @@ MIRRORED = (
     Product,
     StepTables,
 )
-"""Those whose sizes are compared when the library is loaded; those of NumPy's, where they are used."""
+"""Structures with sizes that are compared when the library is loaded; those of NumPy are compared at their use."""

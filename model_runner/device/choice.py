@@ -1,4 +1,4 @@
-"""Which device there is, and which type it computes in."""
+"""Chooses the device, and the types that it computes in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-"""Those whose name is not torch's own, or that weights can't have."""
+"""KV types with a name that is not torch's own, or that weights can't have."""
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> torch.device:

@@ -36,7 +36,7 @@ class CpuDevice(Device):
         super().__init__(torch.device("cpu"))
 
     def memory(self) -> Memory:
-        """Of the host, within the control group that this process runs in."""
+        """Return the host's memory, within the control group that this process runs in."""
         return host_memory()
 
     def used(self) -> int:

@@ -43,7 +43,7 @@ SPIN_US = 300
 """How long a thread waits at a barrier before it sleeps. Another process takes a core for about as long: who sleeps
 meanwhile wakes up late as well."""
 CROWDED_SPIN_US = 1
-"""The same where threads outnumber cores or quota: who is waited for can't run while we spin."""
+"""Microseconds of spinning if threads outnumber cores or quota: the awaited thread can't run while this one spins."""
 SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 MPOL_PREFERRED = 1
 

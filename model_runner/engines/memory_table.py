@@ -14,7 +14,7 @@ GIB, KIB = 2**30, 2**10
 
 
 def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
-    """Of a loaded model, whose steps have run; ``host_tier``: bytes of a second tier."""
+    """Return the memory of a loaded model, after its first steps; ``host_tier``: bytes of a second tier."""
     memory, used, sizes = model.device.memory(), model.device.used(), model.pools
     pools = [pool.data.nbytes for pool in sizes.all]
     # What the first may grow by takes no memory before it does.

@@ -42,11 +42,11 @@ class HasKV(Protocol):
 
     @property
     def num_kv_heads(self) -> int:
-        """Of every layer."""
+        """KV heads of every layer."""
 
     @property
     def head_dim(self) -> int:
-        """Of keys and of values."""
+        """Elements of a key, and of a value."""
 
     @property
     def latent_dim(self) -> int | None:

@@ -59,7 +59,7 @@ class PoolPrefault:
 
     @classmethod
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
-        """For this host as it is now."""
+        """Make a prefault with a margin that this host's free memory allows now."""
         margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
         # Window pages are few, and used over and over.
         return cls(region, layout.groups[0].page_bytes // layout.page_size, host_memory, margin)
@@ -126,5 +126,5 @@ class PoolPrefault:
 
 
 def highest_slot(step: ForwardStep) -> int:
-    """That the step writes."""
+    """Return the highest slot that the step writes."""
     return int(unpack_i32(step.out_cache_loc).max(initial=0))

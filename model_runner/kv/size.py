@@ -26,7 +26,7 @@ CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before it allocates: CUDA's context, code of kernels, workspaces of libraries."""
 WINDOW_NUMBER_BYTES = 4
 ANY_MEMORY = Memory(1 << 62, 1 << 62)
-"""Of addresses there are enough."""
+"""Memory of a pool that is only reserved: there are enough addresses."""
 
 
 class PoolRequest(NamedTuple):

@@ -39,12 +39,12 @@ class PoolPages:
 
     @property
     def nbytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         return self._pool.data.nbytes
 
     @property
     def address(self) -> int:
-        """Of page 0, on the device."""
+        """Address of page 0 on the device."""
         return self._pool.data.data_ptr()
 
     def read(self, pieces: Sequence[Piece]) -> None:

@@ -13,9 +13,9 @@ BLOCKS, SCALES = "_blocks", "_scales"
 WEIGHTS_A_BYTE = 2
 BLOCK_BYTES = 16
 BIAS = 127
-"""Of the exponents."""
+"""Bias of the exponents."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits; the fourth is the sign."""
+"""Values of the lower three bits; the fourth is the sign."""
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:

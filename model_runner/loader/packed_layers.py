@@ -87,12 +87,12 @@ class PackedLayers:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, once they are filled."""
+        """Bytes of memory after they are filled."""
         return sum(layer.packed.nbytes for layer in self._layers.values() if layer.packed is not None)
 
     @property
     def rounding(self) -> str:
-        """For ``fingerprint``: whether results differ from those of dequantised weights by more than sums' order."""
+        """Rounding for ``fingerprint``: "none" if results differ from dequantised weights' by order of sums alone."""
         otherwise = any(isinstance(layer.packed, FP8Weight) and layer.packed.eight for layer in self._layers.values())
         return "w8a8" if otherwise else "none"
 

@@ -37,7 +37,7 @@ class PackedSource(ABC):
 
     @abstractmethod
     def unit(self, name: str) -> int:
-        """Of how many columns the parts are that a matrix can be cut to, where nothing speaks against it otherwise."""
+        """Return the number of columns that parts of a matrix must be a multiple of."""
 
     def groups(self, name: str) -> Tensor | None:
         """[I] int64: which columns share a scale, where they are no neighbours."""
@@ -58,14 +58,14 @@ class _PackedTensor(NamedTuple):
 
 
 class CheckpointMatrices(PackedSource):
-    """Of the safetensors files of a folder; numbers are read as they are asked for, and unpacked on the device."""
+    """Matrices of the safetensors files in a folder. Numbers are read when asked for, and unpacked on the device."""
 
     def __init__(self, folder: Path, spec: ModelSpec, packing: Packing) -> None:
         """Raises ``InvalidWeights`` where the files can't be read."""
         self._spec = spec
         self._packing = packing
         self._files: dict[str, Any] = {}
-        """By tensor, open: where there are many experts, a file takes long to say what is in it."""
+        """Open files by tensor: with many experts, a file takes long to list its contents."""
         self._places: dict[str, _PackedTensor] = {}
         for file in checkpoint_files(folder):
             tensors = _open(file)

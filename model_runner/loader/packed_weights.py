@@ -29,7 +29,7 @@ compressed-tensors'.
 
 
 class Endings(NamedTuple):
-    """Of the names of a weight's tensors; ``groups`` may be missing, and so may ``zeros`` of INT4."""
+    """Endings of the names of a weight's tensors; ``groups`` may be missing, and so may ``zeros`` of INT4."""
 
     numbers: str
     scales: str

@@ -1,4 +1,4 @@
-"""Which values stand for a tensor where two are told apart."""
+"""Samples: values that stand for a tensor when checkpoints are told apart."""
 
 from __future__ import annotations
 

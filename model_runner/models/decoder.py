@@ -204,7 +204,7 @@ class Decoder:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """That of the activations, whose product they are; float32 if they are scaled or capped after it."""
+        """Type of logits: that of the activations, or float32 if they are scaled or capped after the product."""
         is_product = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
         return self.lm_head.dtype if is_product else torch.float32
 
@@ -216,13 +216,13 @@ class Decoder:
 
     @property
     def idle_bytes(self) -> int:
-        """Of weights, that a pass of one token does not read."""
+        """Bytes of weights that a pass of one token does not read."""
         experts = sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
         # Of the table of embeddings it reads a row, unless the head is the same.
         return experts + (0 if self.spec.tied_head else self.embed_tokens.nbytes)
 
     def linears(self) -> Linears:
-        """Those that may keep a packed weight, each by the names of its weights, from top to bottom."""
+        """Return the layers that may keep a packed weight, by the names of their weights, from top to bottom."""
         return {
             tuple(f"{name}.weight" for name in names): linear
             for i, layer in enumerate(self.layers)

@@ -38,7 +38,7 @@ class Experts:
 
     @property
     def idle_bytes(self) -> int:
-        """Of weights, that a pass of one token does not read."""
+        """Bytes of weights that a pass of one token does not read."""
         nbytes = self.gate_up_proj.nbytes + self.down_proj.nbytes
         return nbytes * (self.spec.count - self.spec.chosen) // self.spec.count
 

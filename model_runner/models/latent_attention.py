@@ -65,7 +65,7 @@ class LatentAttention:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """But for those that are multiplied by head, each by the name of what it projects to."""
+        """Return the linear layers that are not multiplied head by head, by the names of what they project to."""
         found: dict[tuple[str, ...], Linear] = {
             (f"{prefix}.kv_a_proj",): self.kv_a_proj,
             (f"{prefix}.o_proj",): self.o_proj,

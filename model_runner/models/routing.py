@@ -17,7 +17,7 @@ LEAST_TOTAL = 1e-20
 
 
 class ExpertChoice(NamedTuple):
-    """Of each token: ``experts`` int64 [T, C], best first, and ``weights`` float32 [T, C] of what they give."""
+    """Choice of each token: ``experts`` int64 [T, C], best first, and ``weights`` float32 [T, C] of their results."""
 
     experts: Tensor
     weights: Tensor

@@ -37,7 +37,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
-        """Of a pass's ``positions`` [T]: for ``rotate``."""
+        """Compute what ``rotate`` needs of a pass's ``positions`` [T]."""
 
     @abstractmethod
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which ops a device gets."""
+"""Chooses the ops of a device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...model_files.spec import Activation
 
 CLAMPED_GAIN = 1.702
-"""Of the sigmoid in GPT-OSS's activation."""
+"""Gain of the sigmoid in GPT-OSS's activation."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ class LeadingSteps(StepRunner):
 
 
 class FollowingSteps(StepRunner):
-    """Of another rank: graphs are captured when its lead says so, and at no other time."""
+    """Steps of another rank: graphs are captured when its lead says so, and at no other time."""
 
     def capture_graphs(self) -> None:
         """Not by itself: see the class."""

@@ -72,7 +72,7 @@ class World:
             ) from e
 
     def torch_ranks(self, vocab: int, device: torch.device) -> TorchRanks:
-        """For a torch model, whose part here is on ``device``. Raises ``UnsupportedModel``."""
+        """Make the ranks of a torch model with its part on ``device``. Raises ``UnsupportedModel``."""
         if device.type != "cuda":
             return TorchRanks(self.model, vocab, device)
         if self._devices is None:

@@ -134,7 +134,7 @@ class PendingStep:
     fetched: HostCopy
     listings: list[_Listing]
     histories: list[tuple[int, TokenHistory]]
-    """Who counts the tokens on the host, and which of them."""
+    """Histories of rows that count tokens on the host, each with the index of its sample."""
     arrays: list[npt.NDArray[Any]] = field(default_factory=list)
     """What was fetched, once somebody has waited for it."""
 

@@ -83,7 +83,7 @@ class Int8:
 
 
 def make_codecs(name: Literal["auto", "int8"], layout: KVLayout) -> list[PageCodec]:
-    """Of each group. ``name`` as in ``--hicache-host-dtype``. Raises ``UnsupportedModel``."""
+    """Make the codec of each group. ``name`` as in ``--hicache-host-dtype``. Raises ``UnsupportedModel``."""
     if name == "auto":
         return [AsItIs(group.page_bytes) for group in layout.groups]
     return [_int8_of(group) for group in layout.groups]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 USAGE_SECONDS = 1.0
-"""Between two tellings of what the store holds."""
+"""Seconds between two reports of what the store holds."""
 
 StoreCommand = StorePages | FetchPages | FindPages | DropPages | KeepPages
 StoreEvent = PagesStored | PagesFetched | PagesFound | PagesKept | StoreState

@@ -24,7 +24,7 @@ PLAN_BYTES = 8 << 20
 TENSOR_CORE_GROUP = 4
 """From so many query heads that share a KV head on, decode steps are faster by its prefill kernel."""
 CUDA_CORE_GROUPS = (1, 2, 4, 8)
-"""That its decode kernel is compiled for."""
+"""Query heads per KV head that FlashInfer's decode kernel is compiled for."""
 
 
 class PassIndices(NamedTuple):
@@ -199,7 +199,7 @@ class KindPlans:
 
 
 class _Arrays(NamedTuple):
-    """Of one captured size, on the device. ``per_entry``: of lengths, of rows or of their last pages."""
+    """Arrays of one captured size, on the device. ``per_entry``: lengths of rows, or of their last pages."""
 
     qo_indptr: Tensor
     kv_indptr: Tensor

@@ -31,7 +31,7 @@ MOST_LANES = 1 << 17
 four."""
 LANE_BITS = (1 << 32) - 1
 HIGHEST, LOWEST, LARGEST = 0x7FFFFFFF << 32, -(1 << 63), (1 << 63) - 1
-"""Of keys: the highest and the lowest without their lanes, and the largest number."""
+"""Sort keys: the highest and the lowest without their lanes, and the largest number."""
 
 
 class Choosers(NamedTuple):
@@ -94,7 +94,7 @@ class DoubleSparsityAttention(TorchAttention):
         return out
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Of the entry's tokens, how many attend in full: those of the prompt, and where the row is short."""
+        """Return how many of the entry's tokens attend in full: those of the prompt, and of rows that are short."""
         start, q_len = batch.starts[entry], batch.q_lens[entry]
         prompt_len = start if q_len == 1 else start + q_len
         if batch.prompt_lens is not None:
@@ -126,7 +126,7 @@ class DoubleSparsityAttention(TorchAttention):
         return torch.bmm(weights, v).view(count, -1).to(q_NHD.dtype)
 
     def _choose(self, layer: int, choosers: Choosers, q_NKGD: Tensor) -> Tensor:
-        """Of each query head, the lanes to attend to, the best first: [N, K, G, J] int64."""
+        """Return the lanes to attend to for each query head, the best first: [N, K, G, J] int64."""
         labels = self._labelled.gather_labels(layer, choosers.label_rows).to(q_NKGD.dtype)
         scores = torch.bmm(self._labelled.label(layer, q_NKGD).flatten(0, 1), labels.transpose(1, 2))
         keys = _keys(scores.float()).view(*q_NKGD.shape[:3], -1).clamp_(choosers.least, choosers.most)

@@ -24,7 +24,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of products of ``dtype``. Those of float32 are float32's, as everywhere in this server, not TF32's."""
+    """Return the precision of products of ``dtype``. That of float32 is float32's, as everywhere in this server."""
     if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"

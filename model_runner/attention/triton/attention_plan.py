@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 FILLING_PROGRAMS = 8
-"""Of each entry, for its pages; 8192 pages (128 Ki tokens of 16) are 8 turns of each."""
+"""Programs that fill in the pages of one entry; 8192 pages (128 Ki tokens of 16) take 8 turns of each."""
 PAGES_AT_ONCE = 128
 
 

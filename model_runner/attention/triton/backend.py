@@ -44,7 +44,7 @@ INTERPRETED_PROGRAMS = 2
 ALIGNED = 4
 """Elements of int32 in 16 bytes."""
 INTERPRETED_CAPABILITY = 90
-"""Whose tiles the interpreter takes."""
+"""Compute capability with the tiles that the interpreter takes."""
 
 
 class _DecodeRoom(NamedTuple):

@@ -55,7 +55,7 @@ class LayerViews:
 
 
 def layer_views(pool: KVPool) -> dict[int, LayerViews]:
-    """Of all layers of ``pool``, by their numbers. Raises ``ValueError`` for a pool that kernels can't address."""
+    """Return the views of all layers of ``pool`` by number. Raises ``ValueError`` if kernels can't address the pool."""
     layout, group = pool.layout, pool.group
     if layout.order != "tokens":
         raise ValueError(f"Triton's kernels read KV in token order, not in {layout.order!r}")

@@ -53,7 +53,7 @@ class DecodeTiles(NamedTuple):
 
 
 class PrefillTiles(NamedTuple):
-    """Of ``paged_prefill``: ``block_m`` rows (queries times heads) meet ``block_n`` tokens at a time."""
+    """Tiles of ``paged_prefill``: ``block_m`` rows (queries times heads) meet ``block_n`` tokens at a time."""
 
     block_m: int
     block_n: int
@@ -108,13 +108,13 @@ _PREFILL = (
     _Choice(0, 256, 4, True, ((16, 16, 8, 3),)),
 )
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 REGISTERS_OF_A_WARP = 168 * 32
 """What the decode kernels take, about."""
 
 
 def decode_tiles(shape: TileShape, capability: int) -> DecodeTiles:
-    """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
+    """Choose tiles of decode steps for ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
     blocks = _choose(_DECODE, shape, capability, 1)
     rows = min(max(16, _power(shape.group)), blocks[0])
     # What a split leaves behind, written and read, is to be a quarter of what it reads; 1024 tokens at most.
@@ -130,7 +130,7 @@ def decode_tiles(shape: TileShape, capability: int) -> DecodeTiles:
 
 
 def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
-    """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
+    """Choose tiles of prompts for ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
     return PrefillTiles(*_choose(_PREFILL, shape, capability, 2))
 
 
@@ -160,7 +160,7 @@ def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
 
 
 def most_splits(length: int, least: int) -> int:
-    """Of any row that sees ``length`` tokens or fewer."""
+    """Return the maximum number of splits of any row that sees ``length`` tokens or fewer."""
     return min(MOST_SPLITS, -(-length // least))
 
 

@@ -27,11 +27,11 @@ from ....runtime.options import ServerOptions
 Format = Literal["pdserve label channels 1"]
 FORMAT: Format = "pdserve label channels 1"
 USUAL_SHARE = 4
-"""Of a head's channels, one in so many is in its label unless the options say otherwise."""
+"""Channels of a head per channel of its label, unless the options say otherwise."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By what a file tells its own model from others."""
+    """Sizes by which a file tells its own model from others."""
 
     family: str
     num_layers: int
@@ -115,7 +115,7 @@ def read_channels(path: Path, spec: ModelSpec) -> Tensor:
 
 
 def choose_channels(options: ServerOptions, spec: ModelSpec) -> LabelChannels | None:
-    """Those that ``options`` ask for, None where they don't. Raises ``UnsupportedModel``."""
+    """Return the channels that ``options`` ask for, or None. Raises ``UnsupportedModel``."""
     if not options.enable_double_sparsity:
         return None
     refuse_unsuitable("--enable-double-sparsity", spec)

@@ -78,7 +78,7 @@ class SparseTokenToKVPool:
         self._labels[pages[:, None], layer, self._all_heads, offsets[:, None]] = labels.to(self.dtype)
 
     def label(self, layer: int, x: Tensor) -> Tensor:
-        """Of ``x`` [N, K, G, D], keys or the queries of their heads, the channels of the labels: [N, K, G, C]."""
+        """Return the labels' channels of ``x`` [N, K, G, D] (keys, or the queries of their heads): [N, K, G, C]."""
         channels = self.channels[layer][None, :, None]
         return x.gather(-1, channels.expand(*x.shape[:3], -1))
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...ops.triton.widen import HALF_OF_E4M3
 
 KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-"""By the type of a quantised pool's elements."""
+"""Kinds by the type of a quantised pool's elements."""
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _ROUNDS_INTEGERS = tl.constexpr(12582912.0)

@@ -23,7 +23,7 @@ from .trial import AttentionLayer
 
 PAGE = 4
 TOLERANCE = 1e-3
-"""Of the root mean square of the difference, as a share of that of the output."""
+"""Tolerated root mean square of the difference, as a share of that of the output."""
 
 
 class Call(NamedTuple):

@@ -26,7 +26,7 @@ from .trial import find_attention
 log = logging.getLogger(__name__)
 
 OLDEST = 5
-"""Of transformers' versions that have the interface as it is used here."""
+"""Oldest major version of transformers with the interface that is used here."""
 TRIAL_TOKENS, CHECK_TOKENS = 8, 40
 
 

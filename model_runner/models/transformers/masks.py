@@ -16,7 +16,7 @@ from ....model_files.errors import UnsupportedModel
 
 _ATTRIBUTE = "_pdserve_mask_function"
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of transformers: (batch, head, query position, key position) → whether it is seen; broadcast."""
+"""Mask function of transformers: (batch, head, query position, key position) → whether it is seen; broadcast."""
 
 
 def trial_mask(*args: Any, mask_function: MaskFunction, **more: Any) -> Tensor:

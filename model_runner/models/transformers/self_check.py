@@ -153,6 +153,6 @@ def _error(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def _difference(one: Bare, other: Bare, tokens: Tensor) -> float:
-    """By how much ``tokens`` (indices into T), in the middle of them, have other logits, queries, keys or values."""
+    """Return the median difference of ``tokens`` (indices into T) in logits, queries, keys or values."""
     pairs = [(one.logits, other.logits), *zip(one.attended, other.attended, strict=True)]
     return max(float(_error(a[tokens], b[tokens]).median()) for a, b in pairs)

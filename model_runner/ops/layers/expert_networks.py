@@ -44,12 +44,12 @@ class StackedLinear:
 
     @cached_property
     def weight(self) -> Tensor:
-        """Of all experts that have floats."""
+        """Weights of all experts that have floats."""
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     @property
     def nbytes(self) -> int:
-        """Of weights, once they are there."""
+        """Bytes of the weights after they are loaded."""
         return sum((expert.weight if expert.packed is None else expert.packed).nbytes for expert in self.experts)
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ExpertNetworks:
         return self.gate_up_proj.is_packed or self.down_proj.is_packed
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        """Of one expert: ``x`` [T, N] to [T, N]."""
+        """Compute one expert: ``x`` [T, N] to [T, N]."""
         gate_up = self.gate_up_proj.forward(expert, x)
         if self.spec.limit is None:
             inner = gate_and_mul(gate_up, self.spec.activation)

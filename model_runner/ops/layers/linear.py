@@ -12,7 +12,7 @@ from ..packed.weights import PackedWeight
 from ..reference import linear
 
 Product = Callable[[Tensor, PackedWeight, Tensor | None], Tensor]
-"""Of ``x`` [T, in], whose elements lie side by side, with a packed weight and a bias: [T, out]."""
+"""Product of ``x`` [T, in] (elements side by side) with a packed weight and a bias: [T, out]."""
 
 
 class Linear:

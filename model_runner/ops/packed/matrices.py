@@ -16,7 +16,7 @@ from .weights import COLUMNS, SYMMETRIC_ZERO, FP8Weight, Int4Weight, PackedWeigh
 ROWS = 128
 """Rows that share a scale in the most usual checkpoints in blocks."""
 LEAST_GROUP = 32
-"""Of four bits, columns that a product takes at a time: groups are multiples of it."""
+"""Columns of four bits that a product takes at a time: groups are multiples of it."""
 
 Rows = slice | Tensor
 
@@ -52,7 +52,7 @@ class FP8Matrix(NamedTuple):
         return self._replace(values=values, scales=self.scales[:, first:last])
 
     def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Those at ``rows`` and ``columns`` (int64 [N], on the matrix's device): float32 [N]."""
+        """Return the elements at ``rows`` and ``columns`` (int64 [N], on the matrix's device): float32 [N]."""
         found = self.values.view(torch.uint8)[rows, columns].view(torch.float8_e4m3fn)
         return found.float() * self.scales[rows // self.rows, columns // self.columns]
 

@@ -1,4 +1,4 @@
-"""Which of Triton's products a packed weight is multiplied by. Imports Triton, which is no dependency."""
+"""Chooses the product of Triton that a packed weight is multiplied by. Imports Triton, which is no dependency."""
 
 from __future__ import annotations
 

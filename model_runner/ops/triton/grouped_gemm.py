@@ -50,7 +50,7 @@ class ExpertBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Of all experts, as ``models/experts.py`` has them: gate rows above up rows. Biases in the weights' type."""
+    """Weights of all experts, as in ``models/experts.py``: gate rows above up rows. Biases in the weights' type."""
 
     gate_up: Tensor
     """[E, 2 I, N]"""
@@ -63,7 +63,7 @@ class ExpertWeights:
 
 
 def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) -> ExpertBlocks:
-    """For up to so many pairs."""
+    """Make room for up to this many pairs."""
     most = pairs // block_m + min(pairs, experts)
     return ExpertBlocks(
         counts=torch.empty(experts, dtype=torch.int32, device=device),

@@ -17,7 +17,7 @@ from ....model_files.spec import NormSpec
 _WIDEST = 1 << 14
 """Elements of a row that a program holds."""
 _WIDEST_AFTER = 1 << 13
-"""And where it has two norms to compute: beyond, its registers spill."""
+"""Elements of a row that a program with two norms holds: with more, its registers spill."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which sampler a device gets."""
+"""Chooses the sampler of a device."""
 
 from __future__ import annotations
 

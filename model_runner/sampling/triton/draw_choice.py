@@ -103,7 +103,7 @@ def _finish(
 def _chunk_at(
     masses_ptr: tl.tensor, at: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Which chunk the uniform number ``at`` falls into, and at which mass in it."""
+    """Find the chunk that the uniform number ``at`` falls into, and the mass in it."""
     index = tl.arange(0, CHUNKS)
     masses = tl.load(masses_ptr + index, mask=index < chunks, other=0)
     target = target_in(tl.sum(masses, 0), at)

@@ -107,7 +107,7 @@ class EditLists(NamedTuple):
 
 
 def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: TokenBias | None) -> EditLists:
-    """Of a row that begins: ``history`` is its prompt, then its output; empty where nothing is penalised."""
+    """List the edits of a row that begins. ``history``: its prompt, then its output; empty if nothing is penalised."""
     biased = np.empty(0, dtype=np.int64) if bias is None else bias.ids
     tokens, where = np.unique(np.concatenate((history, stop_ids, biased)), return_inverse=True)
     counts = np.zeros(len(tokens), dtype=np.int32)
@@ -122,7 +122,7 @@ def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: T
 
 
 def join_edits(lists: Sequence[EditLists]) -> EditLists:
-    """Those of several rows, of a place each."""
+    """Join the lists of several rows, with a place each."""
     return EditLists(*(np.concatenate(columns) for columns in zip(*lists, strict=True)))
 
 

@@ -53,7 +53,7 @@ class SamplerWork:
 def make_work(
     rows: int, vocab_size: int, device: torch.device, *, chunk: int = CHUNK, listed: int = LIST
 ) -> SamplerWork:
-    """For batches of up to ``rows``. ``chunk`` and ``listed`` (powers of two) change no token."""
+    """Make room for batches of up to ``rows``. ``chunk`` and ``listed`` (powers of two) change no token."""
     chunks = triton.cdiv(vocab_size, chunk)
     levels = (rows, LEVELS.value + 1, chunks)
     return SamplerWork(

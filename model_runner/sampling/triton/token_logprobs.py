@@ -36,7 +36,7 @@ class LogprobWork:
 
 
 def make_logprob_work(rows: int, vocab_size: int, best: int, device: torch.device, chunk: int = _CHUNK) -> LogprobWork:
-    """For up to ``rows`` rows, and ``best`` alternatives each."""
+    """Make room for up to ``rows`` rows, and ``best`` alternatives each."""
     if best > MAX_BEST:
         raise ValueError(f"{best} alternatives are more than {MAX_BEST}")
     chunks = triton.cdiv(vocab_size, chunk)
