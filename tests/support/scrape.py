@@ -152,7 +152,7 @@ PARTS = {
         (kv_manager.METRICS, Owner(moves_out=MOVES, moves_in=MOVES)),
         (placement_policy.METRICS, Owner(here=PLACE, there=PLACE)),
         (store_first.METRICS, store_first.StoreFirstCounts()),
-        (peers.METRICS, Owner(connected=1, refused=6)),
+        (peers.METRICS, Owner(table=Owner(connected=1), refused=6)),
     ],
     "tiers": [
         (tiers.METRICS, Owner(host=Host(), page_size=2, counts=TIER_COUNTS)),
