@@ -5,7 +5,9 @@ outgoing: DIALLING ─▶ GREETING ─▶ OPENING ─▶ OPEN ─▶ CLOSED     
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from enum import Enum
 
 from ...wire.stream import Stream
@@ -46,6 +48,14 @@ class Link:
     def stalled_at(self) -> float | None:
         """Return the ``deadline`` of an open link."""
         return None
+
+    def overdue(self, now: float, handshake_seconds: float, stall_seconds: float) -> str | None:
+        """Return why the link must end if its ``deadline`` has passed. ``…_seconds``: the waits that led to it."""
+        if self.phase is LinkPhase.CLOSED or self.deadline is None or self.deadline > now:
+            return None
+        seconds = stall_seconds if self.phase is LinkPhase.OPEN else handshake_seconds
+        why = "wants to write pages that it was not asked for" if self.paused else "does not answer"
+        return f"the peer {why} (for {seconds:g} s)"
 
     def opened(self) -> None:
         """Begin to use the link after the handshake. Raises ``LinkLost`` if it is unusable after all."""
@@ -89,3 +99,20 @@ class IncomingLink(Link):
         May be called again.
         """
         return True
+
+
+def one_too_many(links: Iterable[Link], limit: int) -> IncomingLink | None:
+    """Return the connection that has waited longest for its greeting if ``limit`` or more wait, else None."""
+    strangers = [k for k in links if isinstance(k, IncomingLink) and k.phase is LinkPhase.GREETING]
+    if len(strangers) < limit:
+        return None
+    return min(strangers, key=lambda link: link.handshake_deadline or 0.0)
+
+
+def seconds_left(deadlines: Iterable[float | None], timeout: float | None) -> float | None:
+    """Return the seconds until the next deadline, at most ``timeout`` (None: no limit)."""
+    times = [t for t in deadlines if t is not None]
+    if not times:
+        return timeout
+    left = max(0.0, min(times) - time.monotonic())
+    return left if timeout is None else min(left, timeout)

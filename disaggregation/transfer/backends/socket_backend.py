@@ -9,7 +9,6 @@ that has waited longest, since an honest writer sends its greeting at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -17,17 +16,15 @@ import socket
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from ....mem_cache.kv_pages.page_group import PageGroup
-from ....mem_cache.kv_pages.region import RegionError
 from ....runtime.refusal_log import RefusalLog
-from ...errors import BadMetadata, BadPages, LinkLost, NotConnected, PeerUnreachable, TransferError
+from ...errors import LinkLost, NotConnected, TransferError
 from ...wire.listener import Listener
 from ...wire.reactor import Reactor
-from ..page_write import PageWrite, check_pages
+from ..page_write import PageWrite
 from . import handshake
 from .base import (
     Admitted,
@@ -39,8 +36,12 @@ from .base import (
     WriteHandle,
     WriteState,
 )
-from .handshake import Greeting, Offer, OfferedGroup, Verdict
-from .link import IncomingLink, Link, LinkPhase, OutgoingLink
+from .greetings import greet, read_greeting
+from .handshake import Offer, Verdict
+from .link import IncomingLink, Link, LinkPhase, OutgoingLink, one_too_many, seconds_left
+from .offered_groups import check_no_devices, check_offer, check_regions, check_write, offered
+from .peer_links import FencedEpochs, PeerLinks
+from .writer_port import WriterPort
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +51,6 @@ STALL_SECONDS = 10.0
 """Default time in seconds that a peer may be silent while it owes us bytes."""
 MAX_STRANGERS = 64
 """Maximum number of open connections that have not sent a greeting."""
-MAX_FENCED = 1 << 16
-"""Maximum number of remembered epochs with links that went down. The oldest are forgotten, long after any use."""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """The links with one epoch."""
-
-    outgoing: OutgoingLink | None = None
-    incoming: IncomingLink | None = None
-    reason: str | None = None
-    """Why the links are going down. None before that."""
-    admit_next: bool = False
-    """Whether to admit the peer after ``LinkDown``."""
-    connect_next: bytes | None = None
-    """Metadata for connecting to the peer after ``LinkDown``. None: don't connect."""
-    next_deadline: float | None = None
-    """Latest time at which the ``LinkDown`` must come before ``admit_next`` and ``connect_next`` fail."""
 
 
 class SocketBackend(TransferBackend):
@@ -98,13 +81,13 @@ class SocketBackend(TransferBackend):
         self.stall_seconds = stall_seconds
         self.groups: list[PageGroup] = []
         self._secret = secrets.token_bytes(16)
-        self._peers: dict[str, _Peer] = {}
-        self._fenced: dict[str, None] = {}
+        self._peers: dict[str, PeerLinks] = {}
+        self._fenced = FencedEpochs()
         self._links: set[Link] = set()
         self._events: list[LinkEvent] = []
         self._reactor = Reactor()
-        self._listener: Listener | None = None
         self._refusals = RefusalLog(log, "at the data port")
+        self._port = WriterPort(self._reactor, self._refusals)
 
     # Differences between the backends
 
@@ -134,49 +117,34 @@ class SocketBackend(TransferBackend):
         link.stream.send([data])
 
     def _offer(self, place: str, port: int = 0, host_id: str = "", *, streams: bool = False) -> Offer:
-        groups = [OfferedGroup(group.num_pages, group.page_bytes, group.num_layers) for group in self.groups]
-        return Offer(self.name, self.epoch, self._secret, groups, place, port, host_id, streams)
+        return Offer(self.name, self.epoch, self._secret, offered(self.groups), place, port, host_id, streams)
 
     # TransferBackend
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
-        if not self.reaches_devices and any(group.direct is not None for group in groups):
-            raise RegionError(
-                f"the {self.name} backend does not reach the memory of a GPU: have KV pass through the host's "
-                "(leave out --kv-staging-size 0), or use the nixl or cuda_ipc backend"
-            )
-        for group in groups:
-            nbytes, page_bytes = group.region.nbytes, group.page_bytes
-            if page_bytes <= 0 or nbytes % page_bytes or page_bytes % group.num_layers:
-                raise RegionError(f"the KV region of {nbytes} bytes is not made of pages of {page_bytes} bytes")
+        if not self.reaches_devices:
+            check_no_devices(groups, self.name)
+        check_regions(groups)
         self.groups = list(groups)
-        try:
-            sock, offer = self._listen()
-        except OSError as e:
-            place = f"{self.host}:{self.port}" if self.port else self.host
-            raise RegionError(
-                f"can't listen for KV transfers on {place}: {e.strerror}. Check --host and --disaggregation-data-port."
-            ) from e
-        self._listener = Listener(sock, self._reactor, self._refusals)
-        return msgspec.msgpack.encode(offer)
+        return msgspec.msgpack.encode(self._port.open(self._listen, self.host, self.port))
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        record = self._peers.setdefault(peer, _Peer())
+        record = self._peers.setdefault(peer, PeerLinks())
         if record.reason is not None:
-            record.connect_next = metadata
-            record.next_deadline = time.monotonic() + self.handshake_seconds
+            record.connect_later(metadata, time.monotonic() + self.handshake_seconds)
             return
-        self._fenced.pop(peer, None)
+        self._fenced.discard(peer)
         if record.outgoing is not None:
             if record.outgoing.phase is LinkPhase.OPEN:
                 self._events.append(LinkUp(peer))
             return
         try:
             offer = handshake.decode_offer(metadata, self.name, peer)
-            self._compare(offer)
-            link = self._try_dial(offer)
-        except TransferError as e:
-            self._connect_failed(peer, str(e))
+            check_offer(offer, self.groups)
+            link = self._dial(offer)
+        except (TransferError, OSError) as e:
+            reason = self._unreachable(offer, e.strerror or str(e)) if isinstance(e, OSError) else str(e)
+            self._connect_failed(peer, reason)
             return
         record.outgoing = link
         self._adopt(link)
@@ -185,41 +153,27 @@ class SocketBackend(TransferBackend):
     def admit(self, peer: str) -> None:
         record = self._peers.get(peer)
         if record is not None and record.reason is not None:
-            record.admit_next = True
-            record.next_deadline = time.monotonic() + self.handshake_seconds
+            record.admit_later(time.monotonic() + self.handshake_seconds)
             return
-        self._fenced.pop(peer, None)
+        self._fenced.discard(peer)
         self._events.append(Admitted(peer))
 
     def write(self, pages: PageWrite) -> WriteHandle:
         peer = pages.handover.epoch
-        record = self._peers.get(peer)
-        link = record.outgoing if record is not None else None
+        link = self._peers[peer].outgoing if peer in self._peers else None
         if link is None or link.phase is not LinkPhase.OPEN:
             raise NotConnected(f"peer {peer} is not connected")
-        self._check(pages, link.offer)
+        check_write(pages, self.groups, link.offer)
         handle = link.write(pages)
         self._rewatch(link)
         return handle
-
-    def _check(self, pages: PageWrite, offer: Offer) -> None:
-        """Raise ``BadPages`` for pages, groups or layers that either pool does not have."""
-        if len(pages.src) != len(pages.dst) or not len(pages.src):
-            raise BadPages(f"{len(pages.src)} pages here for {len(pages.dst)} of peer {offer.epoch}")
-        if not 0 <= pages.group < len(self.groups):
-            raise BadPages(f"there is no page group {pages.group}")
-        group = self.groups[pages.group]
-        if not 0 <= pages.layers.begin < pages.layers.end <= group.num_layers:
-            raise BadPages(f"a page has {group.num_layers} layers, none of {pages.layers.begin} … {pages.layers.end}")
-        check_pages(pages.src, group.num_sources, "source")
-        check_pages(pages.dst, offer.groups[pages.group].num_pages, "destination")
 
     def poll(self, handle: WriteHandle) -> WriteState:
         return handle.state
 
     def disconnect(self, peer: str) -> None:
         record = self._peers.get(peer)
-        if record is not None and (record.admit_next or record.connect_next is not None):
+        if record is not None and record.has_next:
             self._give_up_next(peer, record, "disconnected on request")
         self._part(peer, "disconnected on request")
 
@@ -227,7 +181,7 @@ class SocketBackend(TransferBackend):
         for data, readable, writable in self._reactor.wait(self._until_deadline(timeout)):
             if isinstance(data, Link):
                 self._serve(data, readable, writable)
-            elif data is self._listener:
+            elif isinstance(data, Listener):
                 self._accept()
             else:
                 self._noticed(data)
@@ -243,9 +197,7 @@ class SocketBackend(TransferBackend):
         for link in list(self._links):
             self._close_link(link, "this instance is shutting down")
         self._peers.clear()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._port.close()
         self._reactor.close()
 
     # Time
@@ -255,65 +207,31 @@ class SocketBackend(TransferBackend):
         if self._events:
             return 0.0
         due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
-        due.append(self._listener.listen_again if self._listener is not None else None)
-        times = [t for t in due if t is not None]
-        if not times:
-            return timeout
-        left = max(0.0, min(times) - time.monotonic())
-        return left if timeout is None else min(left, timeout)
+        return seconds_left([*due, self._port.listen_again], timeout)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._listener is not None:
-            self._listener.check(now)
+        self._port.check(now)
         for link in list(self._links):
-            if link.phase is not LinkPhase.CLOSED and link.deadline is not None and link.deadline <= now:
-                seconds = self.stall_seconds if link.phase is LinkPhase.OPEN else self.handshake_seconds
-                why = "wants to write pages that it was not asked for" if link.paused else "does not answer"
-                self._lost(link, f"the peer {why} (for {seconds:g} s)")
+            if (why := link.overdue(now, self.handshake_seconds, self.stall_seconds)) is not None:
+                self._lost(link, why)
         for peer, record in self._peers.items():
             if record.next_deadline is not None and record.next_deadline <= now:
                 error = f"peer {peer} still has access to this pool from before; its process must let go or end first"
                 self._give_up_next(peer, record, error)
 
-    def _give_up_next(self, peer: str, record: _Peer, why: str) -> None:
+    def _give_up_next(self, peer: str, record: PeerLinks, why: str) -> None:
         """Cancel what was to begin after the ``LinkDown`` that is under way, and report it as failed."""
-        record.admit_next, record.connect_next, record.next_deadline = False, None, None
+        record.drop_next()
         self._events.append(ConnectFailed(peer, why))
 
     # Greetings
 
-    def _compare(self, offer: Offer) -> None:
-        """Raise ``BadMetadata`` if the peer's pages differ from ours in bytes or layers."""
-        ours = [(group.page_bytes, group.num_layers) for group in self.groups]
-        theirs = [(group.page_bytes, group.num_layers) for group in offer.groups]
-        if ours != theirs:
-            raise BadMetadata(f"peer {offer.epoch} has pages of other bytes and layers, {theirs} where ours are {ours}")
-
-    def _try_dial(self, offer: Offer) -> OutgoingLink:
-        try:
-            return self._dial(offer)
-        except OSError as e:
-            raise PeerUnreachable(self._unreachable(offer, e.strerror or str(e))) from e
-
     def _dialled(self, link: OutgoingLink) -> None:
         """Send our greeting on a connection that was dialled. Raises ``LinkLost`` if dialling failed."""
-        error = link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
+        if error := link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise LinkLost(self._unreachable(link.offer, os.strerror(error)))
-        link.phase = LinkPhase.GREETING
-        greeting = Greeting(handshake.WIRE_VERSION, self.epoch, link.offer.epoch, link.offer.secret)
-        link.stream.send([handshake.frame(greeting)])
-        self._read_body(link, lambda body: self._on_verdict(link, body), handshake.MAX_BODY + handshake.MAX_MEANS)
-
-    def _on_verdict(self, link: OutgoingLink, body: bytearray) -> None:
-        verdict = handshake.decode_verdict(body)
-        if verdict.error:
-            raise LinkLost(f"peer {link.peer} refused the link: {verdict.error}")
-        link.opened()
-        link.welcomed(verdict.means)
-        link.phase = LinkPhase.OPENING
-        self._open_if_ready(link)
+        greet(link, self.epoch, lambda: self._open_if_ready(link))
 
     def _open_if_ready(self, link: OutgoingLink) -> None:
         if link.is_ready():
@@ -321,39 +239,17 @@ class SocketBackend(TransferBackend):
             self._events.append(LinkUp(link.peer))
 
     def _accept(self) -> None:
-        assert self._listener is not None
-        sock = self._listener.accept()
-        if sock is None:
-            return
-        self._end_oldest_stranger()
-        try:
-            link = self._accepted(sock)
-            self._reactor.watch(sock, link, read=True, write=False)
-        except (LinkLost, OSError) as e:  # a connection that was reset already can't be set up
-            self._refusals.add(f"refused a connection: {e}")
-            sock.close()
-            return
-        self._adopt(link)
-        self._read_body(link, lambda body: self._on_greeting(link, body))
+        link = self._port.accept(self._accepted, self._end_stranger)
+        if link is not None:
+            self._adopt(link)
+            read_greeting(link, self.epoch, self._secret, self._why_not, lambda means: self._on_greeted(link, means))
 
-    def _end_oldest_stranger(self) -> None:
-        strangers = [k for k in self._links if isinstance(k, IncomingLink) and k.phase is LinkPhase.GREETING]
-        if len(strangers) >= MAX_STRANGERS:
-            oldest = min(strangers, key=lambda link: link.handshake_deadline or 0.0)
-            self._lost(oldest, f"{MAX_STRANGERS} others have yet to introduce themselves")
+    def _end_stranger(self) -> None:
+        if (stranger := one_too_many(self._links, MAX_STRANGERS)) is not None:
+            self._lost(stranger, f"{MAX_STRANGERS} others have yet to introduce themselves")
 
-    def _on_greeting(self, link: IncomingLink, body: bytearray) -> None:
-        greeting = handshake.decode_greeting(body)
-        error = handshake.judge(greeting, self.epoch, self._secret) or self._why_not(greeting.writer)
-        if error:
-            # This few bytes always fit into the buffer of a new connection. A connection that is gone needs no answer.
-            with contextlib.suppress(OSError):
-                link.stream.sock.send(handshake.frame(Verdict(error)))
-            raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
-        link.peer = greeting.writer
-        means = link.welcome()
-        link.phase = LinkPhase.OPEN
-        self._peers.setdefault(link.peer, _Peer()).incoming = link
+    def _on_greeted(self, link: IncomingLink, means: bytes) -> None:
+        self._peers.setdefault(link.peer, PeerLinks()).incoming = link
         self._send_welcome(link, handshake.frame(Verdict(means=means)))
         link.opened()
 
@@ -364,15 +260,6 @@ class SocketBackend(TransferBackend):
             # The writer lost its link, and we had not noticed yet. Our LinkDown must come before it may write again.
             self._lost(record.incoming, "the peer opened another link")
         return "its link went down; this instance has to register with it again" if writer in self._fenced else ""
-
-    def _read_body(self, link: Link, then: Callable[[bytearray], None], most: int = handshake.MAX_BODY) -> None:
-        prefix = bytearray(handshake.LENGTH.size)
-
-        def on_prefix() -> None:
-            body = bytearray(handshake.body_length(prefix, most))
-            link.stream.read([memoryview(body)], lambda: then(body))
-
-        link.stream.read([memoryview(prefix)], on_prefix)
 
     # Link life
 
@@ -448,10 +335,8 @@ class SocketBackend(TransferBackend):
 
     def _part(self, peer: str, reason: str) -> None:
         """Close both links with ``peer``, as far as this side can. ``LinkDown`` follows when both are down."""
-        record = self._peers.setdefault(peer, _Peer())
-        self._fenced[peer] = None
-        if len(self._fenced) > MAX_FENCED:
-            del self._fenced[next(iter(self._fenced))]
+        record = self._peers.setdefault(peer, PeerLinks())
+        self._fenced.add(peer)
         record.reason = record.reason or reason
         outgoing, record.outgoing = record.outgoing, None
         if outgoing is not None:

@@ -17,7 +17,7 @@ from support.handovers import named, write_of
 from support.machine import limit
 from support.processes import wait_until
 
-from pdserve.disaggregation.transfer.backends import page_stream, socket_backend, tcp
+from pdserve.disaggregation.transfer.backends import page_stream, peer_links, tcp
 from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, WriteState
 from pdserve.disaggregation.transfer.backends.grants import Writer
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, OfferedGroup, frame
@@ -175,7 +175,7 @@ def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind
     node = make_node(kind, "D")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = node.stranger()
-    used = max(waiting.fileno(), node.backend._listener.sock.fileno())
+    used = max(waiting.fileno(), node.backend._port.listener.sock.fileno())
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
     filler = []
     try:
@@ -202,19 +202,19 @@ def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO])
 def test_no_error_of_accept_escapes(make_node, number):
     node = make_node("tcp", "D")
-    real = node.backend._listener.sock
+    real = node.backend._port.listener.sock
     failing = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(number, "no")), fileno=real.fileno)
-    node.backend._listener.sock = failing
+    node.backend._port.listener.sock = failing
     with node.stranger():
         until((node,), lambda: node.backend._refusals.total, "it was tried")
-        node.backend._listener.sock = real
+        node.backend._port.listener.sock = real
         until((node,), lambda: node.strangers == 1, "it is accepted later")
 
 
 def test_closing_while_the_listener_rests(make_node):
     node = Node("tcp", "D")
-    real = node.backend._listener.sock
-    node.backend._listener.sock = SimpleNamespace(
+    real = node.backend._port.listener.sock
+    node.backend._port.listener.sock = SimpleNamespace(
         accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "no")), fileno=real.fileno, close=real.close
     )
     with node.stranger():
@@ -340,11 +340,11 @@ def shrunk(accepted):
 
 
 def test_fences_are_bounded(make_node, monkeypatch):
-    monkeypatch.setattr(socket_backend, "MAX_FENCED", 10)
+    monkeypatch.setattr(peer_links, "MAX_FENCED", 10)
     node = make_node("tcp", "P")
     for i in range(50):
         node.backend.disconnect(f"D{i}")
-    assert list(node.backend._fenced) == [f"D{i}" for i in range(40, 50)]
+    assert list(node.backend._fenced._epochs) == [f"D{i}" for i in range(40, 50)]
 
 
 def test_a_write_still_lands(make_node, kind):
