@@ -18,9 +18,10 @@ class AnswerBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    def response(self) -> Response:
-        """Return the HTTP response. Fields that were not given are left out."""
-        return json_response(self.model_dump(exclude_unset=True))
+
+def respond(answer: AnswerBody) -> Response:
+    """Return the response with an answer. Fields that were not given are left out."""
+    return json_response(answer.model_dump(exclude_unset=True))
 
 
 class ErrorDetail(AnswerBody):

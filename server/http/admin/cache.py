@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.control import FlushCacheReq
-from ..answers import AnswerBody, Told
+from ..answers import AnswerBody, Told, respond
 from ..endpoint import endpoint
 from ..engine.question_client import QuestionRefused
 from ..errors import ApiError
@@ -34,4 +34,4 @@ async def flush_cache(request: Request) -> Response:
         result = await engine.questions.ask(FlushCacheReq(), QUESTION_TIMEOUT_SECONDS)
     except QuestionRefused as e:
         raise ApiError(400, e.message) from None
-    return Flushed(success=True, flushed=result.flushed).response()
+    return respond(Flushed(success=True, flushed=result.flushed))

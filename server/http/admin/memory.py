@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.memory import ALL_TAGS, MemoryReq, MemoryTag, ResizeReq
-from ..answers import AnswerBody
+from ..answers import AnswerBody, respond
 from ..bodies.fields import INT32_MAX, Body
 from ..endpoint import endpoint
 from ..engine.question_client import NoAnswer
@@ -99,9 +99,9 @@ async def resize_pool(request: Request) -> Response:
         result = await engine.questions.ask(question, body.wait_s + RESIZE_SECONDS)
     except NoAnswer:
         raise ApiError(503, "the scheduler did not answer; /server_info shows what the pool is") from None
-    return PoolResized(
-        max_total_tokens=result.max_total_tokens, before=result.before, freed_bytes=result.freed
-    ).response()
+    return respond(
+        PoolResized(max_total_tokens=result.max_total_tokens, before=result.before, freed_bytes=result.freed)
+    )
 
 
 async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s: float, seconds: float) -> Response:
@@ -112,5 +112,5 @@ async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s
         raise ApiError(503, f"it was not over within {seconds:g} s, and goes on; /server_info shows it") from None
     seconds = round(result.seconds, 3)
     if release:
-        return MemoryReleased(released=result.released, freed_bytes=result.nbytes, seconds=seconds).response()
-    return MemoryResumed(released=result.released, taken_bytes=result.nbytes, seconds=seconds).response()
+        return respond(MemoryReleased(released=result.released, freed_bytes=result.nbytes, seconds=seconds))
+    return respond(MemoryResumed(released=result.released, taken_bytes=result.nbytes, seconds=seconds))

@@ -21,7 +21,7 @@ from ....messages.sampling import SamplingParams
 from ....runtime.cluster_secret import addresses
 from ....runtime.web.keys import Caller
 from ....runtime.web.sse import DATA_PREFIX, EVENT_END
-from ..answers import AnswerBody
+from ..answers import AnswerBody, respond
 from ..bodies.fields import Body, Rid
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan
@@ -78,7 +78,7 @@ async def migrate(request: Request) -> Response:
     stays = [result for result in results if isinstance(result, QuestionRefused)]
     if stays:
         raise ApiError(409, f"{len(stays)} of {len(results)} answers stay here: {stays[0].message}")
-    return Migrated(moved=len(moved), paused_ms=[round(result.paused_ms, 3) for result in moved]).response()
+    return respond(Migrated(moved=len(moved), paused_ms=[round(result.paused_ms, 3) for result in moved]))
 
 
 class DrainBody(Body):
@@ -108,7 +108,7 @@ async def drain(request: Request) -> Response:
     if refusal := HttpState.of(request).gate.move_refusal(to):
         raise ApiError(403, f"to: {refusal}", param="to")
     engine.drain(to)
-    return Draining(draining=len(engine.live)).response()
+    return respond(Draining(draining=len(engine.live)))
 
 
 class RoleBody(Body):
@@ -132,7 +132,7 @@ async def role(request: Request) -> Response:
         result = await engine.questions.ask(RoleReq(body.role), ROLE_SECONDS)
     except QuestionRefused as e:
         raise ApiError(409, e.message) from None
-    return RoleChanged(role=result.role, before=result.before).response()
+    return respond(RoleChanged(role=result.role, before=result.before))
 
 
 @endpoint()

@@ -25,7 +25,7 @@ from ....messages.profiling import (
 )
 from ....messages.question import Question
 from ....runtime.web.json_response import json_response
-from ..answers import AnswerBody
+from ..answers import AnswerBody, respond
 from ..bodies.fields import Body, FieldError
 from ..bodies.unserved import Unserved, neutral
 from ..endpoint import endpoint
@@ -121,13 +121,15 @@ async def start_profile(request: Request) -> Response:
         StartProfileReq(name, steps, body.activities, body.with_stack, body.record_shapes),
         START_SECONDS,
     )
-    return ProfileStarted(
-        folder=result.folder,
-        files=result.files,
-        activities=result.activities,
-        num_steps=result.steps,
-        seconds=result.seconds,
-    ).response()
+    return respond(
+        ProfileStarted(
+            folder=result.folder,
+            files=result.files,
+            activities=result.activities,
+            num_steps=result.steps,
+            seconds=result.seconds,
+        )
+    )
 
 
 @endpoint(ProfileStopped, body=StopProfileBody)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ....runtime.web.auth import NO_ADMIN_KEY
 from ....runtime.web.keys import ANYBODY, Caller
-from ..answers import AnswerBody, Told
+from ..answers import AnswerBody, Told, respond
 from ..bodies.fields import Body, FieldError
 from ..bodies.unserved import ANYTHING, Unserved
 from ..endpoint import endpoint
@@ -54,4 +54,4 @@ async def abort_request(request: Request) -> Response:
     if body.abort_all and caller == ANYBODY:
         raise ApiError(401, f"abort_all: {NO_ADMIN_KEY}", param="abort_all")  # without a key nothing is one's own
     count = engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)
-    return Aborted(**count._asdict()).response()
+    return respond(Aborted(**count._asdict()))

@@ -22,6 +22,7 @@ from ....runtime.web.access_log import CLIENT_GONE, AccessRecord
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import NAME as KEY_NAME
 from ....runtime.web.keys import Caller
+from ..answers import respond
 from ..endpoint import QueryParameter, endpoint
 from ..engine.plan import Prompt, PromptPlan, sampling_params
 from ..engine.question_client import QuestionRefused
@@ -285,7 +286,7 @@ async def delete_session(request: Request) -> Response:
     """Delete one; its KV may go from the store then."""
     name = request.path_params["name"]
     await remove(request, _owner(request, request.query_params.get("owner")), name)
-    return Deleted(deleted=name).response()
+    return respond(Deleted(deleted=name))
 
 
 async def remove(request: Request, owner: str, name: str) -> Session | None:

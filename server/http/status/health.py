@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ....messages.sampling import SamplingParams
 from ....runtime.web.json_response import json_response
-from ..answers import AnswerBody, MetricsText
+from ..answers import AnswerBody, MetricsText, respond
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan
 from ..errors import ApiError, ClientGone
@@ -56,7 +56,7 @@ async def health(request: Request) -> Response:
 @endpoint(Alive)
 async def livez(request: Request) -> Response:
     """200 while this process answers at all; says nothing about the others."""
-    return Alive(status="alive").response()
+    return respond(Alive(status="alive"))
 
 
 @endpoint(Ready)
@@ -83,7 +83,7 @@ async def health_generate(request: Request) -> Response:
         return Response()
     finally:
         engine.end(submission)
-    return Ready(status="ready").response()
+    return respond(Ready(status="ready"))
 
 
 @endpoint(MetricsText)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ....messages.control import ServerInfoReq, TransfersReq
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
-from ..answers import AnswerBody
+from ..answers import AnswerBody, respond
 from ..endpoint import endpoint
 from ..engine.question_client import QuestionRefused
 from ..state import HttpState
@@ -96,10 +96,12 @@ async def transfers(request: Request) -> Response:
 async def model_info(request: Request) -> Response:
     """What is served, in SGLang's words."""
     options = HttpState.of(request).options
-    return ModelInfo(
-        model_path=options.model_path,
-        tokenizer_path=options.tokenizer_path or options.model_path,
-        served_model_name=HttpState.of(request).model.name,
-        is_generation=True,
-        disaggregation_mode=options.disaggregation_mode,
-    ).response()
+    return respond(
+        ModelInfo(
+            model_path=options.model_path,
+            tokenizer_path=options.tokenizer_path or options.model_path,
+            served_model_name=HttpState.of(request).model.name,
+            is_generation=True,
+            disaggregation_mode=options.disaggregation_mode,
+        )
+    )

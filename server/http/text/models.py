@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ....messages.text import DecodeReq, EncodeReq, Limits
 from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
-from ..answers import AnswerBody
+from ..answers import AnswerBody, respond
 from ..endpoint import endpoint
 from ..errors import bad_request
 from ..openai.common import check_model
@@ -63,7 +63,7 @@ async def list_models(request: Request) -> Response:
     """The one model served, by each of its names, in OpenAI's list."""
     state = HttpState.of(request)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
-    return ModelList(object="list", data=[_card(state, name, limits) for name in state.model.names]).response()
+    return respond(ModelList(object="list", data=[_card(state, name, limits) for name in state.model.names]))
 
 
 @endpoint(ModelCard)
@@ -73,7 +73,7 @@ async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     check_model(name, state.model)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
-    return _card(state, name if name in state.model.names else state.model.name, limits).response()
+    return respond(_card(state, name if name in state.model.names else state.model.name, limits))
 
 
 @endpoint(Tokens, body=TokenizeBody)
