@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 ErrorShape = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes the body of an error answer from the fields that ``error_fields`` returns."""
+"""Makes the body of an error answer from the fields that ``error_fields`` returns.
+
+A router passes on the fields of an instance's error only if the body has them in an object ``error``. Otherwise the
+client learns the status and the instance.
+"""
 E = TypeVar("E", bound=BaseException)
 
 RETRY_AFTER_SECONDS = 1
