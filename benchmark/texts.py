@@ -13,7 +13,7 @@ from ..model_files.errors import ModelError
 from ..model_files.text.errors import TokenizerLoadError
 from ..model_files.text.load import load_tokenizer
 from ..model_files.text.text_tokenizer import TextTokenizer
-from ..runtime.options import ServerOptions
+from ..scheduler.options import SchedulerOptions
 from .errors import WorkloadError
 from .prompts import RequestSpec
 
@@ -94,6 +94,6 @@ def _wanted(entry: TextEntry, output_len: int | None, tokenizer: TextTokenizer |
 
 def _tokenizer(path: str) -> TextTokenizer:
     try:
-        return load_tokenizer(ServerOptions(model_path=path))
+        return load_tokenizer(SchedulerOptions(model_path=path))
     except (TokenizerLoadError, ModelError) as e:
         raise WorkloadError(f"--tokenizer {path}: {e}") from e

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..messages.base import Message
@@ -23,14 +24,21 @@ from ..messages.requests import StopReq
 from ..messages.routes import ToDetokenizer
 from ..messages.too_large import send_or_explain
 from ..model_files.errors import ModelError
+from ..model_files.options import ModelOptions
 from ..model_files.text.errors import TextError
 from ..model_files.text.load import load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
+from ..runtime.process_options import ChildOptions
 from .detokenizer import Detokenizer
 from .request_decoder import make_decoder_factory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizerOptions(ModelOptions, ChildOptions):
+    """Every option that this process reads."""
 
 
 class Routed(NamedTuple):
@@ -70,7 +78,7 @@ def deliver(detokenizer: Detokenizer, routed: Routed, scheduler: SendsMessages, 
 def main() -> None:
     """Run until killed."""
     started = time.monotonic()
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, DetokenizerOptions)
     return_freed_memory()
     receiver: Receiver[ToDetokenizer] = Receiver(ctx.zmq_ctx, ctx.address("detokenizer"), ToDetokenizer)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))

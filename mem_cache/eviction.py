@@ -12,51 +12,11 @@ The heap is never searched, so each step costs O(log leaves).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
+from .eviction_policies import Priority
 from .tree_node import TreeNode
 
-Priority = Callable[[TreeNode], tuple[int, int]]
 SWEEP_SLACK = 1024
-
-
-def lru(node: TreeNode) -> tuple[int, int]:
-    """Order by last use: least recently used first."""
-    return node.last_access, 0
-
-
-def lfu(node: TreeNode) -> tuple[int, int]:
-    """Order by matches: least often matched first, among equals the least recently used."""
-    return node.hit_count, node.last_access
-
-
-def fifo(node: TreeNode) -> tuple[int, int]:
-    """Order by age: oldest first."""
-    return node.created, 0
-
-
-def mru(node: TreeNode) -> tuple[int, int]:
-    """Order by last use: most recently used first. It keeps the start of a loop over more prompts than fit."""
-    return -node.last_access, 0
-
-
-def priority(node: TreeNode) -> tuple[int, int]:
-    """Order by the highest priority of the requests that used a node; among equals, least recently used first."""
-    return node.priority, node.last_access
-
-
-def slru(node: TreeNode) -> tuple[int, int]:
-    """Order by segment: nodes that were never matched again first, then the others; least recently used first in each.
-
-    So prompts that come once cannot evict prompts that come again, however many they are.
-    """
-    return int(node.hit_count > 0), node.last_access
-
-
-EVICTION_POLICIES: Mapping[str, Priority] = MappingProxyType(
-    {"lru": lru, "lfu": lfu, "fifo": fifo, "mru": mru, "priority": priority, "slru": slru}
-)
 
 
 class EvictionHeap:

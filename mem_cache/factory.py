@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..runtime.options import ServerOptions
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache
 from .chunk_cache import ChunkCache
-from .eviction import EVICTION_POLICIES
+from .eviction_policies import EVICTION_POLICIES
+from .options import CacheOptions
 from .radix_cache import RadixCache, TreeEvents, TreeListener
 from .req_to_token_pool import ReqToTokenPool
 
 
 def make_prefix_cache(
-    options: ServerOptions,
+    options: CacheOptions,
     allocator: TokenToKVPoolAllocator,
     req_to_token: ReqToTokenPool,
     listener: TreeListener | None = None,

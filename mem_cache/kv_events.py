@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..messages.base import unpack_i32
 from ..messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from ..messages.worker import WorkerReady
-from ..runtime.options import ServerOptions
+from .options import KVEventOptions
 from .page_hash import model_seed
 
 
@@ -43,7 +43,7 @@ class KVEventLog:
         return events
 
 
-def make_event_log(options: ServerOptions, worker: WorkerReady) -> KVEventLog | None:
+def make_event_log(options: KVEventOptions, worker: WorkerReady) -> KVEventLog | None:
     """Make the log; None without ``--kv-events-endpoint``."""
     if options.kv_events_endpoint is None:
         return None

@@ -26,7 +26,8 @@ from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, require_live
 from .errors import InvariantViolation, StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
-from .eviction import EvictionHeap, Priority, lru
+from .eviction import EvictionHeap
+from .eviction_policies import Priority, lru
 from .invariants import check_holds, check_pages, check_windows, claim_pages, hold_claims, require
 from .page_hash import chain, namespace_seed
 from .pages import ceil_to_page, floor_to_page, slots_to_pages

@@ -32,8 +32,8 @@ from ..messages.memory import (
 )
 from ..model_files.errors import ModelError
 from ..model_files.model_impl import ModelImpl
-from ..runtime.options import ServerOptions
 from .errors import NotEnoughMemory
+from .options import WorkerOptions
 from .start_model import freeze
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 
 
-def unreleasable(model: LoadedModel, options: ServerOptions) -> list[Unreleasable]:
+def unreleasable(model: LoadedModel, options: WorkerOptions) -> list[Unreleasable]:
     """What can't be given back."""
     if options.nnodes > 1:
         text = "ranks on several hosts (--nnodes) keep their memory"

@@ -42,6 +42,7 @@ from ..runtime.cpu_list import PlacementError
 from .device.compile_watch import CompileWatch
 from .device.placement import Placement, floating
 from .kv.prefault import PoolPrefault, highest_slot
+from .options import WorkerOptions
 from .page_mover import NoPageMover, PageMover
 from .start_model import RankChannels, freeze, open_channels, start_model
 from .tiers.no_tiers import NoWorkerTiers
@@ -84,10 +85,10 @@ class Worker(NamedTuple):
 
 def main() -> NoReturn:
     """Run the worker process of an instance that takes no part in hand-overs."""
-    run(start_child(sys.argv), lambda model: NoPageMover())
+    run(start_child(sys.argv, WorkerOptions), lambda model: NoPageMover())
 
 
-def run(ctx: ChildContext, start_mover: Callable[[LoadedModel], PageMover]) -> NoReturn:
+def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], PageMover]) -> NoReturn:
     """Run the worker process. ``start_mover`` starts what moves its pages to and from other instances."""
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
@@ -104,7 +105,9 @@ def run(ctx: ChildContext, start_mover: Callable[[LoadedModel], PageMover]) -> N
         serve_frame(receiver, events, worker)
 
 
-def load(ctx: ChildContext, channels: RankChannels, start_mover: Callable[[LoadedModel], PageMover]) -> Worker:
+def load(
+    ctx: ChildContext[WorkerOptions], channels: RankChannels, start_mover: Callable[[LoadedModel], PageMover]
+) -> Worker:
     """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``RegionError``.
 
     ``channels``: to the other tensor-parallel ranks.
@@ -218,7 +221,9 @@ def _result(worker: Worker) -> StepResult:
     return result
 
 
-def _start_tiers(ctx: ChildContext, model: LoadedModel, placement: Placement) -> WorkerTiers | NoWorkerTiers:
+def _start_tiers(
+    ctx: ChildContext[WorkerOptions], model: LoadedModel, placement: Placement
+) -> WorkerTiers | NoWorkerTiers:
     if not ctx.options.enable_hierarchical_cache:
         return NoWorkerTiers()
     from .tiers.worker_tiers import WorkerTiers

@@ -29,8 +29,8 @@ from ..messages.profiling import (
 )
 from ..messages.worker import ForwardStep, StepResult
 from ..runtime.layers_done import LayersDone
-from ..runtime.options import ServerOptions
 from ..runtime.trusted_path import make_private_folder
+from .options import WorkerOptions
 
 if TYPE_CHECKING:
     from .ranks.other_ranks import OtherRanks
@@ -50,7 +50,7 @@ class ProfileError(Exception):
     """A profile can't be recorded or written; the message says why."""
 
 
-def profile_folder(options: ServerOptions, run_dir: Path) -> Path:
+def profile_folder(options: WorkerOptions, run_dir: Path) -> Path:
     """Return the folder that holds all profiles of an instance, each in a folder of its own."""
     return run_dir / "profiles" if options.profile_dir is None else Path(options.profile_dir).expanduser()
 

@@ -21,12 +21,13 @@ from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
 from .kv.prefault import PoolPrefault, highest_slot
+from .options import WorkerOptions
 from .start_model import Started, freeze, open_channels, own_place, start_model
 
 
 def main() -> NoReturn:
     """Entry point of the process."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, WorkerOptions)
     channels = open_channels(ctx)
     try:
         started = start_model(ctx, channels)
@@ -37,7 +38,7 @@ def main() -> NoReturn:
     _serve(ctx, started)
 
 
-def _serve(ctx: ChildContext, started: Started) -> NoReturn:
+def _serve(ctx: ChildContext[WorkerOptions], started: Started) -> NoReturn:
     from .memory_saver import WorkerMemorySaver
     from .profiler import RankProfiler, profile_folder
     from .ranks.host_ranks import FollowerRank, LeadRank

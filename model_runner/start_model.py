@@ -21,10 +21,10 @@ from ..runtime.gc_control import uncollected
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
-from ..runtime.options import ServerOptions
 from ..runtime.ranks import RankPlace, places, worker_name
 from .device.gpu_placement import beside_gpu, prefer_node, stay_near
 from .device.placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
+from .options import WorkerOptions
 from .ranks.rank_placement import plan_rank_placement
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Started(NamedTuple):
     settle: Callable[[], None]
 
 
-def open_channels(ctx: ChildContext) -> RankChannels:
+def open_channels(ctx: ChildContext[WorkerOptions]) -> RankChannels:
     """To be opened before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the
     compute threads' cores.
     """
@@ -81,12 +81,12 @@ def open_channels(ctx: ChildContext) -> RankChannels:
     return LeadChannels(followers, Receiver(ctx.zmq_ctx, ctx.address("lead"), ToLead) if followers else None)
 
 
-def own_place(ctx: ChildContext) -> RankPlace:
+def own_place(ctx: ChildContext[WorkerOptions]) -> RankPlace:
     """Return the place of this process among the ranks."""
     return places(ctx.options)[ctx.name]
 
 
-def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
+def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Started:
     """Place the threads, load the model or this rank's part; raises ``ModelError`` or ``PlacementError``."""
     options, place = ctx.options, own_place(ctx)
     begin = time.monotonic()
@@ -137,7 +137,7 @@ def freeze() -> None:
 
 
 def _make_ranks(
-    ctx: ChildContext, begin: float, place: RankPlace, placement: Placement, channels: RankChannels
+    ctx: ChildContext[WorkerOptions], begin: float, place: RankPlace, placement: Placement, channels: RankChannels
 ) -> HostRanks:
     from .ranks.host_ranks import FollowerRank, LeadRank, Meeting
 
@@ -149,7 +149,7 @@ def _make_ranks(
     return LeadRank(place, meeting, *channels)
 
 
-def _make_steps(model: LoadedModel, options: ServerOptions, ranks: HostRanks | None) -> StepRunner:
+def _make_steps(model: LoadedModel, options: WorkerOptions, ranks: HostRanks | None) -> StepRunner:
     from .steps.step_runner import StepRunner
 
     def with_names(kind: type[S]) -> type[S]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ..messages.metrics import Histogram
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions, check_url, parse_prefill
-from .policies import POLICIES
+from .policies.registry import make_policy
 from .request_body import RequestBody
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Fleet:
         decodes = [Instance(check_url(url), Role.DECODE) for url in options.decode]
         workers = [Instance(check_url(url), Role.WORKER) for url in options.worker]
         self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
-        self._policies = {role: POLICIES[options.policy]() for role in Role}
+        self._policies = {role: make_policy(options.policy) for role in Role}
         self._changed = asyncio.Event()
         self.pick_seconds = Histogram(PICK_SECONDS)
         """Seconds that requests waited for the choice of an instance."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
 from ..messages.control import Identity, Pace
-from ..runtime.options import DEFAULT_BOOTSTRAP_PORT
+from ..runtime.disaggregation_options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
 from .circuit_breaker import CircuitBreaker
 

@@ -2,91 +2,112 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
+from ..runtime.options import opt, section
+from ..runtime.process_options import LogOptions
 from ..runtime.web.keys import KeyFileError, check_keys
+from ..runtime.web.options import AccessOptions
 from ..runtime.web.proxies import TrustedProxies
+from .policies.registry import RoutingPolicyName
 
 
 class RouterOptionsError(ValueError):
     """An option that can't work; the message says what to write instead."""
 
 
+@section("Instances", order=5)
 @dataclass(frozen=True, kw_only=True)
 class RouterTargets:
-    """The instances that a router starts with.
+    """The instances that a router starts with."""
 
-    Parameters
-    ----------
-    prefill
-        Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; where the port is left out, the instance's
-        /health says it.
-    decode
-        URLs of decode instances.
-    worker
-        URLs of unified instances, which serve whole requests. They share the load with the
-        pairs: a request goes to one that has fewer prompt tokens, or then fewer answers, under way.
-    """
+    prefill: list[str] = opt(
+        default_factory=list,
+        help=(
+            "Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; where the port is left out, the "
+            "instance's /health says it."
+        ),
+    )
+    decode: list[str] = opt(default_factory=list, help="URLs of decode instances.")
+    worker: list[str] = opt(
+        default_factory=list,
+        help=(
+            "URLs of unified instances, which serve whole requests. They share the load with the pairs: a request "
+            "goes to one that has fewer prompt tokens, or then fewer answers, under way."
+        ),
+    )
 
-    prefill: list[str] = field(default_factory=list)
-    decode: list[str] = field(default_factory=list)
-    worker: list[str] = field(default_factory=list)
 
-
+@section("Routing", order=6)
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How a router treats requests and instances: options of ``pdserve router`` and of ``pdserve up``.
+    """How a router treats requests and instances: options of ``pdserve router`` and of ``pdserve up``."""
 
-    Parameters
-    ----------
-    policy
-        How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
-    health_check_interval
-        Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
-    health_check_timeout
-        Seconds that an instance may take to answer a health check.
-    hang_timeout
-        Seconds after which the requests of an instance that does not answer health checks, or says that it hangs, are
-        tried elsewhere, or fail.
-    connect_timeout
-        Seconds that an instance may take to accept a connection.
-    first_byte_timeout
-        Seconds that a stream may wait for its answer to begin; comments that keep it alive are no answer. An answer
-        that does not stream may take as long as it needs while health checks find its instance alive: there this is the
-        time since they last did.
-    idle_timeout
-        Seconds of silence in the middle of an answer, or of nothing but comments, after which it counts as lost.
-    retries
-        How often a request is sent again to other instances when an attempt fails before the answer has begun. One that
-        could not connect does not count.
-    retries_after_crash
-        How often of these after an instance took the request and died, which the request may have caused. A request
-        during which two instances died within a minute is refused with 502 for the rest of that minute.
-    retry_window
-        Seconds after its first failure in which a request is tried again, or waits for an instance to come back.
-    max_body_bytes
-        Longest request body; a longer one is answered with 413.
-    max_held_body_bytes
-        Bytes of bodies that running requests may hold, all together; a request that would need more is answered with
-        503. Bodies of up to 64 KiB may take an eighth more. An API key that holds one may hold as much as it leaves
-        free.
-    """
-
-    policy: Literal["random", "round_robin"] = "round_robin"
-    health_check_interval: float = 1.0
-    health_check_timeout: float = 3.0
-    hang_timeout: float = 15.0
-    connect_timeout: float = 1.0
-    first_byte_timeout: float = 600.0
-    idle_timeout: float = 120.0
-    retries: int = 2
-    retries_after_crash: int = 1
-    retry_window: float = 1.5
-    max_body_bytes: int = 32 * 2**20
-    max_held_body_bytes: int = 2**30
+    policy: RoutingPolicyName = opt(
+        default="round_robin",
+        help="How an instance is chosen among the healthy ones, for prefill, decode and unified alike.",
+    )
+    health_check_interval: float = opt(
+        default=1.0,
+        help=(
+            "Seconds between two health checks of a healthy instance; one that is down is asked four times as often."
+        ),
+    )
+    health_check_timeout: float = opt(default=3.0, help="Seconds that an instance may take to answer a health check.")
+    hang_timeout: float = opt(
+        default=15.0,
+        help=(
+            "Seconds after which the requests of an instance that does not answer health checks, or says that it "
+            "hangs, are tried elsewhere, or fail."
+        ),
+    )
+    connect_timeout: float = opt(default=1.0, help="Seconds that an instance may take to accept a connection.")
+    first_byte_timeout: float = opt(
+        default=600.0,
+        help=(
+            "Seconds that a stream may wait for its answer to begin; comments that keep it alive are no answer. An "
+            "answer that does not stream may take as long as it needs while health checks find its instance alive: "
+            "there this is the time since they last did."
+        ),
+    )
+    idle_timeout: float = opt(
+        default=120.0,
+        help=(
+            "Seconds of silence in the middle of an answer, or of nothing but comments, after which it counts as lost."
+        ),
+    )
+    retries: int = opt(
+        default=2,
+        help=(
+            "How often a request is sent again to other instances when an attempt fails before the answer has "
+            "begun. One that could not connect does not count."
+        ),
+    )
+    retries_after_crash: int = opt(
+        default=1,
+        help=(
+            "How often of these after an instance took the request and died, which the request may have caused. A "
+            "request during which two instances died within a minute is refused with 502 for the rest of that "
+            "minute."
+        ),
+    )
+    retry_window: float = opt(
+        default=1.5,
+        help=(
+            "Seconds after its first failure in which a request is tried again, or waits for an instance to come back."
+        ),
+    )
+    max_body_bytes: int = opt(default=32 * 2**20, help="Longest request body; a longer one is answered with 413.")
+    max_held_body_bytes: int = opt(
+        default=2**30,
+        help=(
+            "Bytes of bodies that running requests may hold, all together; a request that would need more is "
+            "answered with 503. Bodies of up to 64 KiB may take an eighth more. An API key that holds one may hold as "
+            "much as it leaves free."
+        ),
+    )
 
     def check_routing(self) -> None:
         """Raise ``RouterOptionsError`` for a number that is out of range."""
@@ -108,82 +129,39 @@ class RoutingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(RoutingOptions, RouterTargets):
-    """Options of ``pdserve router``.
+class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, LogOptions):
+    """Options of ``pdserve router``."""
 
-    Parameters
-    ----------
-    host
-        Address to listen on. Other than a loopback address only when you say so.
-    port
-        Port of the router's HTTP API.
-    api_key
-        When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
-        arguments: better in the variable PDSERVE_API_KEY, or in a file.
-    api_key_file
-        File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
-    admin_key_file
-        File with the key that it takes to flush the caches and to abort what others asked for. Instances that have the
-        same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
-        With a cluster secret they see none. Without it the only key is the admin's; without one, a key is drawn at the
-        start where there is a cluster secret, and the log says where it is.
-    no_keys
-        Ask nobody for a key although --host is no loopback address: whoever reaches it may use this server. Where keys
-        are given, they are asked for all the same.
-    allowed_hosts
-        Names, with commas in between, that clients may call this server by in their Host header where it listens on a
-        loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
-    allowed_origins
-        Origins, with commas in between, whose web pages may use this server from a browser, like
-        https://chat.example.org; * for any. Without it: none but its own.
-    trusted_proxies
-        Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who a client
-        is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none.
-    send_timeout
-        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
-        ended.
-    keep_alive_timeout
-        Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
-    max_concurrent_requests
-        Most requests that are served at once; one more is answered with 503. Health checks, metrics and the admin's
-        orders don't count. /abort_request and /health_generate have a count of their own, with the same limit.
-    cluster_secret_file
-        File with what instances know this router by: their secret, or better the key that `pdserve router-key` makes of
-        it, which does not make the router one of them. Needed where they are not on one host.
-    drain_timeout
-        Seconds that running answers have to finish after SIGTERM.
-    allow_core_dumps
-        Let the server's processes dump core, and let debuggers and profilers of its user attach. Both show keys and
-        prompts.
-    metrics_without_key
-        Answer /metrics and /metrics/targets without the API key; they tell how much is used, and where.
-    log_level
-        Least severe messages to log.
-    log_format
-        text: a line for people. json: an object a line.
-    disable_access_log
-        Log no line for each request that was answered.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    api_key_file: str | None = None
-    admin_key_file: str | None = None
-    no_keys: bool = False
-    allowed_hosts: str | None = None
-    allowed_origins: str | None = None
-    trusted_proxies: str | None = None
-    send_timeout: float = 60.0
-    keep_alive_timeout: float = 75.0
-    max_concurrent_requests: int = 8192
-    cluster_secret_file: str | None = None
-    drain_timeout: float = 30.0
-    allow_core_dumps: bool = False
-    metrics_without_key: bool = False
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-    disable_access_log: bool = False
+    port: int = opt(default=8000, help="Port of the router's HTTP API.")
+    admin_key_file: str | None = opt(
+        default=None,
+        help=(
+            "File with the key that it takes to flush the caches and to abort what others asked for. Instances that "
+            "have the same one see it in the place of a client's key, with that key's name; without it, they see "
+            "the client's own. With a cluster secret they see none. Without it the only key is the admin's; without "
+            "one, a key is drawn at the start where there is a cluster secret, and the log says where it is."
+        ),
+    )
+    send_timeout: float = opt(
+        default=60.0,
+        help=(
+            "Seconds in which a client has to take some of what it is sent; else its connection is closed and its "
+            "request ended."
+        ),
+    )
+    cluster_secret_file: str | None = opt(
+        default=None,
+        help=(
+            "File with what instances know this router by: their secret, or better the key that `pdserve "
+            "router-key` makes of it, which does not make the router one of them. Needed where they are not on one "
+            "host."
+        ),
+    )
+    drain_timeout: float = opt(default=30.0, help="Seconds that running answers have to finish after SIGTERM.")
+    metrics_without_key: bool = opt(
+        default=False,
+        help="Answer /metrics and /metrics/targets without the API key; they tell how much is used, and where.",
+    )
 
     def check(self) -> None:
         """Raise ``RouterOptionsError`` when these options can't route anything."""

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import setproctitle
@@ -17,11 +17,13 @@ from ..messages.channel import Sender, ipc_address
 from ..messages.control import Ready
 from .hardening import harden, prctl
 from .logs import configure_logging
-from .options import ServerOptions
+from .process_options import ChildOptions
 from .ranks import is_worker
 from .signals import leave_signals_to_parent
 
 PR_SET_PDEATHSIG = 1
+
+Options = TypeVar("Options", bound=ChildOptions, covariant=True)
 
 
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,19 +37,20 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: str
     epoch: str
     parent_pid: int
-    options: ServerOptions
+    options: Any
+    """Options of the server; a mapping when read. A child takes those of its sections."""
     secret: str
     """What the processes of one instance know each other by where a socket is open to others."""
 
 
 @dataclass(frozen=True)
-class ChildContext:
+class ChildContext(Generic[Options]):
     """A child's surroundings."""
 
     name: str
     run_dir: Path
     epoch: str
-    options: ServerOptions
+    options: Options
     secret: str
     zmq_ctx: zmq.Context[Any]
 
@@ -71,14 +74,17 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit("the parent process is gone")
 
 
-def start_child(argv: list[str]) -> ChildContext:
-    """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``."""
+def start_child(argv: list[str], options_type: type[Options]) -> ChildContext[Options]:
+    """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``.
+
+    ``options_type`` has the sections that the process reads.
+    """
     path = Path(argv[1])
     spec = msgspec.json.decode(path.read_bytes(), type=ChildSpec)
     path.unlink()  # it holds keys
     die_with_parent(spec.parent_pid)
     leave_signals_to_parent()
-    options = spec.options
+    options = msgspec.convert(spec.options, options_type)
     harden(allow_dumps=options.allow_core_dumps, shares_descriptors=is_worker(spec.name))
     process = f"{options.disaggregation_mode}:{options.port} {spec.name}"
     setproctitle.setproctitle(f"pdserve {process}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .options import ServerOptions
+from .rank_options import RankOptions
 
 WORKER = "worker"
 
@@ -47,7 +47,7 @@ class RankPlace:
         return range(self.first + 1, self.first + self.local_size)
 
 
-def places(options: ServerOptions) -> dict[str, RankPlace]:
+def places(options: RankOptions) -> dict[str, RankPlace]:
     """Return the ranks that an instance has on this host, by the names of their processes; the lead comes first."""
     lead = RankPlace(options.node_rank * (options.tp_size // options.nnodes), options.tp_size, options.nnodes)
     ranks = range(lead.first, lead.first + lead.local_size)

@@ -32,6 +32,7 @@ from .features.sessions import Sessions
 from .features.tiers import TierFeature
 from .handlers import Handlers, receives
 from .handover import Handovers
+from .options import SchedulerOptions
 from .outbox import Outbox
 from .scheduler import Scheduler
 
@@ -44,7 +45,7 @@ class Instance:
 
     def __init__(
         self,
-        ctx: ChildContext,
+        ctx: ChildContext[SchedulerOptions],
         worker: WorkerReady,
         outbox: Outbox,
         poller: zmq.Poller,
@@ -137,7 +138,7 @@ def make_kv_hashing(scheduler: Scheduler) -> Feature:
     return KVHashing(debug, scheduler.memory, scheduler.worker.layout, scheduler.outbox)
 
 
-def make_kv_feeds(ctx: ChildContext, scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:
+def make_kv_feeds(ctx: ChildContext[SchedulerOptions], scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:
     """Return the feed of KV events, if the instance has one. Its replays wake the loop."""
     if scheduler.kv_events is None:
         return []

@@ -34,7 +34,7 @@ from ..messages.kv_debug import HASH_BYTES, HashPages, PagesHashed
 from ..messages.metrics import Labelled
 from ..messages.worker import KVGroup, WorkerReady
 from ..runtime.metrics import Metrics, counter
-from ..runtime.options import ServerOptions
+from .options import SchedulerOptions
 from .outbox import Outbox
 from .page_names import PageNames
 from .req import Req
@@ -137,7 +137,7 @@ class KVDebug:
     """Page hashes of the instance, and their comparison. ``send`` sends to the worker, in one order with its steps."""
 
     def __init__(
-        self, options: ServerOptions, worker: WorkerReady, names: PageNames, send: Callable[[HashPages], None]
+        self, options: SchedulerOptions, worker: WorkerReady, names: PageNames, send: Callable[[HashPages], None]
     ) -> None:
         self._names = names
         self._send = send
@@ -387,7 +387,9 @@ def _between(group: KVGroup, now: bytes, before: bytes) -> list[Difference]:
     ]
 
 
-def make_kv_debug(options: ServerOptions, worker: WorkerReady, tiers: KVTiers | None, outbox: Outbox) -> KVDebug | None:
+def make_kv_debug(
+    options: SchedulerOptions, worker: WorkerReady, tiers: KVTiers | None, outbox: Outbox
+) -> KVDebug | None:
     """Return the hash checks of this instance, None without ``--kv-debug``."""
     if not options.kv_debug:
         return None

@@ -34,9 +34,9 @@ from ..mem_cache.pool_end import PoolEnd
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
-from ..runtime.options import ServerOptions
 from .kv_debug import KVDebug, Place
 from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve, usage
+from .options import SchedulerOptions
 from .req import Loading, Req
 from .tiers import KVTiers
 
@@ -49,7 +49,7 @@ class KVMemory:
 
     def __init__(
         self,
-        options: ServerOptions,
+        options: SchedulerOptions,
         sizes: PoolSizes,
         context_length: int,
         tiers: KVTiers | None = None,

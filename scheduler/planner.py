@@ -18,7 +18,6 @@ from ..messages.base import pack_i32
 from ..messages.outputs import Phase
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.metrics import Metrics, counter
-from ..runtime.options import ServerOptions
 from .admission import Admission
 from .claims import Claims
 from .estimates.cost_model import CostModel, StepShape
@@ -26,7 +25,9 @@ from .fairness import FairShares
 from .joint_start import JointStart
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE
-from .policies.registry import make_policy
+from .options import SchedulerOptions
+from .policies.base import PolicyNeeds
+from .policies.make import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
 from .retraction import choose_victim
@@ -60,11 +61,11 @@ class StepPlanner:
     """
 
     def __init__(
-        self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel, role: InstanceRole
+        self, options: SchedulerOptions, memory: KVMemory, device: str, model: CostModel, role: InstanceRole
     ) -> None:
         shares = FairShares() if options.fair_scheduling else None
         self.waiting = WaitingQueue(
-            make_policy(options, memory, model),
+            make_policy(PolicyNeeds(options, memory, model)),
             shares,
             ranks=options.uses_priorities,
             low_first=options.schedule_low_priority_values_first,

@@ -27,6 +27,7 @@ from ..runtime.malloc import return_freed_memory
 from .handover import Handovers, NoHandovers
 from .instance import Instance, MakeHandovers
 from .loading import LoadingInstance
+from .options import SchedulerOptions
 from .outbox import Outbox
 from .scheduler import Scheduler
 
@@ -50,7 +51,7 @@ def no_handovers(scheduler: Scheduler, poller: zmq.Poller) -> Handovers:
 class SchedulerProcess:
     """Owner of the sockets; see the module. Without ``make_handovers`` the instance exchanges no KV."""
 
-    def __init__(self, ctx: ChildContext, make_handovers: MakeHandovers | None = None) -> None:
+    def __init__(self, ctx: ChildContext[SchedulerOptions], make_handovers: MakeHandovers | None = None) -> None:
         self._ctx = ctx
         self._make_handovers = make_handovers or no_handovers
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
@@ -122,7 +123,7 @@ class SchedulerProcess:
 
 def main() -> None:
     """Run the child process of an instance that takes part in no hand-over."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, SchedulerOptions)
     return_freed_memory()
     SchedulerProcess(ctx).run()
 

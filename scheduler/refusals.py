@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ..messages import error_codes
 from ..messages.requests import Bootstrap
-from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
+from .options import SchedulerOptions
 
 MOST_SECONDS = 120
 """Maximum of ``Retry-After``, in seconds: a client that is told to wait longer does not come back."""
@@ -47,12 +47,12 @@ def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
     return Refusal(400, text, BAD_REQUEST, "input_ids", "context_length_exceeded")
 
 
-def most_living(options: ServerOptions) -> int:
+def most_living(options: SchedulerOptions) -> int:
     """Return how many requests may run and wait at a time."""
     return options.max_queued_requests + options.max_running_requests
 
 
-def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
+def refuse_more(living: int, options: SchedulerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
     """Return a refusal if no more requests may run and wait.
 
     ``seconds`` returns the estimated time until half of the waiting requests are admitted. ``place``: how many prompts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..runtime.options import DisaggregationMode
+from ..runtime.disaggregation_options import DisaggregationMode
 
 
 class InstanceRole:

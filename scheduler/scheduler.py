@@ -27,7 +27,7 @@ from ..messages.moves import ReqMoved
 from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
-from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.disaggregation_options import DisaggregationMode
 from .admission_gate import AdmissionGate
 from .counters import Counters
 from .deadlines import Deadlines
@@ -39,6 +39,7 @@ from .handover import Handovers, NoHandovers
 from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
 from .memory_terms import PoolSizes
+from .options import SchedulerOptions
 from .outbox import Outbox, meta_of, news_interval
 from .planner import StepPlanner
 from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
@@ -55,7 +56,7 @@ class Scheduler:
 
     def __init__(
         self,
-        options: ServerOptions,
+        options: SchedulerOptions,
         worker: WorkerReady,
         outbox: Outbox,
         make_handovers: Callable[[Scheduler], Handovers] = lambda scheduler: NoHandovers(),

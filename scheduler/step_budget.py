@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.disaggregation_options import DisaggregationMode
 from .estimates.cost_model import CostModel, StepShape
 from .itl_budget import ItlBudget
+from .options import SchedulerOptions
 from .role import InstanceRole
 
 ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")
@@ -102,7 +103,7 @@ class StepBudget:
         self._refused = 0
 
     @classmethod
-    def of(cls, options: ServerOptions, device: str, model: CostModel, role: InstanceRole) -> StepBudget:
+    def of(cls, options: SchedulerOptions, device: str, model: CostModel, role: InstanceRole) -> StepBudget:
         """Return the budget that the options set, or that suits the worker's ``device``."""
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:

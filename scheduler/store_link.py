@@ -24,8 +24,8 @@ from ..mem_cache.host_tier import HostTier
 from ..messages.base import Message, pack_i32
 from ..messages.tiers import DropPages, FetchPages, FindPages, PagesFetched, PagesStored, StorePages, StoreState
 from ..runtime.metrics import Metrics, counter, gauge, one_of
-from ..runtime.options import ServerOptions
 from .kept_pages import KeptPages
+from .options import SchedulerOptions
 from .store_index import LOOK_SECONDS, StoreIndex
 from .tier_counts import TierCounts
 
@@ -75,7 +75,7 @@ class StoreLink:
     """The link to the store; see the module. ``ids`` numbers all messages to the worker."""
 
     def __init__(
-        self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
+        self, options: SchedulerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
     ) -> None:
         self.state = StoreState("closed", "")
         self._host, self.counts, self._ids = host, counts, ids

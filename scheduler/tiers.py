@@ -53,8 +53,8 @@ from ..messages.tiers import (
 )
 from ..messages.worker import WorkerReady
 from ..runtime.metrics import Metrics, counter, gauge, read
-from ..runtime.options import ServerOptions
 from .copy_pace import CopyPace
+from .options import SchedulerOptions
 from .page_names import PageNames
 from .req import Req
 from .store_link import METRICS as STORE_METRICS
@@ -69,7 +69,7 @@ NONE = 0
 class KVTiers:
     """Owner of the host's pages, in the scheduler's process. Made only with ``--enable-hierarchical-cache``."""
 
-    def __init__(self, options: ServerOptions, worker: WorkerReady) -> None:
+    def __init__(self, options: SchedulerOptions, worker: WorkerReady) -> None:
         self.host = HostTier(worker.host_pages)
         self.counts = TierCounts()
         self._ids = itertools.count(1)

@@ -22,14 +22,16 @@ from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.cluster_secret import ClusterSecretError, RouterKeys
 from ..runtime.config_file import apply_config
 from ..runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from ..runtime.option_checks import OptionError, check_options
-from ..runtime.options import ServerOptions
+from ..runtime.options import OptionError, check_options
 from ..runtime.web.ports import LOOPBACK
 from ..terminal.chat.options import ChatOptions, ChatOptionsError
 from ..terminal.check.options import CheckOptions, CheckOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .commands import BENCH_HELP, Config, refuse
+from .option_headings import show_headings
+from .options import ServerOptions
 
+show_headings(ServerOptions, RouterOptions, ClusterOptions)
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 CHAT_DEFAULTS, CHECK_DEFAULTS, CALIBRATE_DEFAULTS = ChatOptions(), CheckOptions(), CalibrateOptions()
 

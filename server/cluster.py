@@ -37,13 +37,13 @@ from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.signals import STOP, handle_signals
-from ..runtime.supervisor import InstanceFailed, check_address
 from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess
 from .log_folder import LogFolder, LogFolderError
 from .pinned_model import pin_model
+from .supervisor import InstanceFailed, check_address
 
 logger = logging.getLogger(__name__)
 

@@ -3,80 +3,105 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal  # noqa: F401  (annotations of inherited options are evaluated here)
-
-from cyclopts import Parameter
+from typing import Any
 
 from ..router.options import RouterOptions, RouterOptionsError, RoutingOptions
-from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.disaggregation_options import DisaggregationMode
+from ..runtime.options import HIDDEN, opt, section
 from ..runtime.transfer_backends import TransferBackendName
 from ..runtime.web.keys import KeyFileError, check_keys
+from .options import ServerOptions
 
 
 class ClusterOptionsError(ValueError):
     """An option that can't work; the message says what to write instead."""
 
 
+@section("Cluster", order=1)
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(RoutingOptions, ServerOptions):
+class ShapeOptions:
+    """How many instances a cluster has, and what becomes of their processes."""
+
+    prefill: int = opt(default=1, help="How many prefill instances to start.")
+    decode: int = opt(default=1, help="How many decode instances to start.")
+    unified: int = opt(default=0, help="How many instances to start that serve whole requests.")
+    max_restarts: int = opt(
+        default=10,
+        help="How often in a minute a process that died is started again; one more death ends the cluster.",
+    )
+    log_dir: str | None = opt(
+        default=None,
+        help=(
+            "Folder for one log file a process; default: all to stderr, each line after its process's name. A "
+            "folder of another user is refused, and so are links in it."
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
     """Options of ``pdserve up``: those of ``pdserve server`` for every instance, of the router, and the cluster's own.
 
     What the cluster decides for each instance (its mode, its ports) and for the router (its targets) can't be given.
-
-    Parameters
-    ----------
-    prefill
-        How many prefill instances to start.
-    decode
-        How many decode instances to start.
-    unified
-        How many instances to start that serve whole requests.
-    host
-        Address that the router listens on; the instances always listen on 127.0.0.1.
-    port
-        Port of the router's HTTP API; 0 takes a free one.
-    send_timeout
-        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
-        ended. The router has twice as long for what instances send it.
-    log_dir
-        Folder for one log file a process; default: all to stderr, each line after its process's name. A folder of
-        another user is refused, and so are links in it.
-    max_restarts
-        How often in a minute a process that died is started again; one more death ends the cluster.
-    disaggregation_transfer_backend
-        How KV pages move: shm (same host, one copy), tcp (any host), nixl and mooncake (by these libraries,
-        any host), cuda_ipc (within one GPU; not tried on one yet), fake (moves nothing, for tests).
-    mem_fraction_static
-        Share of the device's memory for weights and KV pools of all instances together, split evenly;
-        default 0.88 on cuda, 0.3 on cpu.
-    threads
-        Compute threads of each model worker; default: one for each core that it is given, within the CPU quota.
-    cpus
-        Cores that the model workers divide among themselves, like "0,2-3"; default: the physical cores this process may
-        use, efficiency cores left out. Under a CPU quota smaller than that they are bound to none.
-    startup_timeout
-        Seconds that the whole cluster may take to start.
-    drain_timeout
-        Seconds that running requests have to finish after Ctrl-C or SIGTERM; a second Ctrl-C doesn't wait.
     """
 
-    prefill: int = 1
-    decode: int = 1
-    unified: int = 0
-    port: int = 8000
-    send_timeout: float = 60.0
-    log_dir: str | None = None
-    max_restarts: int = 10
-    disaggregation_transfer_backend: TransferBackendName = "shm"
-    drain_timeout: float = 10.0
-    disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
-    disaggregation_bootstrap_port: Annotated[int | None, Parameter(parse=False)] = None
-    disaggregation_control_port: Annotated[int, Parameter(parse=False)] = 0
-    disaggregation_data_port: Annotated[int, Parameter(parse=False)] = 0
-    advertise_host: Annotated[str | None, Parameter(parse=False)] = None
-    nnodes: Annotated[int, Parameter(parse=False)] = 1
-    node_rank: Annotated[int, Parameter(parse=False)] = 0
-    dist_init_addr: Annotated[str | None, Parameter(parse=False)] = None
+    host: str = opt(
+        default="127.0.0.1",
+        help="Address that the router listens on; the instances always listen on 127.0.0.1.",
+        not_empty=True,
+    )
+    port: int = opt(default=8000, help="Port of the router's HTTP API; 0 takes a free one.")
+    send_timeout: float = opt(
+        default=60.0,
+        help=(
+            "Seconds in which a client has to take some of what it is sent; else its connection is closed and its "
+            "request ended. The router has twice as long for what instances send it."
+        ),
+        above=0,
+    )
+    disaggregation_transfer_backend: TransferBackendName = opt(
+        default="shm",
+        help=(
+            "How KV pages move: shm (same host, one copy), tcp (any host), nixl and mooncake (by these libraries, "
+            "any host), cuda_ipc (within one GPU; not tried on one yet), fake (moves nothing, for tests)."
+        ),
+    )
+    mem_fraction_static: float | None = opt(
+        default=None,
+        help=(
+            "Share of the device's memory for weights and KV pools of all instances together, split evenly; default "
+            "0.88 on cuda, 0.3 on cpu."
+        ),
+    )
+    threads: int | None = opt(
+        default=None,
+        help=(
+            "Compute threads of each model worker; default: one for each core that it is given, within the CPU quota."
+        ),
+        at_least=1,
+    )
+    cpus: str | None = opt(
+        default=None,
+        help=(
+            'Cores that the model workers divide among themselves, like "0,2-3"; default: the physical cores this '
+            "process may use, efficiency cores left out. Under a CPU quota smaller than that they are bound to "
+            "none."
+        ),
+    )
+    startup_timeout: float = opt(default=300.0, help="Seconds that the whole cluster may take to start.", above=0)
+    drain_timeout: float = opt(
+        default=10.0,
+        help="Seconds that running requests have to finish after Ctrl-C or SIGTERM; a second Ctrl-C doesn't wait.",
+        at_least=0,
+    )
+    disaggregation_mode: DisaggregationMode = opt(default="unified", help=HIDDEN)
+    disaggregation_bootstrap_port: int | None = opt(default=None, help=HIDDEN)
+    disaggregation_control_port: int = opt(default=0, help=HIDDEN)
+    disaggregation_data_port: int = opt(default=0, help=HIDDEN)
+    advertise_host: str | None = opt(default=None, help=HIDDEN)
+    nnodes: int = opt(default=1, help=HIDDEN)
+    node_rank: int = opt(default=0, help=HIDDEN)
+    dist_init_addr: str | None = opt(default=None, help=HIDDEN)
 
     def check(self) -> None:
         """Raise ``ClusterOptionsError`` when this cluster can't work."""

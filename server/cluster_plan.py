@@ -9,13 +9,14 @@ from typing import NamedTuple
 from ..router.options import RouterOptions, RouterTargets
 from ..runtime.cluster_secret import inherited_descriptors
 from ..runtime.cpu_list import format_cores, parse_cpus
+from ..runtime.disaggregation_options import DisaggregationMode
 from ..runtime.machine.choose_cores import compute_cores, quota_note
 from ..runtime.machine.gpus import may_use_gpu
 from ..runtime.machine.topology import Machine
-from ..runtime.options import DisaggregationMode, ServerOptions
 from ..runtime.web.ports import LOOPBACK, free_ports, http_url
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .core_split import split_evenly, split_nodes
+from .options import ServerOptions
 
 MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
 """What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""

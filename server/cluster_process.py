@@ -21,10 +21,10 @@ import msgspec
 
 from ..runtime.output import copy_to_stderr
 from ..runtime.python import python_command
-from ..runtime.supervisor import describe_exit
 from ..runtime.web.own_admin_key import own_admin_key_file
 from .cluster_plan import ProcessPlan
 from .log_folder import LogFolder
+from .supervisor import describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -35,13 +35,14 @@ from .http.engine.engine_client import EngineClient
 from .http.served_model import ServedModel
 from .http.session_store.session_files import SessionError
 from .http.session_store.session_folder import open_sessions
+from .options import ServerOptions
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1
 log = logging.getLogger(__name__)
 
 
-async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) -> None:
+async def serve(ctx: ChildContext[ServerOptions], listener: socket.socket, model: ServedModel) -> None:
     """Serve until ``STOP``; an error in the receiving task ends the process."""
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
@@ -93,7 +94,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
 
 def main() -> None:
     """Run the HTTP process until it is stopped."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, ServerOptions)
     return_freed_memory()
     allow_many_connections()
     host, port = ctx.options.host, ctx.options.port

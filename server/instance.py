@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..runtime.options import ServerOptions
-from ..runtime.supervisor import run_server
+from .options import ServerOptions
 from .pinned_model import pin_model
+from .supervisor import run_server
 
 
 def run_instance(options: ServerOptions) -> int:

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from ..model_files.errors import ModelNotFound
 from ..model_files.model_path import pinned_revision
-from ..runtime.options import ServerOptions
-from ..runtime.supervisor import InstanceFailed
+from .options import ServerOptions
+from .supervisor import InstanceFailed
 
 log = logging.getLogger(__name__)
 

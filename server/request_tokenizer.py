@@ -19,7 +19,7 @@ from ..messages.text import EncodeReq
 from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
-from ..runtime.options import DEFAULT_MAX_LOGPROBS
+from ..scheduler.options import DEFAULT_MAX_LOGPROBS
 from .logprob_budget import UNLIMITED, fit_logprobs
 from .prompt_encoder import THE_LIMIT, TOO_LONG, PromptEncoder, RendersChats
 from .text_questions import TextQuestions

@@ -35,8 +35,8 @@ from ..model_files.text.limited_template import LimitedTemplate
 from ..model_files.text.load import find_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
-from ..runtime.options import ServerOptions
 from .chat_renderer import ChatRenderer, Exits, Rendered
+from .options import ServerOptions
 from .question_thread import QuestionThread
 from .request_tokenizer import NOTHING_RENDERED, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
@@ -111,7 +111,7 @@ def deliver(routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> No
 def main() -> None:
     """Run until killed."""
     started = time.monotonic()
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, ServerOptions)
     return_freed_memory()
     here = ctx.options.disaggregation_mode
     inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer), here)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...mem_cache.pages import floor_to_page
 from ...messages.base import I32
-from ...runtime.options import ServerOptions
+from ...scheduler.options import SchedulerOptions
 from ..prompts import TokenRange
 from ..schedule.virtual_instance import NEVER, Job, VirtualInstance
 from ..trace import TraceReplay, read_trace
@@ -81,7 +81,7 @@ def hit_rate(
     page = options.page_size
     pool = max(page, round(different * share) // page * page)
     fitting = [job for job in jobs if len(job.prompt) + job.max_tokens <= pool]
-    server = ServerOptions(
+    server = SchedulerOptions(
         radix_eviction_policy=policy,
         page_size=page,
         max_total_tokens=pool,

@@ -11,9 +11,9 @@ import numpy as np
 from ...messages.base import pack_i32
 from ...messages.requests import GenerateReq
 from ...messages.sampling import SamplingParams
-from ...runtime.options import ServerOptions
 from ...scheduler.kv_memory import KVMemory
 from ...scheduler.memory_terms import NO_RESERVE, PoolSizes
+from ...scheduler.options import SchedulerOptions
 from ...scheduler.policies.by_prefix import LongestPrefixMatch
 from ...scheduler.req import Req, ReqState, Route
 from ..errors import BenchError
@@ -59,7 +59,7 @@ def measure_queue(options: CacheBenchOptions) -> QueueTimes:
     page = options.page_size
     reqs = _waiting(options.queued)
     tokens = POOL_TOKENS // page * page
-    server = ServerOptions(page_size=page, max_total_tokens=tokens, max_running_requests=ADMITTED)
+    server = SchedulerOptions(page_size=page, max_total_tokens=tokens, max_running_requests=ADMITTED)
     memory = KVMemory(server, PoolSizes(tokens), 4096)
     policy = LongestPrefixMatch(memory)
     memory.on_stored = policy.stored

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 import numpy as np
 
-from ...runtime.options import ServerOptions
+from ...scheduler.options import SchedulerOptions
 from ..errors import BenchError
 from ..prompts import TokenRange
 from ..trace import TraceReplay, read_trace
@@ -76,7 +76,7 @@ def run_schedule_bench(options: ScheduleBenchOptions) -> int:
 
 
 def _run(options: ScheduleBenchOptions, policy: Policy, rule: Rule, jobs: list[Job]) -> Result:
-    server = ServerOptions(
+    server = SchedulerOptions(
         schedule_policy=policy,
         schedule_conservativeness=options.conservativeness,
         page_size=options.page_size,

@@ -16,8 +16,8 @@ from ...messages.outputs import ReqError, TokenBatch
 from ...messages.requests import GenerateReq
 from ...messages.sampling import SamplingParams
 from ...messages.worker import ForwardStep, KVGroup, KVLayout, MeasuredStep, RowInit, StepResult, WorkerReady
-from ...runtime.options import ServerOptions
 from ...scheduler.estimates.cost_model import StepShape
+from ...scheduler.options import SchedulerOptions
 from ...scheduler.outbox import Outbox
 from ...scheduler.scheduler import Scheduler
 from ..errors import BenchError
@@ -70,7 +70,7 @@ class _Sink:
 class VirtualInstance:
     """``run`` serves jobs; what came of them is in ``outcomes``, and counts are the scheduler's own."""
 
-    def __init__(self, options: ServerOptions, context_length: int) -> None:
+    def __init__(self, options: SchedulerOptions, context_length: int) -> None:
         layout = KVLayout(options.page_size, (KVGroup((0,), "mha", 1, 1, "int64", options.page_size * 8),))
         ready = WorkerReady(
             fingerprint="virtual",

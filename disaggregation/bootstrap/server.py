@@ -32,6 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.child import start_child
+from ...runtime.process_options import ChildOptions
 from ...runtime.signals import STOP
 from ...runtime.web.body import BodyEncoded, BodyTooLarge, read_body
 from ...runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_protocol
@@ -141,7 +142,7 @@ async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], No
 
 def main() -> None:
     """Run as a child of the supervisor."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, ChildOptions)
     options = ctx.options
     port = options.own_bootstrap_port
     try:

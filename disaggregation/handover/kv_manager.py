@@ -28,9 +28,9 @@ from ...messages.worker import (
 )
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.metrics import Metrics, counter, read
-from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
 from ...runtime.web.ports import is_loopback
+from ...scheduler.options import SchedulerOptions
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from .greeting import Greeting
@@ -228,7 +228,7 @@ class KVManager:
         (outbox.to_worker if isinstance(command, ConnectPeer) else outbox.to_transfer)(command)
 
 
-def asks_nobody(options: ServerOptions) -> bool:
+def asks_nobody(options: SchedulerOptions) -> bool:
     """Return whether this instance serves every client that can reach it: a loopback address and no API key.
 
     In that case peers without a cluster secret may send it requests, too.

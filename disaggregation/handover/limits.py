@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...runtime.options import ServerOptions
+from ...scheduler.options import SchedulerOptions
 
 
 class HandoverLimits(NamedTuple):
@@ -28,7 +28,7 @@ class HandoverLimits(NamedTuple):
         return self.queue + self.transfer
 
     @staticmethod
-    def of(options: ServerOptions) -> HandoverLimits:
+    def of(options: SchedulerOptions) -> HandoverLimits:
         """Return the limits set by the options."""
         return HandoverLimits(
             options.disaggregation_bootstrap_timeout,

@@ -9,6 +9,7 @@ import zmq
 
 from ...runtime.child import ChildContext
 from ...runtime.cluster_secret import ClusterSecret
+from ...scheduler.options import SchedulerOptions
 from ..bootstrap.finder import RegistrationFinder
 from ..bootstrap.lease import LeaseKeeper
 from ..bootstrap.port_file import announced_port
@@ -24,7 +25,7 @@ class Network:
     back through a mailbox that wakes the loop.
     """
 
-    def __init__(self, ctx: ChildContext) -> None:
+    def __init__(self, ctx: ChildContext[SchedulerOptions]) -> None:
         options = ctx.options
         secret = ClusterSecret.read(options.cluster_secret_file)
         keys = secret.keys("control") if secret is not None else []

@@ -11,6 +11,7 @@ import zmq
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.child import start_child
 from ...runtime.malloc import return_freed_memory
+from ...scheduler.options import SchedulerOptions
 from ...scheduler.process import SchedulerProcess
 from ...scheduler.scheduler import Scheduler
 from .kv_manager import KVManager
@@ -19,7 +20,7 @@ from .network import Network
 
 def main() -> None:
     """Run the scheduler process until it ends."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, SchedulerOptions)
     return_freed_memory()
 
     host, port = ctx.options.host, ctx.options.disaggregation_control_port

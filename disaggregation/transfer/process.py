@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...messages.channel import Receiver, Sender, UndeclaredMessage
 from ...messages.routes import ToTransfer
 from ...messages.worker import ReceiveCommand, TransferEvent
+from ...model_runner.options import WorkerOptions
 from ...model_runner.process import run
 from ...runtime.child import ChildContext, start_child
 from ..errors import TransferError
@@ -29,11 +30,11 @@ log = logging.getLogger(__name__)
 
 def main() -> NoReturn:
     """Run the worker process."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, WorkerOptions)
     run(ctx, lambda model: start_engine(ctx, model))
 
 
-def start_engine(ctx: ChildContext, model: LoadedModel) -> TransferEngine:
+def start_engine(ctx: ChildContext[WorkerOptions], model: LoadedModel) -> TransferEngine:
     """Open the model's pools to peers and start the engine. Ends the process if the backend can't be used here."""
     # The model is loaded by now, so these imports delay nothing.
     from ...model_runner.kv.staging import page_groups
@@ -63,7 +64,7 @@ def start_engine(ctx: ChildContext, model: LoadedModel) -> TransferEngine:
     return engine
 
 
-def _obey(ctx: ChildContext, engine: TransferEngine) -> None:
+def _obey(ctx: ChildContext[WorkerOptions], engine: TransferEngine) -> None:
     """Hand commands that must not wait for a step to ``engine``, for ever."""
     from .engine import end_process
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...runtime.options import ServerOptions
 from ..errors import ModelNotFound
 from ..model_path import ModelSource, resolve_model
+from ..options import ModelOptions
 from .errors import TokenizerLoadError
 from .gguf_metadata import read_gguf_metadata
 from .gguf_tokenizer import tokenizer_from_gguf
@@ -14,7 +14,7 @@ from .hf_tokenizer import tokenizer_from_folder
 from .text_tokenizer import TextTokenizer
 
 
-def load_tokenizer(options: ServerOptions) -> TextTokenizer:
+def load_tokenizer(options: ModelOptions) -> TextTokenizer:
     """Load the tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelError``."""
     source = _find_tokenizer(options)
     if source.kind == "gguf":
@@ -22,7 +22,7 @@ def load_tokenizer(options: ServerOptions) -> TextTokenizer:
     return tokenizer_from_folder(source.path)
 
 
-def find_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> str | None:
+def find_chat_template(options: ModelOptions, tokenizer: TextTokenizer) -> str | None:
     """Return the template of the options, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
     if options.chat_template is None:
         return tokenizer.chat_template
@@ -32,7 +32,7 @@ def find_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> str 
         raise TokenizerLoadError(f"--chat-template {options.chat_template} can't be read: {e}") from e
 
 
-def _find_tokenizer(options: ServerOptions) -> ModelSource:
+def _find_tokenizer(options: ModelOptions) -> ModelSource:
     path = options.tokenizer_path
     if path is None:
         return resolve_model(options.model_path, revision=options.revision, weights=False)

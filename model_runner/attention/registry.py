@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ...model_files.spec import AttentionSpec, MLASpec
-from ...runtime.options import ServerOptions
 from ..device.base import Device
 from ..kv.pool import KVPool
 from ..kv.sparse.pool import SparseTokenToKVPool
+from ..options import WorkerOptions
 from .base import AttentionBackend, AttentionLimits
 
 
@@ -29,7 +29,7 @@ class BackendNeeds(NamedTuple):
     attentions: Sequence[AttentionSpec | MLASpec] = ()
     most_pages: int = 0
     workspace_mib: int = 0
-    options: ServerOptions | None = None
+    options: WorkerOptions | None = None
 
 
 def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:

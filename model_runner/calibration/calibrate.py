@@ -21,7 +21,6 @@ from ...model_files.model_path import resolve_model
 from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ...model_files.spec_reader import read_spec
 from ...model_files.text.errors import TokenizerLoadError
-from ...runtime.options import ServerOptions
 from ..attention.base import AttentionBackend
 from ..attention.registry import BackendNeeds, make_attention_backend
 from ..batch.forward_batch import ForwardBatch
@@ -30,6 +29,7 @@ from ..kv.pool import make_layout, make_pool
 from ..kv.sparse.channels import refuse_unsuitable, write_channels
 from ..loader.load import load_model_weights
 from ..models.decoder import Decoder
+from ..options import WorkerOptions
 from .options import CalibrateOptions
 from .text_windows import read_windows
 
@@ -91,7 +91,7 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
     spec = without_idle_windows(with_context(described, choose_context_length(described, None)))
     refuse_unsuitable("calibrate", spec)
     text = None if options.text is None else options.text.read_text(encoding="utf-8")
-    asked = ServerOptions(model_path=options.model_path, tokenizer_path=options.tokenizer_path)
+    asked = WorkerOptions(model_path=options.model_path, tokenizer_path=options.tokenizer_path)
     windows = read_windows(asked, options.tokens, options.window, text=text)
     if not len(windows):
         raise UnsupportedModel(f"the text has fewer than {options.window} tokens; give a longer one, or --window")

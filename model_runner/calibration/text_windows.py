@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...model_files.text.load import load_tokenizer
-from ...runtime.options import ServerOptions
+from ..options import WorkerOptions
 
 
-def read_windows(options: ServerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
+def read_windows(options: WorkerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
     """Cut a text into windows [windows, W] int64 of ``window`` tokens each, without a token that begins a text.
 
     ``options`` name the model and its tokenizer. The windows hold at most ``tokens`` tokens after the first ``skip``

@@ -25,7 +25,6 @@ from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, commit_of, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
-from ...runtime.options import ServerOptions
 from ..device.base import Device
 from ..device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from ..device.placement import SPIN_US
@@ -36,6 +35,7 @@ from ..kv.size import layers_apart
 from ..kv.sparse.channels import choose_channels
 from ..loader.load import foreign_fingerprint
 from ..models.transformers.refusals import refuse_for_transformers
+from ..options import WorkerOptions
 from ..ranks.part import ModelPart, WholeModel
 from .attention_choice import choose_attention_backend
 from .base import Engine
@@ -68,7 +68,7 @@ class Threads:
 class _Setup:
     """What is known before the model's description is read."""
 
-    options: ServerOptions
+    options: WorkerOptions
     source: ModelSource
     implementation: ModelImpl
     device: Device
@@ -86,7 +86,7 @@ class _Setup:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
 
 
-def load_model(options: ServerOptions, threads: Threads | None = None, ranks: HostRanks | None = None) -> LoadedModel:
+def load_model(options: WorkerOptions, threads: Threads | None = None, ranks: HostRanks | None = None) -> LoadedModel:
     """Load the model, or the part of it that a rank computes. ``ranks``: the rank that this is, None: the only one.
 
     Raises ``ModelError`` if the model can't be served as asked.
@@ -158,7 +158,7 @@ def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> Lo
     )
 
 
-def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, options: ServerOptions) -> ModelPart:
+def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, options: WorkerOptions) -> ModelPart:
     """Return the part of ``spec`` that this process computes. ``ranks``: the rank that it is, None: the only one.
 
     Raises ``UnsupportedModel``.

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...messages.worker import KVLayout
-from ...runtime.options import ServerOptions
 from ..device.base import Device
 from ..kv.pools import PoolPlan, Pools, make_pools, make_smallest_pools, plan_pools, shares_pools
 from ..kv.size import GIB
 from ..kv.sparse.channels import LabelChannels
+from ..options import WorkerOptions
 from ..ranks.part import ModelPart, Own
 from ..steps.step_memory import GRAPH_BYTES, StepSizes, bytes_of_steps
 from ..steps.step_runner import StepRunner
@@ -41,7 +41,7 @@ class _Trial(NamedTuple):
 class PoolMaker:
     """Makes the pools of one model, or of the part of it that a rank computes."""
 
-    options: ServerOptions
+    options: WorkerOptions
     device: Device
     vocab_size: int
     context_length: int

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...runtime.options import ServerOptions
 from ..attention.base import attention_limits
 from ..attention.registry import BackendNeeds, make_attention_backend
 from ..batch.forward_batch import ForwardBatch
 from ..device.base import Device
 from ..kv.pools import Pools
 from ..models.decoder import Decoder, LayerForward
+from ..options import WorkerOptions
 from ..steps.decode_graphs import graph_sizes, why_no_graphs
 from .base import Engine, meet_alone, without_weights
 from .weights import Weights
@@ -26,7 +26,7 @@ WrapLayer = Callable[[int, LayerForward], LayerForward]
 class AttentionEngine(Engine):
     """Computes a model of torch's layers, with an attention backend over the pools."""
 
-    def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: ServerOptions) -> None:
+    def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: WorkerOptions) -> None:
         """Make the attention backend of the name ``backend`` from what it ``needs``."""
         self._attention = attention = make_attention_backend(backend, needs)
         super().__init__(pools, clears_begun_pages=options.hands_over or attention.reads_whole_pages)
@@ -42,7 +42,7 @@ class AttentionEngine(Engine):
         super().prepare(batch)
         self._attention.plan(batch)
 
-    def _choose_graphs(self, sizes: tuple[int, ...], options: ServerOptions, device: Device, model: object) -> None:
+    def _choose_graphs(self, sizes: tuple[int, ...], options: WorkerOptions, device: Device, model: object) -> None:
         why_not = why_no_graphs(options, device, model, self._attention.is_graph_safe)
         if why_not is None:
             self.graph_sizes = sizes
@@ -59,7 +59,7 @@ class TorchEngine(AttentionEngine):
         pools: Pools,
         backend: str,
         device: Device,
-        options: ServerOptions,
+        options: WorkerOptions,
         context_length: int,
         reload: Callable[[], Weights],
         *,

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ...model_files.errors import UnsupportedModel
-from ...runtime.options import ServerOptions
 from ..attention.registry import BackendNeeds
 from ..batch.forward_batch import ForwardBatch
 from ..device.base import Device
 from ..kv.pools import Pools
 from ..models.transformers.model import TransformersModel
+from ..options import WorkerOptions
 from ..steps.decode_graphs import graph_sizes
 from .torch import AttentionEngine
 
@@ -26,7 +26,7 @@ class TransformersEngine(AttentionEngine):
         pools: Pools,
         device: Device,
         dtype: torch.dtype,
-        options: ServerOptions,
+        options: WorkerOptions,
     ) -> None:
         needs = BackendNeeds(pools.pool, dtype, pools.window_pool, device=device, options=options)
         super().__init__("torch", needs, pools, options)

@@ -11,7 +11,6 @@ import torch
 from ...model_files.errors import InvalidWeights, UnsupportedModel
 from ...model_files.model_path import ModelSource
 from ...model_files.spec import ModelSpec
-from ...runtime.options import ServerOptions
 from ..loader.load import fingerprint, load_model_weights
 from ..loader.open_blocks import open_blocks
 from ..loader.open_packed import Quantization, choose_quantization, open_packed
@@ -20,6 +19,7 @@ from ..loader.quantized_blocks import BlockSource, QuantizedActivations, has_who
 from ..models.decoder import Decoder
 from ..models.group import alone
 from ..ops.choose import choose_ops
+from ..options import WorkerOptions
 from ..ranks.part import ModelPart
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 class WeightLoader:
     """Loads the weights of one model, from files or at random. Raises ``ModelError``."""
 
-    options: ServerOptions
+    options: WorkerOptions
     source: ModelSource
     spec: ModelSpec
     identity: ModelSpec

@@ -10,8 +10,8 @@ import torch
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...messages.worker import KVLayout
 from ...runtime.machine.memory import Memory
-from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
+from ..options import WorkerOptions
 from .pool import KVPool, make_pool
 from .size import choose_pools
 from .sparse.channels import LabelChannels
@@ -29,7 +29,7 @@ class PoolPlan(NamedTuple):
 
 
 def plan_pools(
-    options: ServerOptions,
+    options: WorkerOptions,
     layout: KVLayout,
     context_length: int,
     weight_bytes: int,
@@ -43,7 +43,7 @@ def plan_pools(
     return PoolPlan(reserved.kept // options.page_size + 1, tokens, num_window_pages)
 
 
-def shares_pools(options: ServerOptions) -> bool:
+def shares_pools(options: WorkerOptions) -> bool:
     """Return whether other processes map the pools."""
     return BACKENDS[options.disaggregation_transfer_backend].needs_shared_memory
 

@@ -13,8 +13,8 @@ from ...messages.worker import KVLayout
 from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import AttentionSpec, ModelSpec
 from ...runtime.machine.memory import Memory
-from ...runtime.options import ServerOptions
 from ..errors import NotEnoughMemory
+from ..options import WorkerOptions
 
 DEFAULT_FRACTION = {"cuda": 0.88, "cpu": 0.3}
 GIB = 2**30
@@ -68,7 +68,7 @@ class PoolChoice(NamedTuple):
     reserved: PoolTokens
 
 
-def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
+def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
     """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
     its pages at once; nor with a second tier that gets pages later than they are computed, when windows have moved on,
     or rounds them.
@@ -81,7 +81,7 @@ def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
     return {layer: window for layer, window in windows if window is not None}
 
 
-def piece_of(options: ServerOptions, device_type: str) -> int:
+def piece_of(options: WorkerOptions, device_type: str) -> int:
     """Tokens of a prompt that a step computes at most."""
     return min(options.chunked_prefill_size or USUAL_PIECE[device_type], options.max_prefill_tokens)
 
@@ -94,7 +94,7 @@ def windows_ratio(window: int, context_length: int, page_size: int) -> float:
 
 
 def choose_pools(
-    options: ServerOptions,
+    options: WorkerOptions,
     layout: KVLayout,
     context_length: int,
     weight_bytes: int,

@@ -17,10 +17,10 @@ from ...mem_cache.kv_pages.staging import SCRATCH_BYTES, Piece, Slabs, Staging, 
 from ...mem_cache.kv_pages.word_sum import WORD_BYTES
 from ...messages.base import I32
 from ...messages.worker import KVLayout
-from ...runtime.options import ServerOptions
 from ...runtime.transfer_backends import BACKENDS
 from ..device.base import Device
 from ..device.triton_support import triton_refusal
+from ..options import WorkerOptions
 from .pool import KVPool
 from .pools import Pools
 
@@ -80,7 +80,7 @@ class PoolPages:
         return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
 
 
-def page_groups(pools: Pools, device: Device, options: ServerOptions) -> list[PageGroup | None]:
+def page_groups(pools: Pools, device: Device, options: WorkerOptions) -> list[PageGroup | None]:
     """Return what peers may read and write of ``pools``: the pages of each group of the layout, None for one without
     bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0, or the backend knows no
     other: then they are ``direct``.

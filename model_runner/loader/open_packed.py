@@ -12,9 +12,9 @@ from ...model_files.model_path import ModelSource
 from ...model_files.packing import PackingKind
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
-from ...runtime.options import ServerOptions
 from ..device.triton_support import triton_refusal
 from ..models.decoder import Decoder
+from ..options import WorkerOptions
 from .packed_layers import PackedLayers
 from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource
 from .safetensors_weights import packing_of
@@ -29,7 +29,7 @@ MULTIPLIES_FP8 = (8, 9)
 
 
 def choose_quantization(
-    options: ServerOptions,
+    options: WorkerOptions,
     source: ModelSource,
     device: torch.device,
     dtype: torch.dtype,

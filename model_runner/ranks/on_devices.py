@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from ...model_files.errors import UnsupportedModel
-from ...runtime.options import ServerOptions
 from ...runtime.ranks import RankPlace
+from ..options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
 
-def refuse_on_devices(options: ServerOptions, place: RankPlace) -> None:
+def refuse_on_devices(options: WorkerOptions, place: RankPlace) -> None:
     """Raise ``UnsupportedModel`` for what each rank's own pool, of its own heads, does not allow."""
     asked = f"--tp-size {place.size} on GPUs"
     if place.nodes > 1:

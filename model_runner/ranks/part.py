@@ -15,10 +15,10 @@ import torch
 
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...model_files.sharding import Shard
-from ...runtime.options import ServerOptions
 from ..kv.pool import HasKV
 from ..kv.pools import PoolPlan, shares_pools
 from ..models.group import RankGroup, alone
+from ..options import WorkerOptions
 
 if TYPE_CHECKING:
     from ..cpu_engine.native_engine import Ranks
@@ -75,7 +75,7 @@ class WholeModel(ModelPart):
     """All of a model, computed by one process."""
 
     def __init__(
-        self, kept: HasKV, device: torch.device, options: ServerOptions, windows: Mapping[int, int] | None = None
+        self, kept: HasKV, device: torch.device, options: WorkerOptions, windows: Mapping[int, int] | None = None
     ) -> None:
         self.kept = kept
         self.windows = windows or {}

@@ -22,11 +22,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...runtime.options import ServerOptions
 from ..batch.forward_batch import ForwardBatch
 from ..device.base import Device, Graph
 from ..models.decoder import Decoder
 from ..models.group import alone
+from ..options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def size_for(sizes: tuple[int, ...], count: int) -> int | None:
     return sizes[at] if at < len(sizes) else None
 
 
-def why_no_graphs(options: ServerOptions, device: Device, model: object, is_safe: bool) -> str | None:
+def why_no_graphs(options: WorkerOptions, device: Device, model: object, is_safe: bool) -> str | None:
     """Why decode steps of ``model`` run without, None where they can be captured; ``is_safe``: its attention can be."""
     if options.disable_cuda_graph:
         return "--disable-cuda-graph"

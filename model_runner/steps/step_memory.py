@@ -18,10 +18,10 @@ from ...messages.base import pack_i32
 from ...messages.requests import MAX_TOP_LOGPROBS
 from ...messages.sampling import SamplingParams
 from ...messages.worker import ForwardStep, InputLogprobSpec, RowInit
-from ...runtime.options import ServerOptions
 from ..device.base import Device
 from ..errors import NotEnoughMemory
 from ..kv.size import piece_of
+from ..options import WorkerOptions
 from ..page_mover import NoPageMover
 from .step_queue import StepQueue
 from .step_runner import StepRunner
@@ -43,7 +43,7 @@ class StepSizes(NamedTuple):
     context_length: int
 
     @classmethod
-    def of(cls, options: ServerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
+    def of(cls, options: WorkerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
         """Sizes for these options. ``gathers``: attention copies whole contexts, which are kept short here."""
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
         each = options.max_logprobs_per_request

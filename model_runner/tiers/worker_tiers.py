@@ -14,8 +14,8 @@ from ...messages.base import unpack_i32
 from ...messages.tiers import CopyPages, PagesCopied, TierCommand
 from ...model_files.errors import UnsupportedModel
 from ...runtime.cluster_secret import ClusterSecretError, read_key_ring
-from ...runtime.options import ServerOptions
 from ..kv.pools import Pools
+from ..options import WorkerOptions
 from .host_pool import Bytes, HostPool
 from .page_codec import make_codecs
 from .store_engine import StoreEngine, StoreEvent
@@ -24,7 +24,7 @@ GB = 10**9
 EmitStored = Callable[[StoreEvent], None]
 
 
-def host_pages(options: ServerOptions, num_pages: int, page_bytes: int) -> int:
+def host_pages(options: WorkerOptions, num_pages: int, page_bytes: int) -> int:
     """How many pages of ``page_bytes`` the second tier has beside a pool of ``num_pages``."""
     if options.hicache_size:
         return max(1, int(options.hicache_size * GB) // page_bytes)
@@ -43,7 +43,7 @@ class WorkerTiers:
     """Copies in the worker's own thread, between steps; everything else is the store's thread's."""
 
     def __init__(
-        self, options: ServerOptions, pools: Pools, device_type: str, make_emit: Callable[[], EmitStored]
+        self, options: WorkerOptions, pools: Pools, device_type: str, make_emit: Callable[[], EmitStored]
     ) -> None:
         """``make_emit``: a way to the scheduler for another thread. Raises ``ModelError``."""
         if device_type != "cpu":

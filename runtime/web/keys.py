@@ -20,7 +20,6 @@ from .ports import is_loopback
 if TYPE_CHECKING:  # every command reads options, and few of them serve
     from starlette.types import Scope
 
-    from ..options import ServerOptions
 
 KEY_NAME_HEADER = b"x-pdserve-key-name"
 """Header with the name of the client's key, in a request that a router passes on with the admin key."""
@@ -211,7 +210,14 @@ def check_keys(options: KeyOptions) -> None:
         )
 
 
-def caches_by_key(options: ServerOptions) -> bool:
+class CacheKeyOptions(KeyOptions, Protocol):
+    """The options of a server about its keys and the cached prefixes of each key."""
+
+    @property
+    def cache_by_key(self) -> bool | None: ...
+
+
+def caches_by_key(options: CacheKeyOptions) -> bool:
     """Return whether cached prefixes are separate for each key: as ``--cache-by-key`` says, else for several users."""
     return read_keys(options).are_several if options.cache_by_key is None else options.cache_by_key
 

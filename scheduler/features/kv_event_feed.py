@@ -15,8 +15,8 @@ import zmq
 
 from ...mem_cache.kv_events import KVEventLog
 from ...messages.kv_events import END, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
-from ...runtime.options import ServerOptions
 from ..feature import Feature
+from ..options import SchedulerOptions
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ LONGEST_REQUEST = 64
 class KVEventFeed(Feature):
     """Owner of both sockets. Raises ``zmq.ZMQError`` if an address can't be bound."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ServerOptions, events: KVEventLog) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: SchedulerOptions, events: KVEventLog) -> None:
         self._events = events
         self._topic = options.kv_events_topic.encode()
         self._kept: deque[Frame] = deque(maxlen=options.kv_events_buffer)

@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from ...messages.base import I32
 from ..req import Req, ReqState
+
+if TYPE_CHECKING:
+    from ..estimates.cost_model import CostModel
+    from ..kv_memory import KVMemory
+
+
+class PolicyOptions(Protocol):
+    """The options that policies read."""
+
+    @property
+    def schedule_policy(self) -> str: ...
+    @property
+    def disaggregation_mode(self) -> str: ...
+    @property
+    def random_seed(self) -> int: ...
+
+
+class PolicyNeeds(NamedTuple):
+    """What policies are made of."""
+
+    options: PolicyOptions
+    memory: KVMemory
+    model: CostModel
 
 
 class SchedulePolicy(ABC):
@@ -18,6 +42,11 @@ class SchedulePolicy(ABC):
 
     may_pass = False
     """Whether a waiting request may ever go before one that is in the middle of its prompt."""
+
+    @classmethod
+    def make(cls, needs: PolicyNeeds) -> Self:
+        """Make the policy. A policy with arguments of its constructor overrides this."""
+        return cls()
 
     @abstractmethod
     def add(self, req: Req, lane: int) -> None:

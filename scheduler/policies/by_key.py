@@ -6,10 +6,10 @@ import random
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..req import Req, Route
-from .base import SchedulePolicy
+from .base import PolicyNeeds, SchedulePolicy
 
 
 class _Place(NamedTuple):
@@ -84,6 +84,10 @@ class Random(ByKey):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._rng = random.Random(seed)
+
+    @classmethod
+    def make(cls, needs: PolicyNeeds) -> Self:
+        return cls(needs.options.random_seed)
 
     def key(self, req: Req) -> tuple[float, float]:
         return self._rng.random(), 0.0

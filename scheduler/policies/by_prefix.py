@@ -7,6 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from ...messages.base import I32
 from ..kv_memory import KVMemory
 from ..req import Req
-from .base import SchedulePolicy
+from .base import PolicyNeeds, SchedulePolicy
 from .prefix_index import PrefixIndex, Slots
 
 I64 = NDArray[np.int64]
@@ -39,6 +40,10 @@ class ByPrefix(SchedulePolicy):
 
     def __init__(self, memory: KVMemory) -> None:
         self.index = PrefixIndex(memory)
+
+    @classmethod
+    def make(cls, needs: PolicyNeeds) -> Self:
+        return cls(needs.memory)
 
     def add(self, req: Req, lane: int) -> None:
         self.index.add(req, lane)

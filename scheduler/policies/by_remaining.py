@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 
 from ..estimates.cost_model import CostModel, StepShape
 from ..kv_memory import KVMemory
 from ..req import Req, ReqState
+from .base import PolicyNeeds
 from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
 
@@ -33,6 +35,10 @@ class ShortestRemainingFirst(ByRank):
     def __init__(self, memory: KVMemory, model: CostModel) -> None:
         super().__init__(memory)
         self._model = model
+
+    @classmethod
+    def make(cls, needs: PolicyNeeds) -> Self:
+        return cls(needs.memory, needs.model)
 
     def ranker(self) -> Ranker:
         index = self.index

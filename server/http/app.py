@@ -9,7 +9,6 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from ...runtime.options import ServerOptions
 from ...runtime.web.access_log import AccessCounts
 from ...runtime.web.apis import path_table
 from ...runtime.web.aside import Aside
@@ -17,6 +16,7 @@ from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.guard import guard
 from ...runtime.web.paths import DELETE, GET, POST, PathFacts, Server
 from ...runtime.web.prometheus import MetricsPage
+from ..options import ServerOptions
 from .bodies.field_names import FieldNames
 from .endpoint import Endpoint
 from .engine.bootstrap_gate import BootstrapGate

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...model_files.model_path import resolve_model
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
-from ...runtime.options import ServerOptions
+from ..options import ServerOptions
 
 ALWAYS = "default"
 """A name that every instance answers to."""

@@ -7,10 +7,10 @@ from typing import cast
 
 from starlette.requests import Request
 
-from ...runtime.options import ServerOptions
 from ...runtime.web.aside import Aside
 from ...runtime.web.body import Uploads
 from ...runtime.web.prometheus import MetricsPage
+from ..options import ServerOptions
 from .bodies.field_names import FieldNames
 from .engine.bootstrap_gate import BootstrapGate
 from .engine.engine_client import EngineClient

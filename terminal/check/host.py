@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ...mem_cache.kv_pages.region import RegionError, allocate_region
 from ...model_runner.device.placement import plan_placement
+from ...model_runner.options import WorkerOptions
 from ...runtime.machine.control_groups import SystemTree, cpu_quota
 from ...runtime.machine.memory import host_memory
 from ...runtime.machine.processor import cpu_model
 from ...runtime.machine.topology import read_machine
-from ...runtime.options import ServerOptions
 from ...runtime.run_dir import RUN_DIR_CHARS, SOCKET_PATH_CHARS, run_dir_parent
 from .finding import Finding, ok, problem, warning
 
@@ -60,7 +60,7 @@ def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noq
 def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
     """Examine the number of connections of a process. ``limits`` are soft and hard; by default, this process's."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
-    options = ServerOptions()
+    options = WorkerOptions()
     wanted = FILES_A_REQUEST * (options.max_running_requests + options.max_queued_requests)
     says = {limit: str(limit) for limit in (soft, hard)} | {resource.RLIM_INFINITY: "no limit"}
     text = says[soft] if soft == hard else f"{says[soft]}, which pdserve raises to {says[hard]}"

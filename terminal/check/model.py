@@ -27,8 +27,8 @@ from ...model_runner.kv.size import (
     layers_apart,
     piece_of,
 )
+from ...model_runner.options import WorkerOptions
 from ...runtime.machine.memory import Memory, host_memory
-from ...runtime.options import ServerOptions
 from .finding import Finding, ok, problem, warning
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def look_at_model(path: str, has_kernels: bool, revision: str | None = None) -> 
         as_blocks = source.kind == "gguf" and has_kernels
         yield fit(model, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
     # The path that was found: a name would be looked up on the network again.
-    yield from _texts(ServerOptions(model_path=str(source.path)), source)
+    yield from _texts(WorkerOptions(model_path=str(source.path)), source)
 
 
 def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
@@ -97,7 +97,7 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
 
     With ``are_packed``, the kernels copy weights into their own order. Both copies exist until the last layer is done.
     """
-    options = ServerOptions()
+    options = WorkerOptions()
     most = options.max_running_requests * (spec.context_length + options.page_size - 1)
     request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
     needs = f"about {weights / GIB:.2f} GiB of weights{' (twice that while they are packed)' if are_packed else ''}"
@@ -120,7 +120,7 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
 
 
 def _pool(
-    spec: ModelSpec, options: ServerOptions, request: PoolRequest, weights: int, memory: Memory
+    spec: ModelSpec, options: WorkerOptions, request: PoolRequest, weights: int, memory: Memory
 ) -> tuple[int, int]:
     """Return the tokens of a unified server's KV pool, and their bytes. Raises ``NotEnoughMemory``."""
     page, size = page_bytes(spec, options.page_size), options.page_size
@@ -137,7 +137,7 @@ def _pool(
     return kept, (kept // size + 1) * both[0] + (windowed // size + 1) * both[1]
 
 
-def _texts(options: ServerOptions, source: ModelSource) -> Iterator[Finding]:
+def _texts(options: WorkerOptions, source: ModelSource) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(options)
         tokens = len(tokenizer.encode_batch(["The capital of France is"], add_special_tokens=True)[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...model_runner.options import WorkerOptions
 from ...router.options import RouterOptions
-from ...runtime.options import ServerOptions
 from ..access import AccessError, check_server_url
 
 MAX_PORT = 65535
@@ -63,7 +63,7 @@ class CheckOptions:
         """Each port, with the server that listens there by default ("" if the port was given by number)."""
         if self.ports:
             return dict.fromkeys(self.ports, "")
-        server = ServerOptions()
+        server = WorkerOptions()
         return {
             RouterOptions().port: "router",
             server.port: "instance",

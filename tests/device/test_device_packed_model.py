@@ -13,7 +13,7 @@ from support.packed_checkpoints import packed_checkpoint
 from support.triton_device import CAN_RUN, DEVICE
 
 from pdserve.model_runner.engines.load import load_model
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")
 

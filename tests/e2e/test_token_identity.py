@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def prompt_ids() -> list[list[int]]:
     from pdserve.model_files.text.load import load_tokenizer
-    from pdserve.runtime.options import ServerOptions
+    from pdserve.server.options import ServerOptions
 
     tokenizer = load_tokenizer(ServerOptions())
     return tokenizer.encode_batch(PROMPTS, add_special_tokens=True)

@@ -41,10 +41,10 @@ from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.keys import caches_by_key
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine.engine_client import EngineClient
+from pdserve.server.options import ServerOptions
 from support.admin_key import ADMIN_KEY, as_admin
 from support.machine import limit
 

@@ -14,7 +14,7 @@ from pdserve.mem_cache.kv_pages.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.engines.load import load_model
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 PAGE = 4
 PAGES = 96

@@ -8,7 +8,7 @@ from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.base_prefix_cache import BasePrefixCache
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 PAGE = 4
 

@@ -18,8 +18,8 @@ from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Shared
 from pdserve.model_runner.ranks.part import Own
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
+from pdserve.server.options import ServerOptions
 from support.machine import limit
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from .model_harness import PAGE, PAGES, Rows
 from .rank_threads import make_ranks

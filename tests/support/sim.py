@@ -24,11 +24,11 @@ from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, St
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
 from pdserve.model_runner.kv.page_hasher import PageHasher
-from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.features.sessions import Sessions
 from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.server.options import ServerOptions
 
 from .layouts import uniform_layout
 

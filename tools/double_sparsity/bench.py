@@ -16,7 +16,7 @@ import torch
 
 from pdserve.model_runner.engines.load import Threads, load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from ..kernels.kv_bench import Decodes, fill, measure
 

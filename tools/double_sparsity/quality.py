@@ -26,7 +26,7 @@ from pdserve.model_runner.calibration.calibrate import whole_text
 from pdserve.model_runner.calibration.options import CalibrateOptions
 from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.engines.load import load_model
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from ..kernels.perplexity import ROWS
 

@@ -17,7 +17,7 @@ from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.flashinfer.support import missing
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from . import packed_checks, rates
 from .bench_shapes import PACKED_SHAPES, Shape, config_of, shape_called

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_runner.calibration.text_windows import read_windows
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from .perplexity import (
     Way,

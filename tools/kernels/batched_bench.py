@@ -21,7 +21,7 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
 from pdserve.model_runner.engines.load import Threads, load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 
 class Speed(NamedTuple):

@@ -29,7 +29,7 @@ from pdserve.model_runner.engines.load import Threads, load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from .roofline import ProductKind, Roofline
 

@@ -22,7 +22,7 @@ from pdserve.model_runner.device.choice import KVDTypeName
 from pdserve.model_runner.engines.load import Threads, load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.kv.pool import KVPool
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 from .bench import make_batch
 

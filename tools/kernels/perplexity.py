@@ -36,7 +36,7 @@ from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.loader.load import load_model_weights
 from pdserve.model_runner.loader.quantized_blocks import QuantizedActivations
 from pdserve.model_runner.models.decoder import Decoder
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 REFERENCE = "transformers float32"
 ROWS = 64

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from pdserve.benchmark.command import exit_code, wide_console
 from pdserve.benchmark.errors import BenchError, BenchOptionsError
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.ports import free_ports
+from pdserve.server.options import ServerOptions
 
 from ..servers.process_cpu import cpu_seconds
 from ..servers.raw_streams import RawStreams, StreamCost, request_bytes

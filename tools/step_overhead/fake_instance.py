@@ -25,11 +25,11 @@ from pdserve.benchmark.errors import ServerError
 from pdserve.messages.channel import ipc_address
 from pdserve.runtime.child import die_with_parent
 from pdserve.runtime.logs import configure_logging
-from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.process_table import process_modules
 from pdserve.runtime.python import python_command
-from pdserve.runtime.supervisor import Supervisor
 from pdserve.runtime.web import own_admin_key
+from pdserve.server.options import ServerOptions
+from pdserve.server.process_table import process_modules
+from pdserve.server.supervisor import Supervisor
 
 from ..environment import environment
 from ..servers.child_processes import stop

@@ -23,8 +23,8 @@ from pdserve.messages.worker import ForwardStep, KVGroup, KVLayout, StepResult, 
 from pdserve.model_files.context_length import choose_context_length
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec_reader import read_spec
+from pdserve.model_runner.options import WorkerOptions
 from pdserve.runtime.child import ChildContext, start_child
-from pdserve.runtime.options import ServerOptions
 
 QUESTIONS = "fake_worker"
 POOL_TOKENS = 1 << 22
@@ -102,7 +102,7 @@ class FakeModel:
         return StepRecord(self._starts.tobytes(), self._busy.tobytes(), self._sampled)
 
 
-def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
+def answer_questions(ctx: ChildContext[WorkerOptions], model: FakeModel) -> NoReturn:
     """Run the thread that answers ``QUESTIONS``."""
     socket: zmq.Socket[Any] = ctx.zmq_ctx.socket(zmq.REP)
     socket.bind(ctx.address(QUESTIONS))
@@ -116,7 +116,7 @@ def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
             socket.send(msgspec.msgpack.encode(model.record()))
 
 
-def ready_message(options: ServerOptions) -> WorkerReady:
+def ready_message(options: WorkerOptions) -> WorkerReady:
     """Describe a pool that never runs short, for the model that the options name; raises ``ModelError``."""
     spec = read_spec(resolve_model(options.model_path, weights=False))
     layers, size = tuple(range(spec.num_layers)), options.page_size
@@ -140,7 +140,7 @@ def ready_message(options: ServerOptions) -> WorkerReady:
 
 def main() -> NoReturn:
     """Run the process."""
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, WorkerOptions)
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
     model = FakeModel()

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ....model_files.spec import AttentionSpec, MLASpec
-from ....runtime.options import RECENT_TOKENS
 from ...batch.forward_batch import ForwardBatch
 from ...kv.sparse.pool import SparseTokenToKVPool
+from ...options import RECENT_TOKENS
 from ..torch_backend import TorchAttention
 
 MOST_LANES = 1 << 17

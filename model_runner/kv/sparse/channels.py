@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....model_files.errors import UnsupportedModel
 from ....model_files.spec import MLASpec, ModelSpec
-from ....runtime.options import ServerOptions
+from ...options import WorkerOptions
 
 Format = Literal["pdserve label channels 1"]
 FORMAT: Format = "pdserve label channels 1"
@@ -114,7 +114,7 @@ def read_channels(path: Path, spec: ModelSpec) -> Tensor:
     return torch.tensor(layers, dtype=torch.int64)
 
 
-def choose_channels(options: ServerOptions, spec: ModelSpec) -> LabelChannels | None:
+def choose_channels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | None:
     """Return the channels that ``options`` ask for, or None. Raises ``UnsupportedModel``."""
     if not options.enable_double_sparsity:
         return None

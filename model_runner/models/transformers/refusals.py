@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ....model_files.errors import UnsupportedModel
-from ....runtime.options import ServerOptions
+from ...options import WorkerOptions
 
 
-def refuse_for_transformers(options: ServerOptions) -> None:
+def refuse_for_transformers(options: WorkerOptions) -> None:
     """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
     if options.attention_backend == "cpu":
         raise UnsupportedModel(

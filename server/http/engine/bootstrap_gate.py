@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from ....messages.decode import shown
 from ....messages.error_codes import OVERLOADED
 from ....runtime.cluster_secret import BootstrapSignature, ClusterSecret, TooManySignatures, addresses
-from ....runtime.options import ServerOptions
 from ....runtime.web.ports import means_this_host
+from ...options import ServerOptions
 from ..bodies.request_fields import RequestFields
 from ..errors import ApiError
 

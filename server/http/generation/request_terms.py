@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from ....runtime.options import ServerOptions
+from ...options import ServerOptions
 from ..bodies.request_fields import MOST_SECONDS, RequestFields
 from ..engine.plan import Terms
 from ..errors import bad_request

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import Metric
 
 from ....runtime.metrics import Metrics, counter, gauge, read
-from ....runtime.options import ServerOptions
 from ....runtime.web.access_log import AccessCounts
 from ....runtime.web.prometheus import exposed
+from ...options import ServerOptions
 from ..engine import request_metrics
 from ..engine.engine_client import EngineClient
 from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliased

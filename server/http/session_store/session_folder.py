@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ....runtime.options import ServerOptions
+from ...options import ServerOptions
 from ..errors import ApiError
 from .session_files import Limits, SessionError, SessionFiles
 

@@ -28,7 +28,7 @@ from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
 from pdserve.messages.question import Refused
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
-from pdserve.runtime.options import DisaggregationMode
+from pdserve.runtime.disaggregation_options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.estimates.cost_model import CostModel
 from pdserve.scheduler.estimator import Estimator

@@ -11,7 +11,7 @@ from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, ma
 from pdserve.model_files.text.byte_table import ByteTable, byte_level_alphabet, table_for_decoder
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_files.text.text_tokenizer import FastTokenizer, vocabulary_tokens
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = [

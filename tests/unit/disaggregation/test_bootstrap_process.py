@@ -27,9 +27,9 @@ from pdserve.disaggregation.bootstrap.registration import MAX_REGISTRATION_BYTES
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
 from pdserve.runtime.child import ChildSpec
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.signals import STOP
 from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
+from pdserve.server.options import ServerOptions
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = limit(20.0)

@@ -14,12 +14,12 @@ from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
 from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQueued, TransferRequest
 from pdserve.messages.requests import AbortReq
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.scheduler.estimates.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.fairness import FairShares
 from pdserve.scheduler.first_token import NOTHING, Load
 from pdserve.scheduler.req import Req, ReqState
+from pdserve.server.options import ServerOptions
 
 FAR = 1e6
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from support.prefix_caches import PAGE, ids, make_setup, tree
 
-from pdserve.mem_cache.eviction import SWEEP_SLACK, EvictionHeap, lru
+from pdserve.mem_cache.eviction import SWEEP_SLACK, EvictionHeap
+from pdserve.mem_cache.eviction_policies import lru
 from pdserve.mem_cache.tree_node import NO_SLOTS, TreeNode, make_root
 
 

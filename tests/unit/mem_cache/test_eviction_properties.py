@@ -19,10 +19,10 @@ from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
-from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
 from pdserve.scheduler.req import Req, ReqState, Route
+from pdserve.server.options import ServerOptions
 
 PAGE, NUM_PAGES, MAX_REQS, MAX_PAGES = 2, 24, 3, 32
 Page = tuple[int, ...]

@@ -16,14 +16,14 @@ from support.sim import SimInstance, make_options
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.kv_events import KVEventLog
+from pdserve.mem_cache.options import KVEventOptions
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.radix_cache import RadixCache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
 from pdserve.messages.kv_events import END, Follower, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
-from pdserve.runtime.kv_event_checks import kv_event_complaints
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.ports import free_ports
 from pdserve.scheduler.features.kv_event_feed import KVEventFeed
+from pdserve.server.options import ServerOptions
 from tools.step_overhead.fake_instance import fake_instance
 
 PAGE, SEED = 2, b"model"
@@ -247,8 +247,8 @@ def test_a_scheduler_tells_what_requests_leave():
     ],
 )
 def test_options_that_cant_work_are_refused_by_name(fields, named):
-    assert any(named in line for line in kv_event_complaints(ServerOptions(**fields)))
-    assert not list(kv_event_complaints(ServerOptions(kv_events_endpoint="tcp://127.0.0.1:5557")))
+    assert any(named in line for line in KVEventOptions.problems(ServerOptions(**fields)))
+    assert not list(KVEventOptions.problems(ServerOptions(kv_events_endpoint="tcp://127.0.0.1:5557")))
 
 
 def test_an_instance_tells_what_a_request_left_and_replays_it():

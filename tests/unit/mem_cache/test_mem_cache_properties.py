@@ -21,7 +21,7 @@ from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
 from pdserve.mem_cache.window_pages import WindowPages
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 NUM_PAGES = 14
 MAX_REQS = 4

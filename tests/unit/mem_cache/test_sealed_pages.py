@@ -14,8 +14,8 @@ from pdserve.mem_cache.storage.frame import header
 from pdserve.mem_cache.storage.registry import make_store
 from pdserve.mem_cache.storage.sealed_frame import Sealed
 from pdserve.runtime.cluster_secret import KeyRing
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
+from pdserve.server.options import ServerOptions
 
 
 @pytest.fixture(scope="module")

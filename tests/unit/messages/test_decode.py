@@ -42,8 +42,8 @@ from pdserve.messages.outputs import Timing, TokenLogprob
 from pdserve.messages.peer import PeerMessage
 from pdserve.messages.worker import KVLayout, SliceChecksum
 from pdserve.runtime import refusal_log
-from pdserve.runtime.options import DEFAULT_MAX_LOGPROBS
 from pdserve.runtime.refusal_log import RefusalLog
+from pdserve.scheduler.options import DEFAULT_MAX_LOGPROBS
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, [b"\1\0\0\0"])

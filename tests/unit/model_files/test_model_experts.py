@@ -36,7 +36,7 @@ from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.mxfp4 import dequantise
 from pdserve.model_runner.loader.quantized_blocks import FORMATS, RoundedBlocks, has_whole_blocks
 from pdserve.model_runner.models.decoder import Decoder
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 BLOCKY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows of whole blocks of 32."""

@@ -17,8 +17,8 @@ from pdserve.model_files.errors import ModelNotFound, NotDownloaded
 from pdserve.model_files.model_path import ModelSource, commit_of, resolve_model
 from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
+from pdserve.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

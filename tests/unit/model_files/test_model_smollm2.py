@@ -15,7 +15,7 @@ from pdserve.model_files.spec import ModelSpec, Pairing, RopeSpec
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 pytestmark = [
     pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pdserve.model_files.text import chat_template
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.load import find_chat_template, load_tokenizer
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 HI = [ChatMessage("user", "Hi <b>é</b>")]
 

@@ -16,7 +16,7 @@ from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.gguf_metadata import read_gguf_metadata
 from pdserve.model_files.text.gguf_tokenizer import tokenizer_from_gguf
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SAMPLES = [

@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import find_chat_template, load_tokenizer
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 
 def make_backend():

@@ -26,8 +26,8 @@ from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime import layers_done
 from pdserve.runtime.layers_done import LayersDone
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import VOCAB, save_model
 from tests.unit.model_runner.test_native_steps import ROWS, make_model, make_row, make_step
 

@@ -22,7 +22,7 @@ from pdserve.model_runner.calibration.calibrate import Magnitudes
 from pdserve.model_runner.kv.pool import KVShape, MHATokenToKVPool, make_layout, make_pool
 from pdserve.model_runner.kv.sparse.channels import LabelChannels, write_channels
 from pdserve.model_runner.kv.sparse.pool import SparseTokenToKVPool
-from pdserve.runtime.options import RECENT_TOKENS
+from pdserve.model_runner.options import RECENT_TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

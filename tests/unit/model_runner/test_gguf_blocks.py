@@ -21,7 +21,7 @@ from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader import gguf_blocks
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tools.gguf_files.random_file import Size, kinds_of, write_random_gguf
 
 try:

@@ -16,7 +16,7 @@ from pdserve.model_runner.device.placement import Placement, plan_placement
 from pdserve.model_runner.engines import load
 from pdserve.runtime.machine.control_groups import SystemTree
 from pdserve.runtime.machine.gpus import may_use_gpu, numa_node_of
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.runtime.test_placement import machine
 
 HOST = machine(128, nodes=2)

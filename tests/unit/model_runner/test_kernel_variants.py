@@ -23,7 +23,7 @@ from pdserve.model_runner.steps import step_runner
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_runner import PendingStep, StepRunner
 from pdserve.model_runner.steps.warm_up import warm_up
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import CONTEXT, VOCAB, save_model
 from tests.unit.model_runner.test_native_steps import make_row
 

@@ -11,7 +11,7 @@ import pytest
 from pdserve.model_runner.cpu_engine import build, library
 from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError
 from pdserve.model_runner.engines.load import load_model
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 LEVEL = LEVELS[-1]
 

@@ -23,9 +23,10 @@ from pdserve.model_runner.kv.sparse.channels import (
     read_channels,
     write_channels,
 )
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import RECENT_TOKENS, ServerOptions
+from pdserve.model_runner.options import RECENT_TOKENS
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.server.cli import app
+from pdserve.server.options import ServerOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,7 +25,7 @@ from pdserve.model_runner.steps.common_steps import ALL_GENERAL
 from pdserve.model_runner.steps.native_steps import NativeSteps
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.layers_done import LayersDone
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import CONTEXT, VOCAB, save_model
 
 try:

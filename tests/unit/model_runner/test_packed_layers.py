@@ -34,7 +34,7 @@ from pdserve.model_runner.models.decoder import Decoder
 from pdserve.model_runner.models.experts import Experts
 from pdserve.model_runner.ops.packed.matrices import FP8Matrix, join
 from pdserve.model_runner.ops.packed.weights import FP8Weight, Int4Weight, PackedWeight
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_rank_passes import run
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16

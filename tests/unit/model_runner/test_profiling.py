@@ -41,13 +41,13 @@ from pdserve.model_runner.profiler import Profiler, RankProfiler, profile_folder
 from pdserve.model_runner.ranks.other_ranks import NoOtherRanks
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.python import python_command
 from pdserve.scheduler.features.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
 from pdserve.server.http.admin.profiling import ProfileStarted as StartAnswer
 from pdserve.server.http.admin.profiling import ProfileStopped as StopAnswer
+from pdserve.server.options import ServerOptions
 
 START = StartProfileReq("name", 4, id=1)
 STARTED = ProfileStarted("/folder/name", ["/folder/name/rank-0.trace.json.gz"], ["CPU"])

@@ -25,8 +25,8 @@ from pdserve.model_runner.ranks import world
 from pdserve.model_runner.ranks.leading_steps import FollowingSteps, LeadingSteps
 from pdserve.model_runner.ranks.on_devices import refuse_on_devices
 from pdserve.model_runner.steps.step_runner import StepRunner
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_decode_graphs import random_steps, same
 from tests.unit.model_runner.test_kernels_engine import SHAPE
 from tests.unit.model_runner.test_native_steps import CONTEXT, PAGE, ROWS, make_row, make_step

@@ -17,7 +17,7 @@ from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 try:
     load_library()

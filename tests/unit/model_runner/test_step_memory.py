@@ -28,7 +28,7 @@ from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.warm_up import warm_up
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_native_steps import make_row, make_step
 
 pytest.importorskip("triton")

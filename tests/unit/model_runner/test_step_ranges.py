@@ -24,7 +24,7 @@ from pdserve.model_runner.ranks.leading_steps import FollowingSteps
 from pdserve.model_runner.start_model import _make_steps
 from pdserve.model_runner.steps import step_ranges
 from pdserve.model_runner.steps.step_runner import StepRunner
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tests.unit.model_runner.test_kernels_engine import save_model
 from tests.unit.model_runner.test_native_steps import ROWS, make_model, make_row, make_step
 

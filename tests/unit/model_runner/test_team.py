@@ -18,7 +18,7 @@ from pdserve.model_runner.device.placement import SPIN_US, plan_placement
 from pdserve.model_runner.engines.load import Threads, load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.machine.topology import read_machine
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 try:
     load_library()

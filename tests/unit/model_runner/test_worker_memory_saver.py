@@ -29,7 +29,7 @@ from pdserve.model_runner.memory_saver import WorkerMemorySaver, unreleasable
 from pdserve.model_runner.ranks.other_ranks import NoOtherRanks
 from pdserve.model_runner.steps.step_runner import StepRunner
 from pdserve.runtime.machine.memory import Memory, resident_bytes
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 MIB, GIB = 2**20, 2**30
 PAGE = 16

@@ -17,14 +17,14 @@ from packaging.utils import canonicalize_name
 from support.wheels import build_wheel, copy_tree
 
 from pdserve.model_runner.cpu_engine.build import MODULE
-from pdserve.runtime.option_checks import check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import check_options
 from pdserve.runtime.web.apis import PATHS
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
 from pdserve.server.http.generation.abort import AbortBody
 from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
 from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, StreamOptions
+from pdserve.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

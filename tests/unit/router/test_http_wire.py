@@ -20,8 +20,8 @@ from support.router_rig import FLOOD_EVENTS, Rig
 from support.served_app import serving
 
 from pdserve.router.options import RouterOptions
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.server import server_config
+from pdserve.server.options import ServerOptions
 
 BODY = b'{"text": "a", "stream": true, "sampling_params": {"max_new_tokens": 2}}'
 TIME_LIMIT = limit(10.0)

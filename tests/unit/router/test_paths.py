@@ -19,13 +19,13 @@ from pdserve.router import app as router_app
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.access_log import AccessCounts
 from pdserve.runtime.web.apis import PATHS, path_table
 from pdserve.runtime.web.auth import ApiKeyAuth
 from pdserve.runtime.web.guard import guard
 from pdserve.runtime.web.keys import Caller, Keys
 from pdserve.runtime.web.paths import Access, PathTable, Server
+from pdserve.server.options import ServerOptions
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 KEYS = {"none": {}, "wrong": {"authorization": "Bearer x"}, "user": {"x-api-key": "a-key"}}

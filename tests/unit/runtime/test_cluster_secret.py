@@ -19,11 +19,11 @@ from pdserve.runtime.cluster_secret import (
     TooManySignatures,
     addresses,
 )
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.server.http.bodies.request_fields import RequestFields
 from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
 from pdserve.server.http.errors import ApiError
+from pdserve.server.options import ServerOptions
 
 OLD, NEW = "o" * 32, "n" * 40
 NOW = 1_000_000.0

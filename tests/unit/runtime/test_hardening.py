@@ -13,8 +13,8 @@ import pytest
 from support.machine import limit
 
 from pdserve.runtime.child import ChildSpec
-from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.supervisor import child_environment
+from pdserve.server.options import ServerOptions
+from pdserve.server.supervisor import child_environment
 
 SEEN = """
 import ctypes, json, os, resource, sys
@@ -29,8 +29,8 @@ print(json.dumps([
 STARTS = {
     "server": """
 import socket
-from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.supervisor import run_server
+from pdserve.server.options import ServerOptions
+from pdserve.server.supervisor import run_server
 with socket.create_server(("127.0.0.1", 0)) as taken:
     assert run_server(ServerOptions(port=taken.getsockname()[1], allow_core_dumps={allow})) == 1
 """,
@@ -48,7 +48,8 @@ assert run_cluster(ClusterOptions(cpus="99999", allow_core_dumps={allow})) == 2
 CHILD = """
 import sys
 from pdserve.runtime.child import start_child
-start_child(sys.argv)
+from pdserve.runtime.process_options import ChildOptions
+start_child(sys.argv, ChildOptions)
 """
 PRIVATE = 0o077
 NO_CORE = [1, 1]

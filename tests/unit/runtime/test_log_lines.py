@@ -18,12 +18,12 @@ from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.logs import JsonFormatter, TextFormatter
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.refusal_log import LINES
 from pdserve.runtime.web import proxies
 from pdserve.runtime.web.moved_answer import TICKET, read_ticket
 from pdserve.runtime.web.proxies import TrustedProxies, parse_address
 from pdserve.runtime.web.server import server_config
+from pdserve.server.options import ServerOptions
 
 FORGED = "x\n23:59:59 I [http:1] FORGED \x1b[2J\r\u202e\u2028"
 TICKET_OF = {

@@ -16,17 +16,18 @@ PROCESS = """
 import signal
 import sys
 from pdserve.runtime.child import start_child
+from pdserve.runtime.process_options import ChildOptions
 from pdserve.runtime.signals import STOP
 def main():
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP])
-    start_child(sys.argv).report_ready()
+    start_child(sys.argv, ChildOptions).report_ready()
     signal.sigwait([STOP])
 """
 SERVER = """
 import sys
 from pdserve.runtime.logs import configure_logging
-from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.supervisor import Supervisor, take_free_ports
+from pdserve.server.options import ServerOptions
+from pdserve.server.supervisor import Supervisor, take_free_ports
 options, held = take_free_ports(ServerOptions(port=0, admin_key_file=sys.argv[1] or None))
 configure_logging("supervisor", "info")
 sys.exit(Supervisor(options, {"http": "a_process"}).run())

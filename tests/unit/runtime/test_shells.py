@@ -21,12 +21,12 @@ from support.import_path import with_inherited
 from support.machine import limit
 from support.processes import ignored_signals, wait_until
 
-from pdserve.runtime import supervisor
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.run_dir import run_dir_parent
-from pdserve.runtime.supervisor import take_free_ports
 from pdserve.runtime.web.ports import check_port_free, hold_free_port, listen
+from pdserve.server import supervisor
 from pdserve.server.cli import main
+from pdserve.server.options import ServerOptions
+from pdserve.server.supervisor import take_free_ports
 
 PREPARED = "import sys; sys.argv[0] = 'pdserve'; from pdserve.runtime import clean_start; import json, os, socket; "
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -35,8 +35,8 @@ URL = re.compile(r"http://127\.0\.0\.1:([1-9]\d*): 0 prefill")
 SUPERVISOR = """
 import sys
 from pdserve.runtime.logs import configure_logging
-from pdserve.runtime.options import ServerOptions
-from pdserve.runtime.supervisor import Supervisor
+from pdserve.server.options import ServerOptions
+from pdserve.server.supervisor import Supervisor
 configure_logging("supervisor", "info", never_blocks=True)
 options = ServerOptions(port=0, drain_timeout=0.0)
 sys.exit(Supervisor(options, modules={"worker": "talkative"}).run())
@@ -44,8 +44,9 @@ sys.exit(Supervisor(options, modules={"worker": "talkative"}).run())
 TALKATIVE = """
 import os, pathlib, signal, sys
 from pdserve.runtime.child import start_child
+from pdserve.runtime.process_options import ChildOptions
 def main():
-    ctx = start_child(sys.argv)
+    ctx = start_child(sys.argv, ChildOptions)
     for _ in range(4096):
         os.write(2, b"x" * 1023 + b"\\n")
     ctx.report_ready()

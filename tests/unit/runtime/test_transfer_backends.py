@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.transfer_backends import BACKENDS, BackendSpec, TransferBackendName
 from pdserve.server.cluster_options import ClusterOptions
+from pdserve.server.options import ServerOptions
 
 FOLDER = Path(__file__).parents[3] / "disaggregation" / "transfer" / "backends"
 

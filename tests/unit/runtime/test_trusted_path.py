@@ -19,12 +19,12 @@ from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.cpu_engine import build
 from pdserve.router.options import RouterOptions
 from pdserve.runtime import trusted_path
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.runtime.secret_files import warn_of_exposed_files
 from pdserve.runtime.trusted_path import distrust, make_private_folder, read_secret
 from pdserve.server.http.session_store.session_files import Limits, SessionFiles
 from pdserve.server.log_folder import LogFolder, LogFolderError
+from pdserve.server.options import ServerOptions
 from pdserve.terminal.access import read_api_key
 from pdserve.terminal.check import kernels
 

@@ -17,9 +17,10 @@ from support.sim_machine import Machine, TimedSim
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
+from pdserve.scheduler.policies.base import PolicyNeeds
 from pdserve.scheduler.policies.by_prefix import HeaviestPrefixFirst, LongestPrefixMatch
 from pdserve.scheduler.policies.by_remaining import PATIENCE, ShortestRemainingFirst
-from pdserve.scheduler.policies.registry import make_policy
+from pdserve.scheduler.policies.make import make_policy
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
@@ -139,7 +140,7 @@ def test_ten_thousand_wait_and_the_order_is_true_and_quick(name: str):
     rng = np.random.default_rng(0)
     options = make_options(page_size=16, max_total_tokens=1 << 16, max_running_requests=64, schedule_policy=name)
     memory = KVMemory(options, PoolSizes(1 << 16), 4096)
-    policy = make_policy(options, memory, SimInstance().scheduler.estimator.model)
+    policy = make_policy(PolicyNeeds(options, memory, SimInstance().scheduler.estimator.model))
     memory.on_stored = policy.stored
     system = rng.integers(0, 97, 512)
     groups = [np.concatenate([system, rng.integers(0, 97, 256)]) for _ in range(500)]

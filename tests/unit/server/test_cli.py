@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.server.cli import app
+from pdserve.server.options import ServerOptions
 
 RUNNERS = {
     "server": ("pdserve.server.instance", "run_instance"),

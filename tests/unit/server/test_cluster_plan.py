@@ -9,12 +9,12 @@ import pytest
 from pdserve.router.options import RouterOptions, RouterTargets
 from pdserve.runtime.cluster_secret import ClusterSecret, inherited_descriptors
 from pdserve.runtime.machine.topology import Machine
-from pdserve.runtime.options import ServerOptions
 from pdserve.server import cluster
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
 from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
 from pdserve.server.core_split import split_cores, split_nodes
+from pdserve.server.options import ServerOptions
 
 
 def understood(process):

@@ -33,7 +33,7 @@ KEYED = """
 import os, sys
 from pdserve.runtime.run_dir import RunDir
 from pdserve.runtime.web.own_admin_key import draw_own_admin_key
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 run_dir = RunDir()
 draw_own_admin_key(ServerOptions(), run_dir.path)
 """ + INSTANCE.replace("serving", "drawn in {run_dir.path}").replace('print("', 'print(f"')

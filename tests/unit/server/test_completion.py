@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
+from pdserve.server.options import ServerOptions
 
 # Completes the words that it is given as bash would at the last one's end.
 ASK = """

@@ -24,9 +24,9 @@ from pdserve.messages.outputs import FinishReason, FinishType, ReqMeta, ReqText,
 from pdserve.messages.requests import TokenizeReq
 from pdserve.messages.routes import ToSupervisor, ToTokenizer
 from pdserve.runtime.child import ChildSpec
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.signals import STOP
 from pdserve.runtime.web.own_admin_key import draw_own_admin_key
+from pdserve.server.options import ServerOptions
 
 TIMEOUT_MS = 30_000
 

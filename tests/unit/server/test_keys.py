@@ -15,12 +15,12 @@ import pytest
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.router.options import RouterOptions, RouterOptionsError
-from pdserve.runtime.option_checks import OptionError, check_options
-from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.options import OptionError, check_options
 from pdserve.runtime.web import keys as keys_module
 from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, caches_by_key, check_keys, read_keys
 from pdserve.runtime.web.own_admin_key import draw_own_admin_key, own_admin_key
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
+from pdserve.server.options import ServerOptions
 
 QUICK_DIGESTS = (md5, sha1, sha256, sha512, blake2b)
 ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}

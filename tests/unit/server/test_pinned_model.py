@@ -14,16 +14,15 @@ from support.sim import SimInstance, make_options
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.runtime import supervisor
-from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.features.idle_check import Verdict
 from pdserve.scheduler.features.server_info import server_info
-from pdserve.server import cluster
+from pdserve.server import cluster, supervisor
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions
 from pdserve.server.http.served_model import ServedModel
 from pdserve.server.http.status.info import FOR_USERS
 from pdserve.server.instance import run_instance
+from pdserve.server.options import ServerOptions
 from pdserve.server.pinned_model import pin_model
 
 MODEL, TOKENIZER = "some/model", "some/tokenizer"

@@ -19,8 +19,8 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
-from pdserve.runtime.options import DEFAULT_MAX_LOGPROBS
 from pdserve.runtime.web.aside import Aside
+from pdserve.scheduler.options import DEFAULT_MAX_LOGPROBS
 from pdserve.server.http.bodies import large_bodies
 from pdserve.server.http.bodies.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
 from pdserve.server.http.engine import request_batch

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.bodies.field_names import FieldNames
 from pdserve.server.http.bodies.fields import Body
 from pdserve.server.http.engine.bootstrap_gate import BootstrapGate
@@ -23,6 +22,7 @@ from pdserve.server.http.openai.completions import read_prompts
 from pdserve.server.http.openai.schemas import ChatBody, CompletionBody
 from pdserve.server.http.parsing import parse_json
 from pdserve.server.http.parsing import validate as validate_types
+from pdserve.server.options import ServerOptions
 
 B = TypeVar("B", bound=Body)
 

@@ -14,7 +14,7 @@ from pdserve.messages.channel import Receiver
 from pdserve.messages.control import Ready
 from pdserve.messages.routes import ToSupervisor
 from pdserve.runtime.child import ChildContext
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 MODULE = """
 import gc

@@ -23,8 +23,8 @@ from pdserve.messages.routes import ToHttp, ToScheduler, ToSupervisor
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.runtime.child import ChildSpec
-from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.signals import STOP
+from pdserve.server.options import ServerOptions
 
 MODULES = {"tokenizer": "pdserve.server.tokenizer_process", "detokenizer": "pdserve.detokenizer.process"}
 PATIENCE_MS = int(1000 * limit(20))

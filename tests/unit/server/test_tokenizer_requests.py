@@ -25,8 +25,8 @@ from pdserve.messages.text import DecodeReq, EncodeReq, LimitsReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.runtime.options import ServerOptions
 from pdserve.server import prompt_encoder
+from pdserve.server.options import ServerOptions
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route
 

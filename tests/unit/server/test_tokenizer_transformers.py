@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
 from pdserve.messages.base import unpack_i32
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 
 TEXT = "Hé 😀!"
 

@@ -22,7 +22,7 @@ from support.import_path import with_inherited
 
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_runner.cpu_engine.build import choose_level, find_library, library_path
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tools.environment import environment
 from tools.gpu_check import __main__ as driver
 from tools.gpu_check import collect, device_part, install, peers_part, rates, step_profile, tokenizer_file

@@ -18,7 +18,7 @@ import torch
 from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tools.kernels.perplexity import REFERENCE, Score, make_ways, measure
 
 WINDOWS, WINDOW = 2, 192

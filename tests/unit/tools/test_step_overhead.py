@@ -19,7 +19,7 @@ from support.machine import limit
 from pdserve.benchmark.errors import BenchOptionsError, ServerError
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep
-from pdserve.runtime.options import ServerOptions
+from pdserve.server.options import ServerOptions
 from tools.environment import environment
 from tools.servers.process_cpu import cpu_seconds, find_children
 from tools.servers.raw_streams import RawStreams, StreamCost, request_bytes

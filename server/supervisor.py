@@ -39,21 +39,21 @@ import zmq
 from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
 from ..messages.control import Drain, Drained, Ready, StopAsked
 from ..messages.routes import ToSupervisor
-from .child import ChildSpec
-from .cluster_secret import addresses, inherited_descriptors
-from .hardening import harden
-from .logs import configure_logging
+from ..runtime.child import ChildSpec
+from ..runtime.cluster_secret import addresses, inherited_descriptors
+from ..runtime.hardening import harden
+from ..runtime.logs import configure_logging
+from ..runtime.output import copy_to_stderr
+from ..runtime.python import python_command
+from ..runtime.ranks import is_worker
+from ..runtime.run_dir import RunDir
+from ..runtime.secret_files import warn_of_exposed_files
+from ..runtime.signals import FAILED, STOP, handle_signals
+from ..runtime.web.keys import API_KEY_VARIABLE
+from ..runtime.web.own_admin_key import draw_own_admin_key
+from ..runtime.web.ports import check_port_free, hold_free_port, http_url
 from .options import ServerOptions
-from .output import copy_to_stderr
 from .process_table import process_modules
-from .python import python_command
-from .ranks import is_worker
-from .run_dir import RunDir
-from .secret_files import warn_of_exposed_files
-from .signals import FAILED, STOP, handle_signals
-from .web.keys import API_KEY_VARIABLE
-from .web.own_admin_key import draw_own_admin_key
-from .web.ports import check_port_free, hold_free_port, http_url
 
 log = logging.getLogger(__name__)
 

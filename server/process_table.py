@@ -5,8 +5,8 @@ There are only names here: the supervisor starts modules and imports none of the
 
 from __future__ import annotations
 
+from ..runtime.ranks import WORKER, places
 from .options import ServerOptions
-from .ranks import WORKER, places
 
 
 def process_modules(options: ServerOptions) -> dict[str, str]:

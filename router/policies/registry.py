@@ -1,0 +1,32 @@
+"""The registry of routing policies, which ``--policy`` names.
+
+To add one, write its class in a file of this folder and add a line to ``POLICIES``. The class is imported only when its
+policy is chosen.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .base import Policy
+
+POLICIES = {
+    "random": "at_random.RandomPolicy",
+    "round_robin": "round_robin.RoundRobinPolicy",
+}
+"""Module of this folder and class, by name."""
+
+if TYPE_CHECKING:
+    RoutingPolicyName = str
+else:
+    RoutingPolicyName = Literal[tuple(POLICIES)]
+"""A name in ``POLICIES``. The command line shows and checks these choices; a type checker can't read them."""
+
+
+def make_policy(name: str) -> Policy:
+    """Return a new policy object."""
+    module, cls = POLICIES[name].split(".")
+    policy: type[Policy] = getattr(import_module(f".{module}", __package__), cls)
+    return policy()

@@ -1,0 +1,78 @@
+"""Options of an instance with layers that are divided among several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .cluster_secret import addresses
+from .disaggregation_options import DisaggregationOptions
+from .options import opt, section
+
+
+@section("Tensor parallelism", order=100)
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(DisaggregationOptions):
+    """Options of ranks."""
+
+    tp_size: int = opt(
+        default=1,
+        help=(
+            "Tensor-parallel ranks, each a process with a part of every layer; --threads and --cpus are of all on "
+            "this host, and divided among them. Where the host has as many NUMA nodes, each rank takes one. On GPUs "
+            "(not tried on any yet) each rank has one of its own, and the instance exchanges no KV with others."
+        ),
+        at_least=1,
+    )
+    nnodes: int = opt(
+        default=1,
+        help=(
+            "Hosts that the ranks are on, as many on each. Every host runs this command with a --node-rank of its "
+            "own; the first one answers."
+        ),
+        at_least=1,
+    )
+    node_rank: int = opt(default=0, help="Which of them this is, from 0.")
+    dist_init_addr: str | None = opt(
+        default=None,
+        help=(
+            "HOST:PORT on the first of several hosts, where the others meet it. Nothing there is encrypted or asks "
+            "for a secret, and they open other ports as well: a network between them that nobody else is in."
+        ),
+    )
+    pp_size: int = opt(default=1, help="Accepted for SGLang's command lines, as 1: pipeline parallelism is not there.")
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks on each host."""
+        return max(self.tp_size // max(self.nnodes, 1), 1)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a complaint for each wrong option."""
+        size, nodes, node, address = self.tp_size, self.nnodes, self.node_rank, self.dist_init_addr
+        if self.pp_size != 1:
+            yield (
+                f"--pp-size {self.pp_size}: there is no pipeline parallelism here: prefill and decode "
+                "instances already work on different requests at once, and --tp-size divides a model that is too large "
+                "for one host"
+            )
+        if size < 1 or nodes < 1:
+            return
+        if size % nodes:
+            yield f"--tp-size {size} does not divide among --nnodes {nodes}: every host has as many ranks"
+        if not 0 <= node < nodes:
+            yield f"--node-rank is {node}: it must be 0 to {nodes - 1}, as --nnodes is {nodes}"
+        if nodes > 1 and address is None:
+            yield (
+                "--nnodes above 1 needs --dist-init-addr HOST:PORT, an address of the first host that the others reach"
+            )
+        try:
+            if len(addresses("--dist-init-addr", address)) > 1:
+                yield f"--dist-init-addr is {address}: it is one HOST:PORT"
+        except ValueError as e:
+            yield str(e)
+        if nodes > 1 and self.hands_over:
+            yield (
+                "--nnodes above 1 leaves each host a part of the KV, and a hand-over takes it from one place: give an "
+                "instance that exchanges KV all of its ranks on one host (--nnodes 1)"
+            )

@@ -1,0 +1,24 @@
+"""All options of ``pdserve server``, composed of the sections of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..model_runner.options import WorkerOptions
+from ..runtime.web.keys import KeyFileError, check_keys
+from ..scheduler.options import SchedulerOptions
+from .api_options import ApiOptions, SessionOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ApiOptions, SessionOptions, WorkerOptions, SchedulerOptions):
+    """Options of ``pdserve server``."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a complaint for keys that can't be used, and for a network without any."""
+        try:
+            # Of an instance on several hosts, the first one answers.
+            check_keys(self if not self.node_rank else replace(self, no_keys=True))
+        except KeyFileError as e:
+            yield str(e)
