@@ -16,7 +16,7 @@ from ..messages.worker import StepResult, WorkerReady
 from ..runtime.child import ChildContext
 from .feature import Feature
 from .features.cache_flush import CacheFlush
-from .features.drain import Draining
+from .features.drain import DrainFeature
 from .features.handovers import HandoverFeature
 from .features.health import Health, Watchdog
 from .features.idle_check import IdleCheck
@@ -27,8 +27,8 @@ from .features.metrics_report import MetricsReport
 from .features.pool_resize import PoolResize
 from .features.pressure import PressureMeter
 from .features.profiling import Profiling
-from .features.server_info import InstanceInfo
-from .features.sessions import Sessions
+from .features.server_info import ServerInfoFeature
+from .features.sessions import SessionFeature
 from .features.tiers import TierFeature
 from .handlers import Handlers, receives
 from .handover import Handovers
@@ -40,7 +40,7 @@ MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
 """Factory of the hand-overs. They register what they wait for with the loop's poller."""
 
 
-class Instance:
+class LoadedInstance:
     """The scheduler and its features. ``all_read`` returns whether no message waits for a later tick."""
 
     def __init__(
@@ -56,7 +56,11 @@ class Instance:
         scheduler.handovers.membership.register()
         self._idle_check = IdleCheck(scheduler)
         handovers, pressure = HandoverFeature(scheduler), PressureMeter(scheduler)
-        memory_saver, resize, draining = MemorySaver(scheduler), PoolResize(scheduler), Draining(scheduler, all_read)
+        memory_saver, resize, draining = (
+            MemorySaver(scheduler),
+            PoolResize(scheduler),
+            DrainFeature(scheduler, all_read),
+        )
         profiling = Profiling(outbox, lambda: scheduler.memory.newest_step)
         tiers = [TierFeature(scheduler.tiers)] if scheduler.tiers is not None else []
         hashing = make_kv_hashing(scheduler)
@@ -68,8 +72,8 @@ class Instance:
         self._after_steps: list[Feature] = [profiling, draining, pressure, report, *feeds]
         self._timed: list[Feature] = [handovers, resize, memory_saver, *tiers, profiling, *feeds, self._idle_check]
         asked = [
-            *(Sessions(scheduler), CacheFlush(scheduler), hashing, *tiers),
-            InstanceInfo(scheduler, ctx.epoch, self._idle_check, shown),
+            *(SessionFeature(scheduler), CacheFlush(scheduler), hashing, *tiers),
+            ServerInfoFeature(scheduler, ctx.epoch, self._idle_check, shown),
             Health(scheduler, ctx.epoch, watched),
         ]
         self.handlers = Handlers(outbox, self, *self._before_steps, *self._after_steps, *asked)

@@ -50,14 +50,22 @@ def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
     )
 
 
-class Outbox:
-    """Messages to the worker, to its transfer engine and to the detokenizer, each in order.
+class NoTransferEngine:
+    """The channel to the transfer engine of an instance that exchanges no KV."""
 
-    ``transfer`` is None if the instance exchanges no KV.
-    """
+    def send(self, *messages: Message) -> None:
+        """Raise ``AssertionError``: no part of such an instance has anything to send there."""
+        raise AssertionError(f"there is no transfer engine for {', '.join(type(m).__name__ for m in messages)}")
+
+
+NO_TRANSFER_ENGINE = NoTransferEngine()
+
+
+class Outbox:
+    """Messages to the worker, to its transfer engine and to the detokenizer, each in order."""
 
     def __init__(
-        self, worker: SendsMessages, detokenizer: SendsMessages, transfer: SendsMessages | None = None
+        self, worker: SendsMessages, detokenizer: SendsMessages, transfer: SendsMessages = NO_TRANSFER_ENGINE
     ) -> None:
         self._worker = worker
         self._transfer = transfer
@@ -122,7 +130,6 @@ class Outbox:
         Their clients have been told.
         """
         if self._to_transfer:
-            assert self._transfer is not None
             self._transfer.send(*self._to_transfer)
             self._to_transfer = []
         if self._to_worker:

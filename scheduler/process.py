@@ -25,10 +25,10 @@ from ..runtime import gc_control
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from .handover import Handovers, NoHandovers
-from .instance import Instance, MakeHandovers
+from .instance import LoadedInstance, MakeHandovers
 from .loading import LoadingInstance
 from .options import SchedulerOptions
-from .outbox import Outbox
+from .outbox import NO_TRANSFER_ENGINE, Outbox
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -51,22 +51,22 @@ def no_handovers(scheduler: Scheduler, poller: zmq.Poller) -> Handovers:
 class SchedulerProcess:
     """Owner of the sockets; see the module. Without ``make_handovers`` the instance exchanges no KV."""
 
-    def __init__(self, ctx: ChildContext[SchedulerOptions], make_handovers: MakeHandovers | None = None) -> None:
+    def __init__(self, ctx: ChildContext[SchedulerOptions], make_handovers: MakeHandovers = no_handovers) -> None:
         self._ctx = ctx
-        self._make_handovers = make_handovers or no_handovers
+        self._make_handovers = make_handovers
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
         self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
         self._outbox = Outbox(
             Sender(ctx.zmq_ctx, ctx.address("worker")),
             Sender(ctx.zmq_ctx, ctx.address("detokenizer")),
-            Sender(ctx.zmq_ctx, ctx.address("transfer")) if make_handovers is not None else None,
+            Sender(ctx.zmq_ctx, ctx.address("transfer")) if ctx.options.hands_over else NO_TRANSFER_ENGINE,
         )
         self._unread: deque[Any] = deque()
         """Messages that were read and are handled in a later tick."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._events.socket, zmq.POLLIN)
-        self.instance: LoadingInstance | Instance = LoadingInstance(self._outbox, self._start)
+        self.instance: LoadingInstance | LoadedInstance = LoadingInstance(self._outbox, self._start)
 
     def run(self) -> None:
         """Serve for ever. Raises errors that the process cannot survive."""
@@ -87,7 +87,7 @@ class SchedulerProcess:
 
     def _start(self, worker: WorkerReady, now: float) -> None:
         all_read = lambda: not self._unread  # noqa: E731
-        self.instance = Instance(self._ctx, worker, self._outbox, self._poller, self._make_handovers, all_read)
+        self.instance = LoadedInstance(self._ctx, worker, self._outbox, self._poller, self._make_handovers, all_read)
         # A request leaves no reference cycles, and the tree may have as many nodes as the pool has pages.
         gc_control.defer_full_collections()
         self._ctx.report_ready(worker.load_seconds)

@@ -13,7 +13,7 @@ from ..scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 
-class Draining(Feature):
+class DrainFeature(Feature):
     """Drains the instance once. ``all_read`` returns whether no message waits for a later tick."""
 
     def __init__(self, scheduler: Scheduler, all_read: Callable[[], bool]) -> None:

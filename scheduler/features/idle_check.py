@@ -17,22 +17,22 @@ INTERVAL = 1.0
 """Seconds between invariant checks of an idle instance that has run steps since the last one."""
 
 
-class Verdict(NamedTuple):
+class InvariantResult(NamedTuple):
     """Result of the last check of the invariants, and the number of steps before it; -1: there was none yet."""
 
     text: str | None = None
     step: int = -1
 
     @staticmethod
-    def of(scheduler: Scheduler, last: Verdict) -> Verdict:
+    def of(scheduler: Scheduler, last: InvariantResult) -> InvariantResult:
         """Return a new verdict if ``scheduler`` is idle, otherwise ``last``."""
         if not scheduler.is_idle:
             return last
         try:
             scheduler.check_invariants()
         except InvariantViolation as e:
-            return Verdict(str(e), scheduler.counters.steps)
-        return Verdict("ok", scheduler.counters.steps)
+            return InvariantResult(str(e), scheduler.counters.steps)
+        return InvariantResult("ok", scheduler.counters.steps)
 
 
 class IdleCheck(Feature):
@@ -40,13 +40,13 @@ class IdleCheck(Feature):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.verdict = Verdict()
+        self.verdict = InvariantResult()
         self._checked_at = 0.0
         self._checked_step = -1
 
-    def newest(self) -> Verdict:
+    def newest(self) -> InvariantResult:
         """Check now if the instance is idle, and return the last verdict."""
-        self.verdict = Verdict.of(self._scheduler, self.verdict)
+        self.verdict = InvariantResult.of(self._scheduler, self.verdict)
         return self.verdict
 
     def tick(self, now: float) -> None:
@@ -55,7 +55,7 @@ class IdleCheck(Feature):
         if now - self._checked_at >= INTERVAL and self._checked_step != steps and self._scheduler.is_idle:
             self._scheduler.check_invariants()
             self._checked_at, self._checked_step = now, steps
-            self.verdict = Verdict("ok", steps)
+            self.verdict = InvariantResult("ok", steps)
             gc_control.collect_if_due()
 
     def seconds_left(self, now: float) -> float:

@@ -13,13 +13,13 @@ from ...messages.control import ServerInfo, ServerInfoReq
 from ..feature import Feature
 from ..handlers import answers
 from ..scheduler import Scheduler
-from .idle_check import IdleCheck, Verdict
+from .idle_check import IdleCheck, InvariantResult
 
 MASK = "***"
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
-class InstanceInfo(Feature):
+class ServerInfoFeature(Feature):
     """Describes the scheduler and ``features``."""
 
     def __init__(self, scheduler: Scheduler, epoch: str, idle_check: IdleCheck, features: Sequence[Feature]) -> None:
@@ -39,7 +39,7 @@ class InstanceInfo(Feature):
         return ServerInfo(info)
 
 
-def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str, Any]:
+def server_info(scheduler: Scheduler, epoch: str, verdict: InvariantResult) -> dict[str, Any]:
     """Return pools (tokens), queues (requests), counters since the start and options, JSON-ready.
 
     A field that is None may be set by a feature.

@@ -61,7 +61,7 @@ class RunsRequests(Protocol):
         """Continue a request admitted by ``admit_moved``."""
 
 
-class Sessions(Feature):
+class SessionFeature(Feature):
     """Snapshots and resumed requests."""
 
     def __init__(self, scheduler: RunsRequests) -> None:

@@ -24,7 +24,7 @@ from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, St
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
 from pdserve.model_runner.kv.page_hasher import PageHasher
-from pdserve.scheduler.features.sessions import Sessions
+from pdserve.scheduler.features.sessions import SessionFeature
 from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
@@ -282,7 +282,7 @@ class SimInstance:
         self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
         ready = make_worker_ready(self.options, context_length, measured, window, host_pages)
         self.scheduler = Scheduler(self.options, ready, self.outbox)
-        self.sessions = Sessions(self.scheduler)
+        self.sessions = SessionFeature(self.scheduler)
         self.worker = SimWorker(self.options, context_length, window)
         self.tokens: dict[str, list[int]] = {}
         self.items: dict[str, list[ReqTokens]] = {}

@@ -11,7 +11,7 @@ from support.sim_machine import AddedUp, Machine, Noise, TimedSim
 
 from pdserve.messages.worker import MeasuredStep
 from pdserve.scheduler.estimates.cost_model import CostModel, StepShape
-from pdserve.scheduler.features.idle_check import Verdict
+from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
 from pdserve.scheduler.itl_budget import MOST_STRETCH, STRETCH, STRETCH_GAIN, ItlBudget, Promise
 from pdserve.scheduler.role import InstanceRole
@@ -205,7 +205,7 @@ def test_server_info_tells_estimate_and_outcome() -> None:
     for _ in range(40):  # of decodes alone
         sim.plan()
         sim.work()
-    info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch", Verdict())))
+    info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch", InvariantResult())))
     model = info["cost_model"]
     assert model["steps"] == info["counters"]["steps"]
     assert 0 < model["median_error"] < 0.1

@@ -23,7 +23,7 @@ from pdserve.messages.tiers import TierEvent
 from pdserve.messages.worker import WorkerReady
 from pdserve.runtime import gc_control
 from pdserve.runtime.child import ChildContext
-from pdserve.scheduler.instance import Instance
+from pdserve.scheduler.instance import LoadedInstance
 from pdserve.scheduler.loading import LoadingInstance
 from pdserve.scheduler.process import MESSAGES_A_TICK, SchedulerProcess
 from pdserve.scheduler.scheduler import Scheduler
@@ -63,9 +63,9 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         yield loop
 
 
-def instance_of(loop: Loop) -> Instance:
+def instance_of(loop: Loop) -> LoadedInstance:
     """Return the instance, which has loaded its model by now."""
-    assert isinstance(loop.process.instance, Instance)
+    assert isinstance(loop.process.instance, LoadedInstance)
     return loop.process.instance
 
 

@@ -12,14 +12,14 @@ from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.errors import InvariantViolation
 from pdserve.messages.control import ServerInfoReq
-from pdserve.scheduler.features.idle_check import IdleCheck, Verdict
-from pdserve.scheduler.features.server_info import InstanceInfo, server_info
+from pdserve.scheduler.features.idle_check import IdleCheck, InvariantResult
+from pdserve.scheduler.features.server_info import ServerInfoFeature, server_info
 
 
 def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = SimInstance()
-    verdict = Verdict.of(sim.scheduler, Verdict())
-    assert verdict == Verdict("ok", 0)
+    verdict = InvariantResult.of(sim.scheduler, InvariantResult())
+    assert verdict == InvariantResult("ok", 0)
     sim.submit("a", range(10), max_new_tokens=4)
     sim.plan()
 
@@ -27,13 +27,13 @@ def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: py
         raise InvariantViolation("page 3 is lost")
 
     monkeypatch.setattr(sim.scheduler, "check_invariants", check)
-    assert Verdict.of(sim.scheduler, verdict) is verdict
+    assert InvariantResult.of(sim.scheduler, verdict) is verdict
     told = server_info(sim.scheduler, "epoch", verdict)
     assert (told["invariants"], told["invariants_steps_ago"]) == ("ok", sim.scheduler.counters.steps)
     monkeypatch.undo()
     sim.run_until_idle()
     monkeypatch.setattr(sim.scheduler, "check_invariants", check)
-    broken = Verdict.of(sim.scheduler, verdict)
+    broken = InvariantResult.of(sim.scheduler, verdict)
     assert server_info(sim.scheduler, "epoch", broken)["invariants"] == "page 3 is lost"
     assert server_info(sim.scheduler, "epoch", broken)["invariants_steps_ago"] == 0
 
@@ -41,13 +41,13 @@ def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: py
 def test_before_the_first_idle_moment_it_says_so() -> None:
     sim = SimInstance()
     sim.submit("a", range(10), max_new_tokens=4)
-    told = server_info(sim.scheduler, "epoch", Verdict.of(sim.scheduler, Verdict()))
+    told = server_info(sim.scheduler, "epoch", InvariantResult.of(sim.scheduler, InvariantResult()))
     assert (told["invariants"], told["invariants_steps_ago"]) == (None, None)
 
 
 def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
     scheduler = TieredSim().scheduler
-    info = InstanceInfo(scheduler, "epoch", IdleCheck(scheduler), parts_of(scheduler))
+    info = ServerInfoFeature(scheduler, "epoch", IdleCheck(scheduler), parts_of(scheduler))
     told = info.tell(ServerInfoReq(), 0.0).info
     assert told["tiers"]["store"]["breaker"] == "closed"
     assert not {path for path in paths(told) if path.endswith(".type")}
@@ -63,7 +63,7 @@ def paths(value: object, path: str = "") -> Iterator[str]:
 def test_no_option_tells_a_password() -> None:
     url = "redis://pd:S3cret@10.0.0.9:6379/0"
     sim = SimInstance(make_options(api_key="a-key", hicache_storage_url=url, kv_events_endpoint="tcp://127.0.0.1:5557"))
-    options = server_info(sim.scheduler, "epoch", Verdict())["options"]
+    options = server_info(sim.scheduler, "epoch", InvariantResult())["options"]
     assert options["hicache_storage_url"] == "redis://***@10.0.0.9:6379/0"
     assert (options["api_key"], options["kv_events_endpoint"]) == ("***", "tcp://127.0.0.1:5557")
     assert not any(secret in str(options) for secret in ("S3cret", "a-key"))

@@ -14,7 +14,7 @@ from support.sim import SimInstance, make_options
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.load import load_tokenizer
-from pdserve.scheduler.features.idle_check import Verdict
+from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
 from pdserve.server import cluster, supervisor
 from pdserve.server.cli import app
@@ -150,5 +150,5 @@ def test_a_hub_that_does_not_answer_is_said_before_anything_starts(
 
 def test_server_info_tells_everybody_the_commit() -> None:
     sim = SimInstance(make_options(model_path=MODEL, revision=commit(1)))
-    assert server_info(sim.scheduler, "epoch", Verdict())["revision"] == commit(1)
+    assert server_info(sim.scheduler, "epoch", InvariantResult())["revision"] == commit(1)
     assert "revision" in FOR_USERS

@@ -10,7 +10,7 @@ from support.router_rig import Rig, scenario
 from support.sim import SimInstance
 from support.web_server import port_of_nobody, web_server
 
-from pdserve.scheduler.features.idle_check import Verdict
+from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
 from pdserve.terminal.check import server
 from pdserve.terminal.check.finding import Finding, Level
@@ -163,7 +163,7 @@ def test_nobody_is_there_or_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_scheduler_tells_is_understood() -> None:
-    told = server_info(SimInstance().scheduler, "epoch", Verdict()) | {"version": "0.1.0"}
+    told = server_info(SimInstance().scheduler, "epoch", InvariantResult()) | {"version": "0.1.0"}
     found = judge(told)
     assert found[0].text.startswith(f"{URL} is ready: pdserve 0.1.0, ")
     assert f"of {told['pool']['total']} KV tokens" in found[0].text
