@@ -117,6 +117,11 @@ class GenerateReq(RequestTerms, kw_only=True):
     stop_ids: tuple[int, ...]
     fork_of: str = ""
 
+    @property
+    def prompt_len(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.input_ids) // 4  # int32
+
 
 R = TypeVar("R", TokenizeReq, GenerateReq)
 

@@ -113,7 +113,7 @@ class Scheduler:
                 # A peer may send wrong KV. The sender's name in the key keeps it from requests that did not choose that
                 # sender.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
-        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone - len(msg.input_ids) // 4))
+        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone - msg.prompt_len))
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, route, ReqState.WAITING, budget, news, now, self.role)
         req.limit_output(self.memory.max_total_tokens)
@@ -162,7 +162,7 @@ class Scheduler:
             return closed
         if msg.rid in self.reqs:
             return refuse_rid(msg.rid)
-        if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
+        if (refusal := refuse_prompt(msg.prompt_len, self.memory)) is not None:
             return refusal
         if (where := msg.bootstrap) is not None and (closed := self.handovers.membership.refusal()) is not None:
             return closed
@@ -482,7 +482,7 @@ class Scheduler:
         """
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        if (most := len(msg.input_ids) // 4 + max_new_tokens) > self.longest:
+        if (most := msg.prompt_len + max_new_tokens) > self.longest:
             return f"the request may grow to {most} tokens; this instance holds at most {self.longest}"
         if len(output) >= max_new_tokens:
             return "the request has all of its output already"
@@ -503,7 +503,7 @@ class Scheduler:
         """
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        if (length := len(msg.input_ids) // 4) > self.longest:
+        if (length := msg.prompt_len) > self.longest:
             return f"the prompt has {length} tokens; this instance holds at most {self.longest}"
         req = self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
         req.elsewhere = True

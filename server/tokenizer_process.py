@@ -91,7 +91,7 @@ def _route_request(routed: Routed, req: TokenizeReq, answer: GenerateReq | ReqEr
         logger.debug("refused: %s", shown(answer.message), extra={"rid": req.rid})
         routed.to_http.extend(msgspec.structs.replace(answer, rid=rid) for rid in req.rids)
         return
-    logger.debug("%d prompt tokens", len(answer.input_ids) // 4, extra={"rid": req.rid})
+    logger.debug("%d prompt tokens", answer.prompt_len, extra={"rid": req.rid})
     routed.to_scheduler.append(ForkedReq(answer, req.forks) if req.forks else answer)
 
 

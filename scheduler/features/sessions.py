@@ -96,7 +96,7 @@ class SessionFeature(Feature):
 
     def _state(self, known: KnownRequest, *, with_output: bool) -> SessionState:
         msg = known.msg
-        output = known.token_ids[len(msg.input_ids) // 4 :] if with_output else np.empty(0, dtype=np.int32)
+        output = known.token_ids[msg.prompt_len :] if with_output else np.empty(0, dtype=np.int32)
         request = msgspec.structs.replace(msg, bootstrap=None, fork_of="", place=0, arrival=0.0)
         return SessionState(
             running=RunningRequest(request, output.tobytes(), known.max_new_tokens, 0.0),
@@ -112,7 +112,7 @@ class SessionFeature(Feature):
         """Have the KV kept in the store, and answer when it is."""
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
         page_size = memory.page_size
-        tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
+        tokens = known.token_ids if ask.with_output else known.token_ids[: known.msg.prompt_len]
         wanted = min(len(tokens), known.computed) // page_size * page_size
         names = prompt_hashes(self._seed, tokens[:wanted], page_size, known.msg.extra_key)
         if req is not None and req.hold is not None:

@@ -133,7 +133,7 @@ async def _write_down(
         created=round(now, 3),
         expires=round(now + ttl, 3),
         model=http.model.name,
-        prompt_tokens=len(state.running.request.input_ids) // 4,
+        prompt_tokens=state.running.request.prompt_len,
         output_tokens=state.output_len,
         kv_tokens=said.kv_tokens,
         kv_bytes=said.kv_bytes,
@@ -242,7 +242,7 @@ class ResumedResponse(EngineResponse):
             as_list=False,
             incremental=by_default if incremental is None else incremental,
             prompt_ids=msg.return_prompt,
-            prompt_lens=[len(msg.input_ids) // 4],
+            prompt_lens=[msg.prompt_len],
         )
         super().__init__(http.engine, [plan], renderer, stream=stream)
         self._state = state
