@@ -17,16 +17,16 @@ import numpy as np
 from ..messages.base import I32
 from .errors import DoubleFree, InvalidFree, InvariantViolation, MisplacedSlot, UnalignedLength
 from .pages import slots_to_pages
-from .window_pages import WindowPages
+from .window_pages import NoWindows, Windows
 
 
 class TokenToKVPoolAllocator(ABC):
     """Slots ``page_size … page_size + size - 1``; a position gets a slot with the same offset in its page.
 
-    ``windows``: what windowed layers keep of the same pages lies elsewhere; None: there are no such layers.
+    ``windows``: what windowed layers keep of the same pages, which lies elsewhere.
     """
 
-    def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
+    def __init__(self, num_slots: int, page_size: int, windows: Windows | None = None) -> None:
         if page_size < 1 or num_slots < 1 or num_slots % page_size:
             raise UnalignedLength(f"a pool of {num_slots} slots is not a whole number (≥ 1) of pages of {page_size}")
         self.size = num_slots
@@ -36,7 +36,7 @@ class TokenToKVPoolAllocator(ABC):
         """What ``resize`` can make it again."""
         self.beyond = 0
         """Pages in use behind the pool's end, since it became smaller."""
-        self.windows = windows
+        self.windows: Windows = windows or NoWindows()
 
     @abstractmethod
     def available_size(self) -> int:
@@ -92,7 +92,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
     footprint at the peak of the real need. A page that was just freed is also still in the processor's cache.
     """
 
-    def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
+    def __init__(self, num_slots: int, page_size: int, windows: Windows | None = None) -> None:
         super().__init__(num_slots, page_size, windows)
         self._stack: I32 = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._top = self.num_pages
@@ -151,8 +151,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         in_use = self._in_use[pages]
         if not in_use.all():
             raise DoubleFree(f"page {pages[in_use.argmin()]} is free already")
-        if self.windows is not None:
-            self.windows.forget(pages)
+        self.windows.forget(pages)
         self._in_use[pages] = False
         if self.beyond:
             within = pages <= self.num_pages

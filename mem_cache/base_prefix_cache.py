@@ -22,7 +22,6 @@ from typing import NamedTuple
 from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .errors import StaleHold
-from .pages import slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import TreeNode
 from .window_pages import WindowSpan
@@ -31,8 +30,8 @@ from .window_pages import WindowSpan
 class PrefixMatch(NamedTuple):
     """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
 
-    Valid until the next ``evict``, ``reset``, ``condemn``, ``withdraw``, ``move_window``, ``cache_unfinished_req`` or
-    ``cache_finished_req``, unless held.
+    Unless held, valid until the next ``evict``, ``reset``, ``condemn``, ``withdraw``, ``cache_unfinished_req`` or
+    ``cache_finished_req``, or until a window moves (``WindowPages.move``).
     """
 
     slots: I32
@@ -200,47 +199,11 @@ class BasePrefixCache(ABC):
         """
         require_live(hold)
         hold.live = False
-        if (windows := self.allocator.windows) is not None:
-            windows.leave(hold.window, self._pages(hold, hold.window.begin, hold.window.end))
-            windows.end(hold.window)
-        self.allocator.free(self.req_to_token.table[hold.row, hold.cached_len : hold.kv_len])
+        row = self.req_to_token.table[hold.row]
+        self.allocator.windows.end(hold.window, row)
+        self.allocator.free(row[hold.cached_len : hold.kv_len])
         self.req_to_token.free(hold.row)
         self.dec_lock_ref(hold.node)
-
-    def move_window(self, hold: KVHold, start: int, end: int) -> None:
-        """Move the window of a request on to positions ``[start, end)``, which are written next and have slots.
-
-        A step writes them or, from a later page on, a peer. Window pages that none of them sees are released, and
-        pages without a window page get one. Only for layers with windows.
-
-        Raises ``WindowPagesShort`` if they need more than ``WindowPages.longest``.
-        """
-        windows, span = self.allocator.windows, hold.window
-        assert windows is not None
-        first, last = windows.first_page(start), -(-end // self.page_size)
-        if span.kept_from is not None:
-            first = min(first, span.kept_from)
-        if first > span.begin:
-            windows.leave(span, self._pages(hold, span.begin, min(first, span.end)))
-        if first > span.end:
-            windows.skip(span, first)
-        if last > span.end:
-            windows.extend(span, self._pages(hold, span.end, last))
-
-    def keep_window(self, hold: KVHold, first: int) -> bool:
-        """Keep the window pages of the hold's row from page ``first`` on for a hand-over, until ``let_window_go``.
-
-        They stay the hold's own, however far the request moves on. Returns False, with nothing changed, if some are
-        gone or are reserved for other requests. Only for layers with windows.
-        """
-        windows = self.allocator.windows
-        assert windows is not None
-        return windows.keep(hold.window, first, self._pages(hold, first, hold.window.begin))
-
-    def _pages(self, hold: KVHold, begin: int, end: int) -> I32:
-        """Return pages ``[begin, end)`` of the hold's row."""
-        row: I32 = self.req_to_token.table[hold.row]
-        return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     @abstractmethod
     def reset(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache
 from .chunk_cache import ChunkCache
 from .eviction_policies import EVICTION_POLICIES
 from .options import CacheOptions
-from .radix_cache import RadixCache, TreeEvents, TreeListener
+from .radix_cache import RadixCache, TreeWatcher
 from .req_to_token_pool import ReqToTokenPool
 
 
@@ -15,10 +17,9 @@ def make_prefix_cache(
     options: CacheOptions,
     allocator: TokenToKVPoolAllocator,
     req_to_token: ReqToTokenPool,
-    listener: TreeListener | None = None,
-    events: TreeEvents | None = None,
+    watchers: Sequence[TreeWatcher] = (),
 ) -> BasePrefixCache:
     """Make a ``ChunkCache`` with ``disable_radix_cache``, otherwise a ``RadixCache`` with ``radix_eviction_policy``."""
     if options.disable_radix_cache:
         return ChunkCache(allocator, req_to_token)
-    return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], listener, events)
+    return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], watchers)

@@ -73,11 +73,11 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
     Each is free, or attached to exactly one full page, which is in use. Those in spans are attached. Idle ones are
     attached and in no span.
     """
-    windows, size = allocator.windows, allocator.page_size
+    windows, size = allocator.windows.accounts(), allocator.page_size
     if windows is None:
         return
     attached = windows.page_of[windows.page_of != 0]
-    both = np.concatenate([attached, windows.free_pages()]).astype(np.int64)
+    both = np.concatenate([attached, windows.free]).astype(np.int64)
     named = np.bincount(both, minlength=windows.most_pages + 1)
     expected = np.ones(windows.most_pages + 1, dtype=np.int64)
     expected[0] = 0
@@ -92,11 +92,11 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
         span = hold.window
         require(0 <= span.begin <= span.end <= -(-hold.kv_len // size), f"row {hold.row}: impossible span {span}")
         uses[req_to_token.table[hold.row, span.begin * size : span.end * size : size] // size] += 1
-    require(np.array_equal(uses, windows.uses()), "the uses of window pages are not those of the holds' spans")
+    require(np.array_equal(uses, windows.uses), "the uses of window pages are not those of the holds' spans")
     require(bool(windows.page_of[uses > 0].all()), "a page in a request's window has no window page")
     idle = np.flatnonzero((windows.page_of != 0) & (uses == 0)).tolist()
     require(not (windows.page_of[idle] >= end).any(), "an idle window page lies beyond the pool's end")
-    require(sorted(windows.idle_pages()) == idle, "idle window pages are not those that are attached and unused")
+    require(sorted(windows.idle) == idle, "idle window pages are not those that are attached and unused")
     committed = sum(hold.window.committed for hold in holds)
     require(committed == windows.committed <= windows.num_pages, f"{committed} window pages are promised")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..messages.base import unpack_i32
+from ..messages.base import I32, unpack_i32
 from ..messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from ..messages.worker import WorkerReady
 from .options import KVEventOptions
@@ -23,10 +23,13 @@ class KVEventLog:
         """See ``RadixCache``."""
         return self._seed
 
-    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
         """Note that pages of the tokens ``key`` (int32 as bytes) were stored after the page ``parent``."""
         tokens = unpack_i32(key).tolist()
         self._events.append(BlockStored(list(hashes), parent, tokens, self._page_size))
+
+    def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """Do nothing: ``removed`` follows."""
 
     def removed(self, hashes: Sequence[bytes]) -> None:
         """Note that these pages cannot be found any more."""

@@ -45,23 +45,23 @@ class PoolEnd:
     @property
     def window_pages(self) -> int:
         """Number of window pages, 0 without windows."""
-        return self._windows.num_pages if self._windows is not None else 0
+        return self._windows.num_pages
 
     @property
     def beyond(self) -> int:
         """Pages in use that lie beyond the ends of the pools."""
-        return self._allocator.beyond + (self._windows.beyond if self._windows is not None else 0)
+        return self._allocator.beyond + self._windows.beyond
 
     @property
     def window_pages_leaving(self) -> int:
         """Number of window pages that must no longer be promised to requests, because the pool will lose them."""
-        if self._windows is None or self._announced is None:
+        if self._announced is None:
             return 0
         return max(0, self._windows.num_pages - self._windows.pages_for(self._announced // self._allocator.page_size))
 
     def can_move(self, tokens: int) -> bool:
         """Return whether the promised window pages fit into the new size."""
-        return self._windows is None or self._windows.can_resize(tokens // self._allocator.page_size)
+        return self._windows.committed <= self._windows.pages_for(tokens // self._allocator.page_size)
 
     def is_held_behind(self, tokens: int) -> bool:
         """Return whether a request has pages beyond the first ``tokens``, or window pages beyond their share."""
@@ -70,10 +70,9 @@ class PoolEnd:
         rows = [table[hold.row, : hold.kv_len : size] // size for hold in self._holds]
         if any(row.max(initial=0) > pages for row in rows):
             return True
-        if windows is None:
-            return False
         spans = (row[hold.window.begin : hold.window.end] for row, hold in zip(rows, self._holds, strict=True))
-        return any(windows.page_of[span].max(initial=0) > windows.pages_for(pages) for span in spans)
+        most = windows.pages_for(pages)
+        return any(behind.max(initial=0) > most for span in spans for behind in windows.behind(span))
 
     def move(self, tokens: int) -> None:
         """Move the end of the pool: only the first ``tokens`` slots are handed out from now on, at most ``most``.
@@ -84,8 +83,7 @@ class PoolEnd:
         """
         pages = tokens // self._allocator.page_size
         self._allocator.resize(pages)
-        if self._windows is not None:
-            self._windows.resize(pages)
+        self._windows.resize(pages)
         if self._allocator.beyond:
             self._cache.withdraw()
         if (short := -self._allocator.available_size()) > 0:

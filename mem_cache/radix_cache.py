@@ -30,7 +30,7 @@ from .eviction import EvictionHeap
 from .eviction_policies import Priority, lru
 from .invariants import check_holds, check_pages, check_windows, claim_pages, hold_claims, require
 from .page_hash import chain, namespace_seed
-from .pages import ceil_to_page, floor_to_page, slots_to_pages
+from .pages import ceil_to_page, floor_to_page
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
 
@@ -57,27 +57,23 @@ class Origin(NamedTuple):
     hashes: Sequence[bytes] = ()
 
 
-class TreeListener(Protocol):
-    """Tiers that store the tree's pages as well. ``pages`` [N] are the pool's, aligned with ``hashes``."""
+class TreeWatcher(Protocol):
+    """Something that is told of the tree's pages by their hashes: other tiers, a log of events.
+
+    ``pages`` [N] are the pool's, aligned with ``hashes``.
+    """
 
     def seed(self) -> bytes:
-        """Return the seed of the page hashes (``page_hash.model_seed``)."""
+        """Return the seed of the page hashes (``page_hash.model_seed``), equal for all watchers."""
 
-    def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Note that the tree has got pages, which planned steps compute."""
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
+        """Note that the tree has got pages, which planned steps compute, and that requests can find them.
+
+        They hold tokens ``key`` (int32 as bytes), after the page ``parent`` (None: at the start).
+        """
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
         """Note that the tree gives these pages back to the pool, because memory is short."""
-
-
-class TreeEvents(Protocol):
-    """Log of the pages that can be found in the tree, by their hashes."""
-
-    def seed(self) -> bytes:
-        """Return the seed of the page hashes; it equals the listener's, if there are both."""
-
-    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
-        """Note that tokens ``key`` (int32 as bytes) can be found after the page ``parent`` (None: at the start)."""
 
     def removed(self, hashes: Sequence[bytes]) -> None:
         """Note that these pages cannot be found any more."""
@@ -94,12 +90,10 @@ class RadixCache(BasePrefixCache):
         allocator: TokenToKVPoolAllocator,
         req_to_token: ReqToTokenPool,
         priority: Priority = lru,
-        listener: TreeListener | None = None,
-        events: TreeEvents | None = None,
+        watchers: Sequence[TreeWatcher] = (),
     ) -> None:
         super().__init__(allocator, req_to_token)
-        self._listener = listener
-        self._events = events
+        self._watchers = watchers
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._short = ceil_to_page(SHORT_RUN, self.page_size)
         self._root = make_root()
@@ -113,7 +107,7 @@ class RadixCache(BasePrefixCache):
     def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
         key = self._key(tokens)
         path = self._walk(self._root, key, extra_key)
-        usable = self._usable(path.slots)
+        usable = self.allocator.windows.usable([path.slots])
         if usable < path.slots.size:
             path = self._walk(self._root, key[: usable * TOKEN_BYTES], extra_key)
         for node in path.nodes:
@@ -136,9 +130,7 @@ class RadixCache(BasePrefixCache):
             node = child
             found.append(node.slots)
             pos += len(node.key)
-        if self.allocator.windows is None or not found:
-            return pos // TOKEN_BYTES
-        return self._usable(np.concatenate(found))
+        return self.allocator.windows.usable(found)
 
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):
@@ -203,9 +195,7 @@ class RadixCache(BasePrefixCache):
         self.req_to_token.table[row, :matched] = match.slots
         hold = KVHold(row, extra_key, match.node, matched, matched, created=self._now, priority=priority)
         self._now += 1
-        if (windows := self.allocator.windows) is not None:
-            first = windows.first_page(matched)
-            windows.begin(hold.window, first, self._pages(hold, first, matched // self.page_size))
+        self.allocator.windows.begin(hold.window, self.req_to_token.table[row], matched)
         return hold
 
     def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
@@ -231,9 +221,7 @@ class RadixCache(BasePrefixCache):
         if not known.size:
             return None
         ours = row[start : start + known.size]
-        if (windows := self.allocator.windows) is not None:
-            pages = slots_to_pages(ours, self.page_size), slots_to_pages(known, self.page_size)
-            windows.replace(hold.window, start // self.page_size, *pages)
+        self.allocator.windows.replace(hold.window, start, ours, known)
         self.allocator.free(ours)
         row[start : start + known.size] = known
         return Rewrite(start, known)
@@ -292,10 +280,10 @@ class RadixCache(BasePrefixCache):
         for top in tops:
             if within := self._within(top.slots):
                 self._split(top, within * TOKEN_BYTES)
-            if self._listener is not None:
+            for watcher in self._watchers:
                 for node in self._findable(top):
                     if node.lock_ref == 0:
-                        self._listener.leaving(self.hashes_of(node), node.slots[:: self.page_size] // self.page_size)
+                        watcher.leaving(self.hashes_of(node), node.slots[:: self.page_size] // self.page_size)
             self._hide(top)
         self._heap.sweep()
 
@@ -308,9 +296,9 @@ class RadixCache(BasePrefixCache):
 
     def _hide(self, top: TreeNode) -> None:
         """Let no walk find ``top`` or what is below it; what no request pins goes back."""
-        if self._events is not None:
+        for watcher in self._watchers:
             for node in self._findable(top):
-                self._events.removed(self.hashes_of(node))
+                watcher.removed(self.hashes_of(node))
         parent = top.parent
         assert parent is not None
         del parent.children[top.edge]
@@ -345,8 +333,8 @@ class RadixCache(BasePrefixCache):
         tops = [
             node for child in self._root.children.values() for node in child.subtree() if self._is_loose(node, child)
         ]
-        if self._events is not None:
-            self._tell_dropped(self._events, tops)
+        for watcher in self._watchers:
+            self._tell_dropped(watcher, tops)
         dropped = self._drop(tops)
         self._heap.sweep()
         return dropped
@@ -370,13 +358,6 @@ class RadixCache(BasePrefixCache):
                 self._evictable -= node.num_tokens
                 freed.append(node.slots)
         return self._give_back(freed)
-
-    def _usable(self, slots: I32) -> int:
-        """Return the length of the part of a cached prefix in ``slots`` that a request can go on from."""
-        windows = self.allocator.windows
-        if windows is None or not slots.size:
-            return slots.size
-        return windows.usable(slots[:: self.page_size] // self.page_size) * self.page_size
 
     def check_invariants(self, holds: Iterable[KVHold]) -> None:
         holds = list(holds)
@@ -491,11 +472,10 @@ class RadixCache(BasePrefixCache):
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
         self._evictable += leaf.num_tokens
-        if self._listener is not None:
-            self._listener.stored(self.hashes_of(leaf), own[:: self.page_size] // self.page_size)
-        if self._events is not None:
+        for watcher in self._watchers:
             before = self.hashes_of(parent)
-            self._events.stored(before[-1] if before else None, self.hashes_of(leaf), leaf.key)
+            pages = own[:: self.page_size] // self.page_size
+            watcher.stored(before[-1] if before else None, self.hashes_of(leaf), leaf.key, pages)
 
     def _join_pieces(self, lowest: TreeNode) -> None:
         """Join ``lowest``, which a request has just stored or found, with the pieces before it.
@@ -537,10 +517,10 @@ class RadixCache(BasePrefixCache):
     def _named(self, hold: KVHold, start: int, key: bytes) -> Sequence[bytes]:
         """Return the hashes of the hold's pages of ``key``, which begins at position ``start``, and remember them.
 
-        The result is empty unless there is a listener or an event log, and the hashes of the pages before are known.
+        The result is empty unless the tree is watched, and the hashes of the pages before are known.
         """
         names, first = hold.page_hashes, start // self.page_size
-        if not names or len(names) < first or not (self._listener or self._events):
+        if not names or len(names) < first or not self._watchers:
             return ()
         end = first + len(key) // self._page_bytes
         if len(names) < end:
@@ -550,10 +530,8 @@ class RadixCache(BasePrefixCache):
     def hashes_of(self, node: TreeNode) -> list[bytes]:
         """Return the hashes of the node's pages in order, after computing those of its ancestors.
 
-        Only with a listener or an event log.
+        Only if the tree is watched.
         """
-        seeded = self._listener or self._events
-        assert seeded is not None
         unknown = []
         while node.hashes is None and node.parent is not None:
             unknown.append(node)
@@ -562,26 +540,25 @@ class RadixCache(BasePrefixCache):
             if below.parent is not None and below.parent.hashes:
                 before = below.parent.hashes[-1]
             else:
-                before = namespace_seed(seeded.seed(), below.edge[: -self._page_bytes])
+                before = namespace_seed(self._watchers[0].seed(), below.edge[: -self._page_bytes])
             below.hashes = chain(before, below.key, self.page_size)
             node = below
         return node.hashes or []
 
     def _tell_leaving(self, leaf: TreeNode, num_tokens: int) -> None:
-        pages = num_tokens // self.page_size
-        if self._listener is not None:
-            slots = leaf.slots[-num_tokens :: self.page_size]
-            self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
-        if self._events is not None:
-            self._events.removed(self.hashes_of(leaf)[-pages:])
+        slots = leaf.slots[-num_tokens :: self.page_size]
+        for watcher in self._watchers:
+            hashes = self.hashes_of(leaf)[-(num_tokens // self.page_size) :]
+            watcher.leaving(hashes, slots // self.page_size)
+            watcher.removed(hashes)
 
-    def _tell_dropped(self, events: TreeEvents, tops: list[TreeNode]) -> None:
+    def _tell_dropped(self, watcher: TreeWatcher, tops: list[TreeNode]) -> None:
         if all(child.lock_ref == 0 or child in self._hidden for child in self._root.children.values()):
-            events.cleared()
+            watcher.cleared()
             return
         for top in tops:
             for node in top.subtree():
-                events.removed(self.hashes_of(node))
+                watcher.removed(self.hashes_of(node))
 
     def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
         """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""

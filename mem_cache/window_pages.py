@@ -31,14 +31,18 @@ exceed the smaller pool, so a hold always finds a page within the end.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..messages.base import I32
 from .errors import InvalidFree, UnalignedLength, WindowPagesShort
+from .pages import slots_to_pages
 
 
 @dataclass(slots=True)
@@ -58,20 +62,55 @@ class WindowSpan:
         """Number of pages that other holds cannot get."""
         return max(self.promised, self.end - self.begin)
 
+    def must_move(self, kv_len: int, page_size: int) -> bool:
+        """Return whether the span does not suit a decoding request of this length: its last token begins a page.
+
+        Or it is longer than promised, as after a prompt's last piece.
+        """
+        return self.end * page_size < kv_len or self.end - self.begin > self.promised
+
+
+class Windowed(Protocol):
+    """A hold, as far as windows are concerned."""
+
+    kv_len: int
+    window: WindowSpan
+
+
+H = TypeVar("H", bound=Windowed)
+
+
+class WindowAccounts(NamedTuple):
+    """The pool's accounts, for checks."""
+
+    num_pages: int
+    most_pages: int
+    beyond: int
+    committed: int
+    page_of: I32
+    free: list[int]
+    """Free window pages, in no particular order."""
+    idle: list[int]
+    """Full pages with idle window pages."""
+    uses: I32
+    """Number of spans that have each full page."""
+
 
 class WindowPages:
     """Owner of ``num_slots // page_size`` window pages, numbered from 1, for full pages ``1 … num_full_pages``.
 
     In the layer that sees most, a token sees itself and the ``window - 1`` tokens before it. Arrays named ``pages``
-    ([N] int32) are full pages, none twice.
+    ([N] int32) are full pages, none twice. ``row``: the slots of a request, by position.
     """
+
+    groups = 2
+    """Groups of KV that a page consists of: of the layers that see every token, and of those with windows."""
 
     def __init__(self, window: int, num_slots: int, num_full_pages: int, page_size: int, slack: int = 0) -> None:
         """Set up the pool. ``slack`` pages (a piece of a prompt) are never promised, unless there is only one hold."""
         if window < 1 or num_slots % page_size:
             raise UnalignedLength(f"a window of {window} over {num_slots} slots in pages of {page_size}")
-        self.window = window
-        self.page_size = page_size
+        self.window, self.page_size = window, page_size
         self.num_pages = num_slots // page_size
         self.most_pages = self.num_pages
         """Maximum that ``resize`` can restore."""
@@ -84,7 +123,7 @@ class WindowPages:
         """Maximum number of pages that a request is promised."""
         if self.num_pages < self.most:
             raise UnalignedLength(f"{self.num_pages} pages can't hold a window of {window} tokens and the next one")
-        self._slack = slack
+        self._slack, self._promised = slack, 0
         self.page_of: I32 = np.zeros(num_full_pages + 1, dtype=np.int32)
         """Full page → its window page, 0: none."""
         self._uses: I32 = np.zeros(num_full_pages + 1, dtype=np.int32)
@@ -92,8 +131,8 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Full pages with idle window pages, longest idle first."""
         self._changed: dict[int, None] = {}
-        self._committed = 0
-        self._promised = 0
+        self.committed = 0
+        """Pages that are promised to holds, or that their spans have beyond that."""
         self.kept = 0
         """Number of spans that a hand-over reads."""
 
@@ -107,12 +146,8 @@ class WindowPages:
         least = 3 * self.most + self._slack
         return min(max(share, least), self.most_pages)
 
-    def can_resize(self, num_full_pages: int) -> bool:
-        """Return whether all promised and used pages would fit."""
-        return self._committed <= self.pages_for(num_full_pages)
-
     def resize(self, num_full_pages: int) -> None:
-        """Change the size to ``pages_for`` this number of full pages, which ``can_resize`` must allow.
+        """Change the size to ``pages_for`` this number of full pages, which must be at least ``committed``.
 
         Unused pages beyond the new end are dropped. Used ones count as ``beyond`` until no span has them.
         """
@@ -128,10 +163,6 @@ class WindowPages:
 
     # --- spans ---
 
-    def first_page(self, position: int) -> int:
-        """Return the first page of a row that tokens in the page of ``position`` see."""
-        return max(0, position // self.page_size - self.reach)
-
     def needs(self, num_tokens: int) -> int:
         """Return the number of pages that a request of at most ``num_tokens`` is promised."""
         return min(self.most, -(-num_tokens // self.page_size))
@@ -142,7 +173,7 @@ class WindowPages:
         ``reserve`` pages stay for other requests, unless the request alone needs the whole pool.
         """
         needs = min(self.needs(num_tokens) + reserve, self.num_pages)
-        if self._committed + needs > self.num_pages:
+        if self.committed + needs > self.num_pages:
             return False
         return self._promised + needs + self._slack <= self.num_pages or not self._promised
 
@@ -152,38 +183,49 @@ class WindowPages:
         self._promised -= span.promised
         span.promised = self.needs(num_tokens)
         self._promised += span.promised
-        self._committed += span.committed - before
+        self.committed += span.committed - before
 
-    def longest(self, span: WindowSpan) -> int:
-        """Return the maximum number of pages that ``span`` may have now."""
-        return self.num_pages - (self._committed - span.committed)
+    def room(self, span: WindowSpan, start: int) -> int:
+        """Return how many tokens from position ``start`` on ``span`` may have next, at least 1."""
+        return (self._first_page(start) + self._longest(span)) * self.page_size - start
 
-    def begin(self, span: WindowSpan, first: int, pages: I32) -> None:
-        """Turn an empty span into the run from ``first`` on over ``pages``, which all have window pages."""
+    def begin(self, span: WindowSpan, row: I32, length: int) -> None:
+        """Turn an empty span into the window of position ``length``, after a match of that length."""
+        first = self._first_page(length)
+        pages = self._pages(row, first, length // self.page_size)
         if not self.page_of[pages].all():
             raise WindowPagesShort(f"a match of pages {pages} whose window pages are gone")
         self._take(pages)
         self._resize(span, first, first + len(pages))
 
-    def leave(self, span: WindowSpan, pages: I32) -> None:
-        """Remove the first pages of a span, ``pages``, from it."""
-        self._uses[pages] -= 1
-        for page in pages[self._uses[pages] == 0].tolist():
-            self._rest(page)
-        self._resize(span, span.begin + len(pages), span.end)
+    def move(self, span: WindowSpan, row: I32, start: int, end: int) -> None:
+        """Move the window of a request on to positions ``[start, end)``, which are written next and have slots.
 
-    def skip(self, span: WindowSpan, first: int) -> None:
-        """Let an empty span begin at ``first``: no page before it is needed."""
-        self._resize(span, first, first)
+        A step writes them or, from a later page on, a peer. Window pages that none of them sees are released, and
+        pages without a window page get one.
 
-    def keep(self, span: WindowSpan, first: int, pages: I32) -> bool:
-        """Keep the pages of a span from page ``first`` on for a hand-over that reads them.
-
-        ``pages``, from there to the span's beginning, are added to it again. Returns False if one of them is gone, or
-        if this number is promised to others.
+        Raises ``WindowPagesShort`` if they are more than ``room``.
         """
+        first, last = self._first_page(start), -(-end // self.page_size)
+        if span.kept_from is not None:
+            first = min(first, span.kept_from)
+        if first > span.begin:
+            self._leave(span, self._pages(row, span.begin, min(first, span.end)))
+        if first > span.end:
+            self._resize(span, first, first)  # no page before it is needed
+        if last > span.end:
+            self._extend(span, self._pages(row, span.end, last))
+
+    def keep(self, span: WindowSpan, row: I32, first: int) -> bool:
+        """Keep the pages of a span from page ``first`` of its row on for a hand-over that reads them, until ``let_go``.
+
+        They stay in the span, however far the request moves on. Those from ``first`` to the span's beginning are added
+        to it again. Returns False, with nothing changed, if one of them is gone, or if this number is promised to
+        others.
+        """
+        pages = self._pages(row, first, span.begin)
         gone = not self.page_of[pages].all()
-        if gone or span.end - min(first, span.begin) > self.longest(span):
+        if gone or span.end - min(first, span.begin) > self._longest(span):
             return False
         self._take(pages)
         self._resize(span, min(first, span.begin), span.end)
@@ -201,7 +243,7 @@ class WindowPages:
 
         A kept span takes more pages than promised as it moves on. It waits if the others are promised these pages.
         """
-        spare = self.num_pages - self._committed
+        spare = self.num_pages - self.committed
         able = []
         for span, length in zip(spans, lengths, strict=True):
             more = span.kept_from is not None and span.end * self.page_size <= length
@@ -210,48 +252,39 @@ class WindowPages:
             spare -= more and spare > 0
         return able
 
-    def extend(self, span: WindowSpan, pages: I32) -> None:
-        """Give ``pages``, which follow a span and have none, window pages, and make them part of it.
+    def outgrown(self, holds: Sequence[H]) -> list[H]:
+        """Return the holds with a window that must ``move``, of requests that got the slot of their next token."""
+        size = self.page_size
+        return [hold for hold in holds if hold.window.must_move(hold.kv_len, size)]
 
-        Raises ``WindowPagesShort`` where that is more than ``longest`` allows.
-        """
-        if span.end - span.begin + len(pages) > self.longest(span):
-            raise WindowPagesShort(f"{len(pages)} more pages for {span}, of {self.num_pages}")
-        for page in pages.tolist():
-            if not self._free:
-                self._detach(next(iter(self._idle)))
-            self._attach(page, self._free.pop())
-        self._uses[pages] = 1
-        self._resize(span, span.begin, span.end + len(pages))
-
-    def end(self, span: WindowSpan) -> None:
-        """End an empty span and its promise."""
+    def end(self, span: WindowSpan, row: I32) -> None:
+        """End a span and its promise."""
+        self._leave(span, self._pages(row, span.begin, span.end))
         self.let_go(span)
-        self._committed -= span.committed
+        self.committed -= span.committed
         self._promised -= span.promised
         span.promised = 0
 
     # --- the prefix cache ---
 
-    def usable(self, pages: I32) -> int:
-        """Return the length, in pages, of the longest part of a cached prefix that a request can go on from.
+    def usable(self, found: Sequence[I32]) -> int:
+        """Return the length, in tokens, of the longest part of a cached prefix with all pages of its last window.
 
-        All pages of the window before its end must be there.
+        ``found``: the prefix's slots, in parts of whole pages.
         """
-        count = len(pages)
-        missing = self.page_of[pages] == 0
-        if not missing[max(0, count - self.reach) :].any():
-            return count
-        ordinals = np.arange(1, count + 1)
-        run = ordinals - np.maximum.accumulate(np.where(missing, ordinals, 0))
-        usable = np.flatnonzero(run >= np.minimum(ordinals, self.reach))
-        return int(usable[-1]) + 1 if usable.size else 0
+        if not found:
+            return 0
+        slots = found[0] if len(found) == 1 else np.concatenate(found)
+        missing = self.page_of[slots[:: self.page_size] // self.page_size] == 0
+        return _usable(missing, self.reach) * self.page_size
 
-    def replace(self, span: WindowSpan, first: int, ours: I32, theirs: I32) -> None:
-        """Replace ``ours`` in a row, from page ``first`` on, by ``theirs``, which are cached pages of the same tokens.
+    def replace(self, span: WindowSpan, start: int, our_slots: I32, cached_slots: I32) -> None:
+        """Replace our slots in a row, from position ``start`` on, by cached ones of the same tokens, in whole pages.
 
-        If one of theirs has lost its window page, it gets that of ours.
+        If one of the cached pages has lost its window page, it gets that of ours.
         """
+        ours, theirs = slots_to_pages(our_slots, self.page_size), slots_to_pages(cached_slots, self.page_size)
+        first = start // self.page_size
         for i, (own, cached) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True), first):
             if self.page_of[own] and not self.page_of[cached]:
                 idle = not self._uses[own]
@@ -275,6 +308,10 @@ class WindowPages:
 
     # --- the worker ---
 
+    def behind(self, pages: I32) -> list[I32]:
+        """Return the window pages of ``pages``, 0 for none, as the only item of a list."""
+        return [self.page_of[pages]]
+
     def take_changes(self) -> I32:
         """Return [N, 2]: full pages with a changed window page since the last call, and the new one (0: none)."""
         pages = np.fromiter(self._changed, dtype=np.int32, count=len(self._changed))
@@ -283,36 +320,49 @@ class WindowPages:
 
     # --- figures ---
 
-    def available_size(self) -> int:
-        """Return the number of tokens in free pages."""
-        return len(self._free) * self.page_size
-
-    def idle_size(self) -> int:
-        """Return the number of tokens in idle pages."""
-        return len(self._idle) * self.page_size
-
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens: all, free, idle and in use."""
-        total, free, idle = self.num_pages * self.page_size, self.available_size(), self.idle_size()
-        used = total - free - idle + self.beyond * self.page_size
+        size = self.page_size
+        total, free, idle = self.num_pages * size, len(self._free) * size, len(self._idle) * size
+        used = total - free - idle + self.beyond * size
         return {"window_total": total, "window_free": free, "window_cached": idle, "window_in_use": used}
 
-    def free_pages(self) -> list[int]:
-        """Return a copy of the free window pages, in no particular order."""
-        return list(self._free)
+    def accounts(self) -> WindowAccounts:
+        """Return the accounts."""
+        sizes = (self.num_pages, self.most_pages, self.beyond, self.committed)
+        return WindowAccounts(*sizes, self.page_of, list(self._free), list(self._idle), self._uses.copy())
 
-    def idle_pages(self) -> list[int]:
-        """Return a copy of the full pages with idle window pages."""
-        return list(self._idle)
+    def _pages(self, row: I32, begin: int, end: int) -> I32:
+        return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
-    def uses(self) -> I32:
-        """Return a copy of the number of spans that have each full page."""
-        return self._uses.copy()
+    def _first_page(self, position: int) -> int:
+        """Return the first page of a row that tokens in the page of ``position`` see."""
+        return max(0, position // self.page_size - self.reach)
 
-    @property
-    def committed(self) -> int:
-        """Pages that are promised to holds, or that their spans have beyond that."""
-        return self._committed
+    def _longest(self, span: WindowSpan) -> int:
+        """Return the maximum number of pages that ``span`` may have now."""
+        return self.num_pages - (self.committed - span.committed)
+
+    def _leave(self, span: WindowSpan, pages: I32) -> None:
+        """Remove the first pages of a span, ``pages``, from it."""
+        self._uses[pages] -= 1
+        for page in pages[self._uses[pages] == 0].tolist():
+            self._rest(page)
+        self._resize(span, span.begin + len(pages), span.end)
+
+    def _extend(self, span: WindowSpan, pages: I32) -> None:
+        """Give ``pages``, which follow a span and have none, window pages, and make them part of it.
+
+        Raises ``WindowPagesShort`` where that is more than ``_longest`` allows.
+        """
+        if span.end - span.begin + len(pages) > self._longest(span):
+            raise WindowPagesShort(f"{len(pages)} more pages for {span}, of {self.num_pages}")
+        for page in pages.tolist():
+            if not self._free:
+                self._detach(next(iter(self._idle)))
+            self._attach(page, self._free.pop())
+        self._uses[pages] = 1
+        self._resize(span, span.begin, span.end + len(pages))
 
     def _take(self, pages: I32) -> None:
         for page in pages[self._uses[pages] == 0].tolist():
@@ -322,7 +372,7 @@ class WindowPages:
     def _resize(self, span: WindowSpan, begin: int, end: int) -> None:
         before = span.committed
         span.begin, span.end = begin, end
-        self._committed += span.committed - before
+        self.committed += span.committed - before
 
     def _rest(self, page: int) -> None:
         """Make the window page of a full page idle, or drop it beyond the pool's end: no span has it any more."""
@@ -346,3 +396,99 @@ class WindowPages:
         if not keep and window_page <= self.num_pages:
             self._free.append(window_page)
         return window_page
+
+
+def _usable(missing: npt.NDArray[np.bool_], reach: int) -> int:
+    """Return the length of the longest prefix that ends after ``reach`` pages, or all of them, without a missing one.
+
+    ``missing`` [N]: whether a page has lost its window page.
+    """
+    count = len(missing)
+    if not missing[max(0, count - reach) :].any():
+        return count
+    ordinals = np.arange(1, count + 1)
+    run = ordinals - np.maximum.accumulate(np.where(missing, ordinals, 0))
+    usable = np.flatnonzero(run >= np.minimum(ordinals, reach))
+    return int(usable[-1]) + 1 if usable.size else 0
+
+
+class NoWindows:
+    """The ``WindowPages`` of a model without windows: there are none, none are needed, and nothing is short of them."""
+
+    groups = 1
+    num_pages = most = reach = beyond = committed = kept = 0
+
+    def pages_for(self, num_full_pages: int) -> int:
+        """Return 0."""
+        return 0
+
+    def resize(self, num_full_pages: int) -> None:
+        """Do nothing."""
+
+    def needs(self, num_tokens: int) -> int:
+        """Return 0."""
+        return 0
+
+    def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
+        """Return True."""
+        return True
+
+    def promise(self, span: WindowSpan, num_tokens: int) -> None:
+        """Do nothing."""
+
+    def room(self, span: WindowSpan, start: int) -> int:
+        """Return more tokens than any prompt has."""
+        return sys.maxsize
+
+    def begin(self, span: WindowSpan, row: I32, length: int) -> None:
+        """Do nothing."""
+
+    def move(self, span: WindowSpan, row: I32, start: int, end: int) -> None:
+        """Do nothing."""
+
+    def keep(self, span: WindowSpan, row: I32, first: int) -> bool:
+        """Return True: a hand-over's pages are all pinned with its hold."""
+        return True
+
+    def let_go(self, span: WindowSpan) -> None:
+        """Do nothing."""
+
+    def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
+        """Return True for each."""
+        return [True] * len(spans)
+
+    def outgrown(self, holds: Sequence[H]) -> Sequence[H]:
+        """Return none."""
+        return ()
+
+    def end(self, span: WindowSpan, row: I32) -> None:
+        """Do nothing."""
+
+    def usable(self, found: Sequence[I32]) -> int:
+        """Return the length of all that was found."""
+        return sum(slots.size for slots in found)
+
+    def replace(self, span: WindowSpan, start: int, our_slots: I32, cached_slots: I32) -> None:
+        """Do nothing."""
+
+    def forget(self, pages: I32) -> None:
+        """Do nothing."""
+
+    def take_changes(self) -> I32:
+        """Return none."""
+        return NO_CHANGES
+
+    def behind(self, pages: I32) -> list[I32]:
+        """Return an empty list."""
+        return []
+
+    def usage(self) -> dict[str, int]:
+        """Return nothing: there is no such pool."""
+        return {}
+
+    def accounts(self) -> None:
+        """Return None: there is nothing to check."""
+
+
+Windows = WindowPages | NoWindows
+NO_CHANGES: I32 = np.empty((0, 2), dtype=np.int32)

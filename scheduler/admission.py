@@ -38,15 +38,15 @@ class Admission:
         if not generating:
             return 0
         held = [self._held(req) for req in generating]
-        up = self._memory.pages_up
+        up = self._memory.pool.pages_up
         worst = sum(up(one.length + one.most) - up(one.length) for one in held)
-        if worst * self._factor + up(newcomer.known_len) <= self._memory.obtainable:
+        if worst * self._factor + up(newcomer.known_len) <= self._memory.pool.obtainable:
             return 0  # all of them can have all that they may ask for: no estimate is needed
         ahead = moments(max(one.most for one in held))
         most = [req.max_new_tokens for req in generating]
         have = [req.total_len - req.prompt_len for req in generating]
         alive = self.lengths.survival(most, have, ahead)
-        return int(extra_slots(held, alive, ahead, self._memory.page_size, SPREAD) * self._factor)
+        return int(extra_slots(held, alive, ahead, self._memory.pool.page_size, SPREAD) * self._factor)
 
     def learn(self, req: Req) -> None:
         """Learn the output length of a request that has ended by itself, here."""
@@ -56,5 +56,5 @@ class Admission:
     def _held(self, req: Req) -> Held:
         length = max(req.total_len, req.prompt_len)
         # The cached prefix that it began with may be shared with others, and stays.
-        own = self._memory.pages_up(length) - req.reused
+        own = self._memory.pool.pages_up(length) - req.reused
         return Held(length, max(0, own), req.max_new_tokens - (req.total_len - req.prompt_len))

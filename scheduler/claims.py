@@ -73,7 +73,7 @@ from .admission import Admission
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
 from .optional_claims import MOST_OPTIONAL, OptionalClaims
-from .req import Req, Route
+from .req import Req, Route, hold_of
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
@@ -136,7 +136,7 @@ class Claims:
     def came(self, req: Req) -> None:
         """Count an outgoing request for the transfer limit from its admission on, before its peer asks for the KV."""
         if req.route is Route.OUTGOING:
-            self._outgoing[req.rid] = self._memory.pages_up(req.prompt_len)
+            self._outgoing[req.rid] = self._memory.pool.pages_up(req.prompt_len)
 
     def ended(self, rid: str) -> None:
         """Note that the request has ended: it no longer counts for the transfer limit."""
@@ -161,7 +161,7 @@ class Claims:
     def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
         """Yield the claims that could use memory now, in order. A claim may be removed before the next one is drawn."""
         for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
-            if not (req.pending or self._memory.must_wait(req, now) or self._is_yielding(req)):
+            if not (req.pending or self._memory.tiers.store.must_wait(req.rid, now) or self._is_yielding(req)):
                 yield req
 
     def computing(self, now: float) -> Iterator[Req]:
@@ -228,9 +228,9 @@ class Claims:
         passed, left = NO_RESERVE, MOST_PASSED
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
-                passed = passed.plus(self._memory.needs([req]))
+                passed = passed.plus(self._memory.room.needs([req]))
                 left -= 1
-                if not left or passed.slots > self._memory.obtainable:
+                if not left or passed.slots > self._memory.pool.obtainable:
                     break
             elif req.rid in self._optional:
                 if self._grant(req, passed, now):
@@ -351,24 +351,24 @@ class Claims:
         others = [one for one in self.reservations.values() if not one.begun and one not in without]
         if not others:
             return True
-        held = sum(memory.pages_up(memory.hold_of(one.req).kv_len) for one in others)
-        slots = held + memory.pages_up(req.known_len) + max(self._outgoing.values())
-        is_within = slots <= memory.max_total_tokens and len(others) + 2 <= memory.num_rows
-        given = sum(memory.hold_of(one.req).window.committed for one in without)
-        return is_within and memory.could_promise_one_more(req, given)
+        held = sum(memory.pool.pages_up(hold_of(one.req).kv_len) for one in others)
+        slots = held + memory.pool.pages_up(req.known_len) + max(self._outgoing.values())
+        is_within = slots <= memory.pool.max_total_tokens and len(others) + 2 <= memory.pool.num_rows
+        given = sum(hold_of(one.req).window.committed for one in without)
+        return is_within and memory.room.could_promise_one_more(req, given)
 
     def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
         """Return whether the request could have memory if the reservations ``gone`` were given back."""
         memory, given = self._memory, NO_RESERVE
         for one in gone:
-            hold = memory.hold_of(one.req)
-            slots = memory.pages_up(hold.kv_len - one.req.reused)
+            hold = hold_of(one.req)
+            slots = memory.pool.pages_up(hold.kv_len - one.req.reused)
             given = given.plus(Reserve(slots, hold.window.committed, rows=1))
         if req is self.starved:
-            return memory.obtainable + given.slots >= memory.page_size
+            return memory.pool.obtainable + given.slots >= memory.pool.page_size
         if req.route is not Route.INCOMING:
-            return memory.could_admit(req, NO_RESERVE, given)
-        return self._is_within_limit(req, gone) and memory.could_admit(req, self.reserve(req, gone), given)
+            return memory.room.could_admit(req, NO_RESERVE, given)
+        return self._is_within_limit(req, gone) and memory.room.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
         """Return whether the claim yields to another one that still lacks memory."""
@@ -385,7 +385,7 @@ class Claims:
         claim = self._held_for
         if claim is None:
             return False
-        if self._lacks_memory(claim) and (now < self._held_until or self._memory.could_admit(claim, NO_RESERVE)):
+        if self._lacks_memory(claim) and (now < self._held_until or self._memory.room.could_admit(claim, NO_RESERVE)):
             return True
         self._held_for = None
         return False

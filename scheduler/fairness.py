@@ -168,6 +168,10 @@ class FairShares:
         """Number of keys and users that are remembered without having requests."""
         return self._keys.remembered + sum(users.remembered for users in self._users.values())
 
+    def lane(self, tenant: Tenant) -> Tenant:
+        """Return the tenant that counts for the place in the queue: the same one."""
+        return tenant
+
     def comes(self, tenant: Tenant) -> None:
         """Count a request that was admitted."""
         self._keys.comes(tenant.key)
@@ -220,3 +224,42 @@ class FairShares:
     def _add(self, tenant: Tenant, work: float) -> None:
         self._keys.add(tenant.key, work)
         self._users_of(tenant).add(tenant.user, work)
+
+
+class NoShares:
+    """The ``FairShares`` of an instance that does not count service by tenant: all requests wait as one."""
+
+    def lane(self, tenant: Tenant) -> Tenant:
+        """Return the same tenant for all."""
+        return EVERYBODY
+
+    def comes(self, tenant: Tenant) -> None:
+        """Do nothing."""
+
+    def goes(self, tenant: Tenant) -> None:
+        """Do nothing."""
+
+    def waits(self, tenant: Tenant, *, again: bool = False) -> None:
+        """Do nothing."""
+
+    def waits_no_more(self, tenant: Tenant) -> None:
+        """Do nothing."""
+
+    def prompt(self, tenant: Tenant, tokens: int) -> None:
+        """Do nothing."""
+
+    def output(self, tenant: Tenant, tokens: int) -> None:
+        """Do nothing."""
+
+    def share(self, tenant: Tenant) -> tuple[float, float]:
+        """Return the same share for all."""
+        return NO_SHARE
+
+    def is_owed_room(self, key: str, room: int) -> bool:
+        """Return False."""
+        return False
+
+
+Shares = FairShares | NoShares
+EVERYBODY = Tenant()
+NO_SHARE = (0.0, 0.0)

@@ -84,9 +84,9 @@ class FirstTokenForecast:
 
     def uncached(self, req: Req) -> int:
         """Return how many tokens of its prompt would have to be computed here if a store brings none."""
-        cached, tiers = self._memory.prefix_len(req), self._memory.tiers
-        if tiers is not None:
-            cached += len(tiers.find(req, cached, req.longest_reusable_prefix)) * tiers.page_size
+        memory = self._memory
+        cached = memory.prefix_len(req)
+        cached += len(memory.tiers.find(req, cached, req.longest_reusable_prefix)) * memory.pool.page_size
         return req.prompt_len - cached
 
     def _ahead_of(self, req: Req, uncached: int) -> Load:

@@ -21,7 +21,7 @@ from .features.handovers import HandoverFeature
 from .features.health import Health, Watchdog
 from .features.idle_check import IdleCheck
 from .features.kv_event_feed import KVEventFeed
-from .features.kv_hashes import KVHashing, NoKVHashing
+from .features.kv_hashes import KVHashing
 from .features.memory_saver import MemorySaver
 from .features.metrics_report import MetricsReport
 from .features.pool_resize import PoolResize
@@ -61,18 +61,18 @@ class LoadedInstance:
             PoolResize(scheduler),
             DrainFeature(scheduler, all_read),
         )
-        profiling = Profiling(outbox, lambda: scheduler.memory.newest_step)
-        tiers = [TierFeature(scheduler.tiers)] if scheduler.tiers is not None else []
-        hashing = make_kv_hashing(scheduler)
-        report = MetricsReport(scheduler, [handovers, *tiers, hashing, pressure, memory_saver])
+        profiling = Profiling(outbox, lambda: scheduler.memory.pool.newest_step)
+        tiers = TierFeature(scheduler.tiers)
+        hashing = KVHashing(scheduler.memory, scheduler.worker.layout, outbox)
+        report = MetricsReport(scheduler, [handovers, tiers, hashing, pressure, memory_saver])
         feeds = make_kv_feeds(ctx, scheduler, poller)
-        shown = [handovers, *tiers, hashing, memory_saver, resize, pressure, profiling]
-        watched = [draining, memory_saver, Watchdog(scheduler), handovers, hashing, *tiers]
+        shown = [handovers, tiers, hashing, memory_saver, resize, pressure, profiling]
+        watched = [draining, memory_saver, Watchdog(scheduler), handovers, hashing, tiers]
         self._before_steps: list[Feature] = [handovers, resize, memory_saver]
         self._after_steps: list[Feature] = [profiling, draining, pressure, report, *feeds]
-        self._timed: list[Feature] = [handovers, resize, memory_saver, *tiers, profiling, *feeds, self._idle_check]
+        self._timed: list[Feature] = [handovers, resize, memory_saver, tiers, profiling, *feeds, self._idle_check]
         asked = [
-            *(SessionFeature(scheduler), CacheFlush(scheduler), hashing, *tiers),
+            *(SessionFeature(scheduler), CacheFlush(scheduler), hashing, tiers),
             ServerInfoFeature(scheduler, ctx.epoch, self._idle_check, shown),
             Health(scheduler, ctx.epoch, watched),
         ]
@@ -83,13 +83,13 @@ class LoadedInstance:
     @receives(GenerateReq)
     def on_request(self, message: GenerateReq, now: float) -> None:
         """Admit a request, or refuse it."""
-        self.scheduler.admit_message(message, now)
+        self.scheduler.arrivals.admit(message, now)
 
     @receives(ForkedReq)
     def on_forks(self, message: ForkedReq, now: float) -> None:
         """Admit a request with several answers."""
         for request in message.requests():
-            self.scheduler.admit_message(request, now)
+            self.scheduler.arrivals.admit(request, now)
 
     @receives(AbortReq)
     def on_abort(self, message: AbortReq, now: float) -> None:
@@ -132,14 +132,6 @@ class LoadedInstance:
     def seconds_left(self, now: float) -> float:
         """Return the seconds until ``tick`` has something to do without a message; infinity for never."""
         return min(self.scheduler.deadlines.seconds_left(now), *[feature.seconds_left(now) for feature in self._timed])
-
-
-def make_kv_hashing(scheduler: Scheduler) -> Feature:
-    """Return the feature that answers questions about hashes of KV pages."""
-    debug = scheduler.memory.debug
-    if debug is None:
-        return NoKVHashing()
-    return KVHashing(debug, scheduler.memory, scheduler.worker.layout, scheduler.outbox)
 
 
 def make_kv_feeds(ctx: ChildContext[SchedulerOptions], scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:

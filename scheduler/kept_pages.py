@@ -30,13 +30,17 @@ class Kept(NamedTuple):
 
 
 class SavesPages(Protocol):
-    """Interface to the tiers that save the pages."""
+    """Interface to the backlog of pages to be saved."""
 
     def is_saving(self, page_hash: bytes) -> bool:
         """Return whether the page is still on its way to the store."""
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
         """Save these pages again: the store has none of them, whatever the records say."""
+
+
+class AsksStore(Protocol):
+    """Interface to the link to the store."""
 
     def tell_store(self, message: KeepPages) -> None:
         """Send the message to the store."""
@@ -62,8 +66,9 @@ class _Wish:
 class KeptPages:
     """Owner of the open orders. ``next_id`` returns ids for messages to the worker."""
 
-    def __init__(self, tiers: SavesPages, next_id: Callable[[], int]) -> None:
-        self._tiers = tiers
+    def __init__(self, backlog: SavesPages, link: AsksStore, next_id: Callable[[], int]) -> None:
+        self._backlog = backlog
+        self._link = link
         self._next_id = next_id
         self._wishes: deque[_Wish] = deque()
         """Orders by arrival, hence by deadline. Orders that are done are removed when they are first."""
@@ -80,7 +85,7 @@ class KeptPages:
 
     def release(self, hashes: list[bytes]) -> None:
         """Let the store evict these pages."""
-        self._tiers.tell_store(KeepPages(self._next_id(), b"".join(hashes), 0.0))
+        self._link.tell_store(KeepPages(self._next_id(), b"".join(hashes), 0.0))
 
     def left(self, hashes: Iterable[bytes]) -> None:
         """Note that these pages are no longer on their way, whatever has become of them."""
@@ -94,14 +99,14 @@ class KeptPages:
             wish = self._wishes.popleft()
             if wish.done is not None:
                 late = f"the KV store did not take the pages within {MOST_SECONDS:.0f} s"
-                self._end(wish, Kept(0, "; ".join(filter(None, (late, self._tiers.problem(now))))))
+                self._end(wish, Kept(0, "; ".join(filter(None, (late, self._link.problem(now))))))
         ready, self._ready = self._ready, []
         for wish in ready:
             if wish.done is not None:
                 wish.asked = self._next_id()
                 wish.tries += 1
                 self._keeping[wish.asked] = wish
-                self._tiers.tell_store(KeepPages(wish.asked, b"".join(wish.hashes), wish.until))
+                self._link.tell_store(KeepPages(wish.asked, b"".join(wish.hashes), wish.until))
 
     def on_kept(self, event: PagesKept) -> None:
         """Take the store's answer: which pages it has."""
@@ -109,7 +114,7 @@ class KeptPages:
         if wish is None:
             return
         if event.count < len(wish.hashes) and not event.error and wish.tries < TRIES:
-            self._tiers.save_again(wish.hashes[event.count :])
+            self._backlog.save_again(wish.hashes[event.count :])
             wish.saved = event.count
             self._wait(wish)
             return
@@ -127,7 +132,7 @@ class KeptPages:
         """Wait for the next of its pages that is still on its way, or make the order ready."""
         while wish.saved < len(wish.hashes):
             page_hash = wish.hashes[wish.saved]
-            if self._tiers.is_saving(page_hash):
+            if self._backlog.is_saving(page_hash):
                 self._saving.setdefault(page_hash, set()).add(wish)
                 return
             wish.saved += 1
@@ -142,3 +147,14 @@ class KeptPages:
         done, wish.done = wish.done, None
         assert done is not None
         done(kept)
+
+
+class NoKeptPages:
+    """The ``KeptPages`` of an instance without a store."""
+
+    def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
+        """Call ``done``: no page is kept."""
+        done(Kept(0, "this instance has no KV store"))
+
+    def release(self, hashes: list[bytes]) -> None:
+        """Do nothing."""

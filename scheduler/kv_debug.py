@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -26,19 +26,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..mem_cache.base_prefix_cache import KVHold
-from ..mem_cache.page_hash import model_seed
-from ..mem_cache.window_pages import WindowPages
+from ..mem_cache.window_pages import Windows
 from ..messages.base import I32, pack_i32
 from ..messages.handover import MAX_HASH_BYTES
 from ..messages.kv_debug import HASH_BYTES, HashPages, PagesHashed
-from ..messages.metrics import Labelled
+from ..messages.metrics import Family, Labelled
 from ..messages.worker import KVGroup, WorkerReady
-from ..runtime.metrics import Metrics, counter
+from ..runtime.metrics import Metrics, counter, read
 from .options import SchedulerOptions
 from .outbox import Outbox
-from .page_names import PageNames
+from .page_names import PageNames, make_page_names
 from .req import Req
-from .tiers import KVTiers
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +132,23 @@ class _Glance(NamedTuple):
 
 
 class KVDebug:
-    """Page hashes of the instance, and their comparison. ``send`` sends to the worker, in one order with its steps."""
+    """Page hashes of the instance, and their comparison.
+
+    ``windows``: window pages of the pool. ``send`` sends to the worker, in one order with its steps.
+    """
+
+    enabled = True
 
     def __init__(
-        self, options: SchedulerOptions, worker: WorkerReady, names: PageNames, send: Callable[[HashPages], None]
+        self,
+        options: SchedulerOptions,
+        worker: WorkerReady,
+        windows: Windows,
+        names: PageNames,
+        send: Callable[[HashPages], None],
     ) -> None:
         self._names = names
+        self._windows = windows
         self._send = send
         self._groups = worker.layout.groups
         self._is_lossy = options.hicache_host_dtype != "auto"
@@ -153,9 +162,6 @@ class KVDebug:
         self._planned: list[int] = []
         """Numbers of the questions that wait for the step that is being planned."""
         self._waiting: list[tuple[int, Callable[[], None]]] = []
-        self.windows: WindowPages | None = None
-        self.condemn: Callable[[Req, int], None] = lambda req, start: None
-        """Attributes of ``KVMemory``: its window pages and its ``condemn``."""
         self.namespaces: OrderedDict[str, None] = OrderedDict()
         """Namespaces of the last requests."""
         self.compared: Counter[Place] = Counter()
@@ -253,10 +259,8 @@ class KVDebug:
 
     def _tell(self, number: int) -> None:
         pages = self._open[number].pages
-        packed = [pack_i32(pages)]
-        if self.windows is not None:
-            # The table as it is now: a window page that a request has left may be another's in the step that was sent.
-            packed.append(pack_i32(self.windows.page_of[pages]))
+        # The table as it is now: a window page that a request has left may be another's in the step that was sent.
+        packed = [pack_i32(numbers) for numbers in (pages, *self._windows.behind(pages))]
         self._send(HashPages(number, packed))
 
     # --- pending questions ---
@@ -279,19 +283,30 @@ class KVDebug:
 
     # --- answers ---
 
-    def on_hashed(self, event: PagesHashed, now: float) -> None:
-        """Compare or pass on the hashes that the worker has computed."""
+    def on_hashed(self, event: PagesHashed, now: float) -> Iterator[tuple[Req, int]]:
+        """Compare or pass on the hashes that the worker has computed.
+
+        Yield what is to be condemned: a request, and the position of its first wrong KV.
+        """
         question = self._open.pop(event.id)
         if isinstance(question, _Glance):
             question.tell(event)
         else:
-            self._compare(question, event, now)
+            first_wrong = self._compare(question, event)
+            if question.done is not None:
+                question.done("" if first_wrong is None else "hashes differ", now)
+            elif first_wrong is not None:
+                yield question.req, first_wrong * self._names.page_size
         due = [call for number, call in self._waiting if self.is_past(number)]
         self._waiting = [(number, call) for number, call in self._waiting if not self.is_past(number)]
         for call in due:
             call()
 
-    def _compare(self, question: _Question, event: PagesHashed, now: float) -> None:
+    def _compare(self, question: _Question, event: PagesHashed) -> int | None:
+        """Compare the pages with what is known of them, and report differences.
+
+        Return the number of the first page, within the request, that was not computed wrong and is wrong now.
+        """
         wrong: list[str] = []
         first_wrong: int | None = None
         for i, name in enumerate(question.names):
@@ -313,10 +328,7 @@ class KVDebug:
                 wrong += [self._line(question.first + i, d, place, known.when) for d in differences]
         if wrong:
             self._report(question.req.rid, wrong, logging.WARNING if first_wrong is None else logging.ERROR)
-        if question.done is not None:
-            question.done("" if first_wrong is None else "hashes differ", now)
-        elif first_wrong is not None:
-            self.condemn(question.req, first_wrong * self._names.page_size)
+        return first_wrong
 
     def _row(self, hashes: Sequence[bytes], index: int) -> Row:
         return tuple(
@@ -368,6 +380,10 @@ class KVDebug:
         count = sum(self.mismatches.values()) - self.mismatches[Place.PREFILL]
         return f"--kv-debug has found {count} hashes of KV that differ; the last request: {self._last}" if count else ""
 
+    def metrics(self) -> list[Family]:
+        """Return the metrics of the comparisons."""
+        return read(METRICS, self)
+
     def info(self) -> dict[str, Any]:
         """Return the JSON-ready part of ``/server_info``."""
         return {
@@ -387,15 +403,69 @@ def _between(group: KVGroup, now: bytes, before: bytes) -> list[Difference]:
     ]
 
 
-def make_kv_debug(
-    options: SchedulerOptions, worker: WorkerReady, tiers: KVTiers | None, outbox: Outbox
-) -> KVDebug | None:
-    """Return the hash checks of this instance, None without ``--kv-debug``."""
+class NoDebug:
+    """The ``KVDebug`` of an instance without ``--kv-debug``: nothing is hashed or compared."""
+
+    enabled = False
+    namespaces: tuple[str, ...] = ()
+    newest = 0
+    problem = ""
+
+    def look(self, place: Place, req: Req, row: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()) -> None:
+        """Do nothing."""
+
+    def landed(
+        self, req: Req, hold: KVHold, first: int, pages: I32, theirs: bytes, done: Callable[[str, float], None]
+    ) -> None:
+        """Raise ``AssertionError``: the worker checks what has landed."""
+        raise AssertionError(f"hashes of {req.rid} were to be compared without --kv-debug")
+
+    def told(self, req: Req, first: int, last: int) -> bytes:
+        """Return no hashes."""
+        return b""
+
+    def told_of(self, names: Sequence[bytes]) -> bytes:
+        """Return no hashes."""
+        return b""
+
+    def expect(self, names: Sequence[bytes], told: bytes) -> None:
+        """Do nothing."""
+
+    def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
+        """Raise ``AssertionError``: such a question is refused."""
+        raise AssertionError("pages were to be hashed without --kv-debug")
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def is_past(self, number: int) -> bool:
+        """Return True."""
+        return True
+
+    def when_past(self, number: int, call: Callable[[], None]) -> bool:
+        """Return True."""
+        return True
+
+    def on_hashed(self, event: PagesHashed, now: float) -> Iterator[tuple[Req, int]]:
+        """Raise ``AssertionError``: the worker was asked for no hashes."""
+        raise AssertionError(f"the worker sent hashes {event.id} without --kv-debug")
+
+    def metrics(self) -> list[Family]:
+        """Return none."""
+        return []
+
+    def info(self) -> None:
+        """Return None."""
+
+
+Debug = KVDebug | NoDebug
+
+
+def make_kv_debug(options: SchedulerOptions, worker: WorkerReady, windows: Windows, outbox: Outbox) -> Debug:
+    """Return the hash checks of this instance."""
     if not options.kv_debug:
-        return None
-    seed = model_seed(worker.fingerprint, worker.layout)
-    names = PageNames(seed, options.page_size) if tiers is None else tiers.names
-    return KVDebug(options, worker, names, outbox.to_worker)
+        return NoDebug()
+    return KVDebug(options, worker, windows, make_page_names(options, worker), outbox.to_worker)
 
 
 def _by_place(counts: Counter[Place]) -> Labelled:

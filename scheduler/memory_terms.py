@@ -79,7 +79,7 @@ def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool)
         "rows_total": rows,
         "rows_in_use": rows - table.available_size(),
     }
-    return told | (windows.usage() if windows is not None else {})
+    return told | windows.usage()
 
 
 METRICS: Metrics[Mapping[str, int]] = (

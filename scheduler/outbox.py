@@ -10,7 +10,17 @@ from typing import TypeVar
 
 from ..messages.base import Message
 from ..messages.channel import SendsMessages
-from ..messages.outputs import DetokenizeInit, FinishReason, PromptReport, ReqError, ReqMeta, ReqTokens, TokenBatch
+from ..messages.outputs import (
+    DetokenizeInit,
+    FinishReason,
+    Phase,
+    PromptReport,
+    ReqError,
+    ReqMeta,
+    ReqTokens,
+    Timing,
+    TokenBatch,
+)
 from ..messages.question import Answer, Question, Refused
 from ..messages.requests import GenerateReq
 from ..messages.too_large import send_or_explain
@@ -42,12 +52,26 @@ def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
         prompt_tokens=req.prompt_len,
         completion_tokens=req.output_len,
         cached_tokens=req.cached_tokens,
-        timing=req.timing_at(now),
+        timing=timing_at(req, now),
         retractions=req.retractions,
         route=req.route_told,
         cached_beyond=req.cached_beyond or (NOTHING_BEYOND if has_tiers else None),
         held=req.held,
     )
+
+
+def timing_at(req: Req, now: float) -> Timing:
+    """Bring the request's ``timing`` up to ``now`` and return it."""
+    phases, timing, times = req.phases, req.timing, req.times
+    phases.upto(now)
+    timing.tokenize_ms = phases.spent(Phase.TOKENIZE)
+    timing.queue_ms = phases.spent(Phase.QUEUE)
+    timing.prefill_ms = phases.spent(Phase.PREFILL)
+    timing.transfer_ms = phases.spent(Phase.TRANSFER)
+    timing.decode_ms = phases.spent(Phase.DECODE)
+    timing.first_token_ms = max(0.0, times.first_token - times.arrival) * 1000 if times.first_token else 0.0
+    timing.here, timing.phases = phases.here, phases.times()
+    return timing
 
 
 class NoTransferEngine:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..mem_cache.page_hash import further_hashes
+from ..mem_cache.page_hash import further_hashes, model_seed
+from ..messages.worker import WorkerReady
+from .options import SchedulerOptions
 from .req import Req
 
 
@@ -30,3 +32,11 @@ class PageNames(NamedTuple):
         if len(names) < pages:
             names += further_hashes(self.seed, req.token_ids[:end], self.page_size, req.msg.extra_key, names)
         return names[first:pages]
+
+
+def make_page_names(options: SchedulerOptions, worker: WorkerReady) -> PageNames:
+    """Return the names of this instance's pages."""
+    # Pages rounded in host memory have names of their own: instances that keep pages as they are must not find them.
+    is_rounded = worker.host_pages and options.hicache_host_dtype != "auto"
+    rounding = f" in {options.hicache_host_dtype}" if is_rounded else ""
+    return PageNames(model_seed(worker.fingerprint + rounding, worker.layout), options.page_size)

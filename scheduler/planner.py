@@ -16,25 +16,24 @@ from typing import NamedTuple
 
 from ..messages.base import pack_i32
 from ..messages.outputs import Phase
-from ..messages.worker import ForwardStep, RowInit, SlotDelta
+from ..messages.worker import ForwardStep
 from ..runtime.metrics import Metrics, counter
 from .admission import Admission
 from .claims import Claims
 from .estimates.cost_model import CostModel, StepShape
-from .fairness import FairShares
+from .fairness import FairShares, NoShares
 from .joint_start import JointStart
 from .kv_memory import KVMemory
-from .memory_terms import NO_RESERVE
 from .options import SchedulerOptions
 from .policies.base import PolicyNeeds
 from .policies.make import make_policy
 from .prompt_pieces import PromptPieces
-from .req import Req, ReqState, Route
-from .retraction import choose_victim
+from .req import Req, ReqState, hold_of
+from .retraction import Retraction
 from .role import InstanceRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
-from .step_builder import Foresight, InFlightStep, StepBuilder
+from .step_builder import Foresight, InFlightStep, RowUpdates, StepBuilder
 from .waiting import WaitingQueue
 
 
@@ -63,23 +62,23 @@ class StepPlanner:
     def __init__(
         self, options: SchedulerOptions, memory: KVMemory, device: str, model: CostModel, role: InstanceRole
     ) -> None:
-        shares = FairShares() if options.fair_scheduling else None
+        shares = FairShares() if options.fair_scheduling else NoShares()
         self.waiting = WaitingQueue(
             make_policy(PolicyNeeds(options, memory, model)),
             shares,
             ranks=options.uses_priorities,
             low_first=options.schedule_low_priority_values_first,
         )
-        memory.on_stored = self.waiting.stored
-        self.shared_prompts = SharedPrompts(memory.page_size, enabled=not options.disable_radix_cache)
+        self.shared_prompts = SharedPrompts(memory.pool.page_size, enabled=not options.disable_radix_cache)
         self.running: dict[str, Req] = {}
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model, role)
         self.joint_start = JointStart(self.budget, model)
         self.admission = Admission(memory, options.schedule_conservativeness)
         self.claims = Claims(self.waiting, memory, self.admission, self.running)
-        self.retractions = 0
-        self.preemptions = 0
+        self.retraction = Retraction(
+            self.waiting, self.running, self.claims, memory, options.priority_scheduling_preemption_threshold
+        )
         self._turns = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache by requests that compute the rest of their prompts here."""
@@ -88,49 +87,43 @@ class StepPlanner:
         """Prompt tokens looked up in the prefix cache, on all routes, and how many were found."""
         self.stuck: Stuck | None = None
         """The request that cannot continue although no other request computes."""
-        self.retracted: list[Req] = []
-        """Requests that the latest plan retracted."""
         self._memory = memory
-        self._threshold = options.priority_scheduling_preemption_threshold
         self._model = model
-        self._new_rows: list[RowInit] = []
-        self._slot_deltas: list[SlotDelta] = []
+        self._rows = RowUpdates(memory)
         self._step_id = 0
 
     def plan(self, now: float) -> PlannedStep | None:
         """Return the next step, or None if nothing can be computed now."""
         builder = StepBuilder()
-        self.retracted = []
+        self.retraction.begin_plan()
         for req in self.shared_prompts.ready():
             self.waiting.give_back(req)
         if self.waiting.has_ranks:
-            self._preempt(now)
+            self.retraction.preempt(now)
         stuck = self._plan_decodes(builder, now)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
-        room.add_copies(self._memory.copy_ms())
-        self._memory.limit_loads(room.forward_ms - self._model.estimate(builder.shape))
+        room.add_copies(self._memory.tiers.copies.new_ms())
+        self._memory.tiers.copies.pace.limit_loads(room.forward_ms - self._model.estimate(builder.shape))
         pieces = PromptPieces(builder, room, self.budget, self._memory)
         self._plan_prompts(pieces, now)
-        room.add_copies(self._memory.copy_ms())
+        room.add_copies(self._memory.tiers.copies.new_ms())
         prefilled = pieces.prefilled
         self._note_stuck(now, nothing=not len(builder))
         if not len(builder):
             return None
         self._step_id += 1
-        self._memory.newest_step = self._step_id
+        self._memory.pool.newest_step = self._step_id
         estimate_ms = self._model.estimate(builder.shape)
         promise = None
         if prefilled and room.is_timed and self.budget.itl is not None:
             promise = self.budget.itl.promise(estimate_ms + room.copy_ms, room.limit_ms)
         foresight = Foresight(builder.shape, estimate_ms, promise, room.copy_ms)
-        message, in_flight = builder.build(self._step_id, now, self._new_rows, self._slot_deltas, foresight)
-        window_pages = self._memory.take_window_changes()
-        if window_pages is not None:
-            message.window_pages = window_pages
-        self._new_rows, self._slot_deltas = [], []
+        message, in_flight = builder.build(self._step_id, now, self._rows.take(), foresight)
+        if (window_pages := self._memory.pool.windows.take_changes()).size:
+            message.window_pages = pack_i32(window_pages)
         # Only now may duplicates be freed: a page that this step still writes must not be given away within it.
         for req in prefilled:
-            self._share(req)
+            self._rows.share(req)
         return PlannedStep(message, in_flight, prefilled)
 
     def _note_stuck(self, now: float, *, nothing: bool) -> None:
@@ -158,13 +151,13 @@ class StepPlanner:
         """
         # It was admitted on the peer. If it is retracted, its own count of cached tokens remains.
         req.times.admitted = req.times.arrival
-        self._take_row(req, req.computed)
-        self._share(req)
+        self._rows.add(req, req.computed)
+        self._rows.share(req)
         # No step computes the shared pages, so their copies to the host must precede all later loads from there.
-        self._memory.fence()
+        self._memory.tiers.copies.fence()
         # A decoding request gets the slot of its next token when that is computed; a migrated request may have it
         # already.
-        decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
+        decodes = req.remaining <= 1 and hold_of(req).kv_len == req.computed
         req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
         req.phases.enter(Phase.DECODE if decodes else Phase.PREFILL, now)
         self.arriving.pop(req.rid, None)
@@ -181,16 +174,11 @@ class StepPlanner:
         req.times.admitted = now
         req.cached_tokens = req.computed
         self.cached_tokens += req.computed
-        if self.waiting.shares is not None:
-            self.waiting.shares.prompt(req.tenant, req.remaining)
-        self._take_row(req, req.computed)
-
-    def hold_back(self, req: Req) -> None:
-        """Plan nothing more of the request until ``go_on``; it keeps what it has."""
-        self.forget(req.rid)
+        self.waiting.shares.prompt(req.tenant, req.remaining)
+        self._rows.add(req, req.computed)
 
     def go_on(self, req: Req) -> None:
-        """Continue a request that was held back, in the queue that it was in."""
+        """Continue a request that was removed by ``forget``, in the queue that it was in."""
         if req.hold is None:
             self.waiting.add(req)
         else:
@@ -217,8 +205,7 @@ class StepPlanner:
 
     def came(self, req: Req) -> Req:
         """Note a request that is about to be admitted, on any route, and return it."""
-        if self.waiting.shares is not None:
-            self.waiting.shares.comes(req.tenant)
+        self.waiting.shares.comes(req.tenant)
         self.claims.came(req)
         return req
 
@@ -227,8 +214,7 @@ class StepPlanner:
         self.forget(req.rid)
         self.claims.ended(req.rid)
         self.admission.learn(req)
-        if self.waiting.shares is not None:
-            self.waiting.shares.goes(req.tenant)
+        self.waiting.shares.goes(req.tenant)
 
     def forget(self, rid: str) -> None:
         """Remove the request from every queue."""
@@ -248,7 +234,7 @@ class StepPlanner:
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
         """Add the decoding requests to the step. Return whether one of them could not continue for lack of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
-        reqs = self._memory.growable(reqs)
+        reqs = self._memory.room.growable(reqs)
         is_short = False
         while reqs:
             slots = self._memory.grow(reqs)
@@ -259,50 +245,15 @@ class StepPlanner:
             # those with a writer that cannot be stopped and does not stop, so the wait has a limit.
             if len(reqs) == 1 and (is_short or len(self.running) == 1):
                 return True
-            victim = choose_victim(reqs, self._memory, self.waiting.rank)
+            victim = self.retraction.choose(reqs)
             reqs.remove(victim)
             # A hand-over that reads the victim's pages keeps them. Retraction would free nothing and cost a recompute,
             # so the victim waits.
-            if self._memory.is_pinned(victim):
+            if self._memory.room.is_pinned(victim):
                 is_short = True
             else:
-                self._retract(victim, now)
+                self.retraction.retract(victim, now)
         return is_short
-
-    def _preempt(self, now: float) -> None:
-        """Retract running requests for the first waiting one if they rank far enough below it and hold enough."""
-        # A request that waits for a store cannot start: the victims would get the memory back at once, and lose it
-        # again.
-        if (req := self.claims.first(now)) is None:
-            return
-        rank, reserve = self.waiting.rank(req), self.claims.reserve(req)
-        below = [
-            r
-            for r in self.running.values()
-            if r.state is ReqState.RUNNING
-            and self.waiting.rank(r) - rank > self._threshold
-            and not self._memory.is_pinned(r)
-        ]
-        if not below or not self._memory.could_admit(req, NO_RESERVE, self._memory.gives(below)):
-            return
-        while below and not self._memory.could_admit(req, reserve):
-            victim = choose_victim(below, self._memory, self.waiting.rank)
-            below.remove(victim)
-            self.preemptions += 1
-            self._retract(victim, now)
-            reserve = self.claims.reserve(req)
-
-    def _retract(self, req: Req, now: float) -> None:
-        self._memory.give_way(req)
-        del self.running[req.rid]
-        req.state = ReqState.WAITING
-        req.phases.enter(Phase.QUEUE, now)
-        req.route = Route.LOCAL
-        req.computed = 0
-        req.retractions += 1
-        self.retractions += 1
-        self.waiting.add(req)
-        self.retracted.append(req)
 
     def _plan_prompts(self, pieces: PromptPieces, now: float) -> None:
         waiting = self.waiting
@@ -322,7 +273,7 @@ class StepPlanner:
 
     def _alike(self, begun: list[Req], now: float) -> Iterator[Req]:
         """Yield the prompts that may be computed next, in order, as long as they have the first one's rank."""
-        prompts = itertools.chain(begun, itertools.islice(self.claims.computing(now), self._memory.free_rows))
+        prompts = itertools.chain(begun, itertools.islice(self.claims.computing(now), self._memory.pool.free_rows))
         ranked = itertools.groupby(prompts, key=self.waiting.rank)
         return next(ranked, (0, iter(())))[1]
 
@@ -391,7 +342,7 @@ class StepPlanner:
         req.phases.enter(Phase.PREFILL, now)
         self.running[req.rid] = req
         self._turns += 1
-        if self.waiting.shares is not None and not req.retractions:
+        if not req.retractions:
             self.waiting.shares.prompt(req.tenant, req.to_compute)
         # A request that was admitted before finds its own tokens; these are no cache hits.
         if not req.times.admitted:
@@ -399,19 +350,7 @@ class StepPlanner:
             req.cached_tokens = req.computed
             self.cached_tokens += req.computed
             self.count_lookup(req)
-        self._take_row(req, req.computed + req.to_load)
-
-    def _take_row(self, req: Req, mapped: int) -> None:
-        row = self._memory.hold_of(req).row
-        self._new_rows.append(req.row_init(row))
-        if mapped:
-            self._slot_deltas.append(SlotDelta(row, 0, pack_i32(self._memory.slots(req, 0, mapped))))
-
-    def _share(self, req: Req) -> None:
-        rewrite = self._memory.share(req, req.computed)
-        if rewrite is not None:
-            row = self._memory.hold_of(req).row
-            self._slot_deltas.append(SlotDelta(row, rewrite.start, pack_i32(rewrite.slots)))
+        self._rows.add(req, req.computed + req.to_load)
 
 
 METRICS: Metrics[StepPlanner] = (
@@ -427,10 +366,12 @@ METRICS: Metrics[StepPlanner] = (
     counter(
         "pdserve_retractions_total",
         "How often a running request lost its memory to others.",
-        lambda p: p.retractions,
+        lambda p: p.retraction.count,
         note="Other servers call it a preemption.",
     ),
     counter(
-        "pdserve_preemptions_total", "Retractions in favour of a request of higher priority.", lambda p: p.preemptions
+        "pdserve_preemptions_total",
+        "Retractions in favour of a request of higher priority.",
+        lambda p: p.retraction.preemptions,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .kv_memory import KVMemory
-from .req import Req, ReqState, Route
+from .req import Req, ReqState, Route, hold_of
 from .step_budget import StepBudget, StepRoom
 from .step_builder import StepBuilder
 
@@ -29,13 +29,13 @@ class PromptPieces:
         A prompt that begins takes its memory and leaves the queue. If it got no piece in return, the next one could
         begin, and so all of the queue, whatever its order.
         """
-        page = self._memory.page_size
+        page = self._memory.pool.page_size
         fits = self._budget.fitting(self.room, self._builder.shape, 0, page)
         return fits >= page or (fits > 0 and not self.prefilled)
 
     def go_on(self, req: Req) -> None:
         """Add the next piece of a prompt that has begun."""
-        self.room.add_copies(self._memory.copy_ms())
+        self.room.add_copies(self._memory.tiers.copies.new_ms())
         fits = self._fitting(req)
         if fits <= 0 and self.room.is_timed:
             # Later prompts may well be cheaper, as this one is deep in its prompt; they would starve it.
@@ -47,7 +47,7 @@ class PromptPieces:
 
         It does not if there is no room, or if a prefix is loaded first.
         """
-        self.room.add_copies(self._memory.copy_ms())
+        self.room.add_copies(self._memory.tiers.copies.new_ms())
         if req.loading is not None:
             return False
         self._add(req, self._fitting(req))
@@ -66,11 +66,10 @@ class PromptPieces:
                 return
         if length <= 0:
             return
-        most = self._memory.chunk_room(req, req.computed)
-        if most is not None:
-            length = min(length, most)
-            self._memory.move_window(req, req.computed, req.computed + length)
-        slots = self._memory.slots(req, req.computed, req.computed + length)
+        pool, hold = self._memory.pool, hold_of(req)
+        length = min(length, pool.windows.room(hold.window, req.computed))
+        pool.move_window(hold, req.computed, req.computed + length)
+        slots = self._memory.pool.slots(req, req.computed, req.computed + length)
         self._builder.add_chunk(req, length, slots)
         self.room.take(length)
         self.prefilled.append(req)
@@ -84,7 +83,7 @@ class PromptPieces:
         limit allows any number of tokens, often few. Then the piece ends where it must rather than give up more than a
         quarter. And a scrap of less than a page, beside other pieces, is not worth its cost.
         """
-        page = self._memory.page_size
+        page = self._memory.pool.page_size
         whole_pages = (req.computed + fits) // page * page - req.computed
         if whole_pages >= (fits * 3 / 4 if self.room.is_timed else 1):
             return whole_pages

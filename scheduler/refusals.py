@@ -39,9 +39,9 @@ NO_EXCHANGE = Refusal(
 
 def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
     """Return a refusal if the prompt can never have the memory that it needs."""
-    limit = memory.max_total_tokens
+    limit = memory.pool.max_total_tokens
     # One slot for the token that follows the prompt; whole pages only.
-    if memory.pages_up(prompt_len + 1) <= limit:
+    if memory.pool.pages_up(prompt_len + 1) <= limit:
         return None
     text = f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
     return Refusal(400, text, BAD_REQUEST, "input_ids", "context_length_exceeded")

@@ -34,7 +34,6 @@ from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, unpack_i32
 from ..messages.outputs import CachedBeyond, HeldTokens, InstanceRole, Phase, Timing, TokenLogprob
 from ..messages.requests import GenerateReq
-from ..messages.worker import RowInit
 from .fairness import Tenant
 from .phases import PhaseClock
 
@@ -135,6 +134,8 @@ class Req:
     times: ReqTimes
     phases: PhaseClock
     stop_ids: frozenset[int]
+    tenant: Tenant
+    """API key and user that sent the request."""
     pending: int = 0
     computed: int = 0
     hold: KVHold | None = None
@@ -210,6 +211,7 @@ class Req:
             ),
             times=ReqTimes(arrival=msg.arrival, turn=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)),
             stop_ids=frozenset(msg.stop_ids),
+            tenant=Tenant(msg.key_name, msg.user),
             news_interval=news_interval,
         )
         req._forget_scores()
@@ -218,7 +220,7 @@ class Req:
     def _forget_scores(self) -> None:
         if self.wants_input_logprobs:
             first = TokenLogprob(int(self.token_ids[0]), None)
-            self.input_logprobs, self.scored = [first] if self.logprob_start == 0 else [], 0
+            self.input_logprobs, self.scored = [first] if self._logprob_start == 0 else [], 0
 
     def share_scores(self, first: Req) -> None:
         """Take the prompt's logprobs from ``first``, a request for the same prompt, if all of them are known or under
@@ -228,11 +230,6 @@ class Req:
         """
         if self.input_logprobs is not None and first.input_logprobs is not None and first.to_score >= first.prompt_len:
             self.input_logprobs, self.scored = first.input_logprobs, self.prompt_len
-
-    @property
-    def tenant(self) -> Tenant:
-        """API key and user that sent the request."""
-        return Tenant(self.msg.key_name, self.msg.user)
 
     @property
     def route_told(self) -> str:
@@ -245,7 +242,7 @@ class Req:
         return self.known_len + self.pending
 
     @property
-    def most_output(self) -> int:
+    def _most_output(self) -> int:
         """Maximum output tokens unless ``limit_output`` sets fewer."""
         return len(self.token_ids) - self.prompt_len
 
@@ -254,7 +251,7 @@ class Req:
 
         A larger limit undoes a smaller one.
         """
-        self.max_new_tokens = max(1, min(self.most_output, tokens - self.prompt_len))
+        self.max_new_tokens = max(1, min(self._most_output, tokens - self.prompt_len))
 
     @property
     def most_tokens(self) -> int:
@@ -300,21 +297,21 @@ class Req:
         return self.state in ENDED
 
     @property
-    def logprob_start(self) -> int:
+    def _logprob_start(self) -> int:
         """First prompt position with a logprob that is wanted, -1 for none."""
         return self.msg.logprobs.start_len if self.msg.logprobs is not None else -1
 
     @property
     def wants_input_logprobs(self) -> bool:
         """Whether prompt logprobs are wanted at all."""
-        return 0 <= self.logprob_start < self.prompt_len
+        return 0 <= self._logprob_start < self.prompt_len
 
     @property
     def to_score(self) -> int:
         """First prompt position with a logprob that is still to be computed, ``prompt_len`` for none."""
         if not self.wants_input_logprobs or self.output_len:
             return self.prompt_len
-        return max(1, self.logprob_start, self.scored)
+        return max(1, self._logprob_start, self.scored)
 
     @property
     def longest_reusable_prefix(self) -> int:
@@ -343,19 +340,6 @@ class Req:
             self.untold_logprobs.append(logprob)
             self.logprobs.append(logprob)
 
-    def timing_at(self, now: float) -> Timing:
-        """Bring ``timing`` up to ``now`` and return it."""
-        phases, timing, times = self.phases, self.timing, self.times
-        phases.upto(now)
-        timing.tokenize_ms = phases.spent(Phase.TOKENIZE)
-        timing.queue_ms = phases.spent(Phase.QUEUE)
-        timing.prefill_ms = phases.spent(Phase.PREFILL)
-        timing.transfer_ms = phases.spent(Phase.TRANSFER)
-        timing.decode_ms = phases.spent(Phase.DECODE)
-        timing.first_token_ms = max(0.0, times.first_token - times.arrival) * 1000 if times.first_token else 0.0
-        timing.here, timing.phases = phases.here, phases.times()
-        return timing
-
     def start_over(self, now: float) -> None:
         """Reset the request to before any computation.
 
@@ -371,15 +355,9 @@ class Req:
         self.times.first_token = 0.0
         self.started_over = True
 
-    def row_init(self, row: int) -> RowInit:
-        """Return what the worker's sampler must know as the request takes ``row``."""
-        sampling = self.msg.sampling
-        return RowInit(
-            row=row,
-            prompt_len=self.prompt_len,
-            sampling=sampling,
-            stop_ids=self.msg.stop_ids,
-            logprobs=self.msg.logprobs.top_num if self.msg.logprobs is not None else None,
-            history=self.known_tokens(self.known_len).tobytes() if sampling.has_penalties else None,
-            rid=self.rid,
-        )
+
+def hold_of(req: Req) -> KVHold:
+    """Return the request's memory. Raises ``AssertionError`` if it has none."""
+    if req.hold is None:
+        raise AssertionError(f"request {req.rid} ({req.state}) holds no KV memory")
+    return req.hold

@@ -1,8 +1,10 @@
-"""Chooses the request to retract when memory is short: the one that costs least for what it frees.
+"""Retracts running requests when memory is short: those that cost least for what they free.
 
-Its cost is the tokens to compute again. It frees the pages that no other request shares with it. Prefixes that others
-use stay where they are, so a request that shares most of its prompt frees little, and costs little. The oldest request
-is never retracted, so that some request always comes to its end.
+A request's cost is the tokens to compute again. It frees the pages that no other request shares with it. Prefixes that
+others use stay where they are, so a request that shares most of its prompt frees little, and costs little. The oldest
+request is never retracted, so that some request always comes to its end.
+
+With priorities, requests are retracted for a waiting one as well (*preemption*).
 
 What the host tier will have of a request (``tiers.py``) need not be computed again, which makes a victim cheaper.
 """
@@ -12,8 +14,74 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from ..messages.outputs import Phase
+from .claims import Claims
 from .kv_memory import KVMemory
-from .req import Req
+from .memory_terms import NO_RESERVE
+from .req import Req, ReqState, Route, hold_of
+from .waiting import WaitingQueue
+
+
+class Retraction:
+    """Takes memory from running requests, which wait again.
+
+    ``threshold``: number of ranks by which a running request must be below a waiting one to be preempted for it.
+    """
+
+    def __init__(
+        self, waiting: WaitingQueue, running: dict[str, Req], claims: Claims, memory: KVMemory, threshold: int
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._claims = claims
+        self._memory = memory
+        self._threshold = threshold
+        self.count = 0
+        self.preemptions = 0
+        self.latest: list[Req] = []
+        """Requests that the latest plan retracted."""
+
+    def begin_plan(self) -> None:
+        """Forget the requests that the plan before retracted."""
+        self.latest = []
+
+    def choose(self, reqs: Sequence[Req]) -> Req:
+        """Return the request to retract among ``reqs``, which hold memory."""
+        return choose_victim(reqs, self._memory, self._waiting.rank)
+
+    def preempt(self, now: float) -> None:
+        """Retract running requests for the first waiting one if they rank far enough below it and hold enough."""
+        # A request that waits for a store cannot start: the victims would get the memory back at once, and lose it
+        # again.
+        if (req := self._claims.first(now)) is None:
+            return
+        room, rank, reserve = self._memory.room, self._waiting.rank(req), self._claims.reserve(req)
+        below = [
+            r
+            for r in self._running.values()
+            if r.state is ReqState.RUNNING and self._waiting.rank(r) - rank > self._threshold and not room.is_pinned(r)
+        ]
+        if not below or not room.could_admit(req, NO_RESERVE, room.gives(below)):
+            return
+        while below and not room.could_admit(req, reserve):
+            victim = self.choose(below)
+            below.remove(victim)
+            self.preemptions += 1
+            self.retract(victim, now)
+            reserve = self._claims.reserve(req)
+
+    def retract(self, req: Req, now: float) -> None:
+        """Release a running request's memory, and let it wait again."""
+        self._memory.give_way(req)
+        del self._running[req.rid]
+        req.state = ReqState.WAITING
+        req.phases.enter(Phase.QUEUE, now)
+        req.route = Route.LOCAL
+        req.computed = 0
+        req.retractions += 1
+        self.count += 1
+        self._waiting.add(req)
+        self.latest.append(req)
 
 
 def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], int] = lambda req: 0) -> Req:
@@ -26,10 +94,10 @@ def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], i
     others = [req for req in reqs if req is not oldest] or [oldest]
 
     def cost(req: Req) -> tuple[int, Fraction, float, str]:
-        private = memory.private_len(req)
-        pages = memory.pages_up(private) // memory.page_size
-        shared = memory.hold_of(req).kv_len - private
-        again = max(1, req.total_len - max(shared, memory.kept_len(req)))
+        private = memory.room.private_len(req)
+        pages = memory.pool.pages_up(private) // memory.pool.page_size
+        shared = hold_of(req).kv_len - private
+        again = max(1, req.total_len - max(shared, memory.room.kept_len(req)))
         # Retracting a request that frees nothing does not help, whatever it costs.
         return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.turn, req.rid
 

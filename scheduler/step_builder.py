@@ -11,7 +11,8 @@ from ..messages.base import I32, pack_i32
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
 from .estimates.cost_model import StepShape
 from .itl_budget import Promise
-from .req import Req
+from .kv_memory import KVMemory
+from .req import Req, hold_of
 
 
 class Foresight(NamedTuple):
@@ -42,6 +43,34 @@ class InFlightStep:
     recomputed: int = 0
 
 
+class RowUpdates:
+    """What the worker must know of rows before the next step: new requests in them, and slots that changed."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._new: list[RowInit] = []
+        self._slots: list[SlotDelta] = []
+
+    def add(self, req: Req, mapped: int) -> None:
+        """Add a request that has got its row, with slots of ``mapped`` tokens that no step computes."""
+        row = hold_of(req).row
+        self._new.append(row_init(req, row))
+        if mapped:
+            self._slots.append(SlotDelta(row, 0, pack_i32(self._memory.pool.slots(req, 0, mapped))))
+
+    def share(self, req: Req) -> None:
+        """Cache what is computed of a request for others. Slots may change by that."""
+        rewrite = self._memory.share(req, req.computed)
+        if rewrite is not None:
+            self._slots.append(SlotDelta(hold_of(req).row, rewrite.start, pack_i32(rewrite.slots)))
+
+    def take(self) -> tuple[list[RowInit], list[SlotDelta]]:
+        """Return and forget what was added."""
+        taken = self._new, self._slots
+        self._new, self._slots = [], []
+        return taken
+
+
 class StepBuilder:
     """A step that is being planned. Adding an entry advances its request (``computed``, ``pending``)."""
 
@@ -67,7 +96,7 @@ class StepBuilder:
         ids = np.zeros(len(reqs), dtype=np.int32)
         kv_tokens = 0
         for i, req in enumerate(reqs):
-            assert req.hold is not None
+            assert req.hold is not None  # ``hold_of`` costs more, and this runs for every token
             kv_tokens += req.computed
             self._rows.append(req.hold.row)
             self._starts.append(req.computed)
@@ -85,10 +114,9 @@ class StepBuilder:
 
     def add_chunk(self, req: Req, length: int, slots: I32) -> None:
         """Add the request's next ``length`` tokens, all known. It samples if they are the last ones."""
-        assert req.hold is not None
         start, end = req.computed, req.computed + length
         self._score_prompt(req, start, end)
-        self._rows.append(req.hold.row)
+        self._rows.append(hold_of(req).row)
         self._starts.append(start)
         self._q_lens.append(length)
         self._use_last.append(0)
@@ -118,11 +146,13 @@ class StepBuilder:
         self,
         step_id: int,
         now: float,
-        new_rows: list[RowInit],
-        slot_deltas: list[SlotDelta],
+        rows: tuple[list[RowInit], list[SlotDelta]],
         foresight: Foresight,
     ) -> tuple[ForwardStep, InFlightStep]:
-        """Return the message for the worker, and the record to keep until its result comes."""
+        """Return the message for the worker, and the record to keep until its result comes.
+
+        ``rows``: see ``RowUpdates.take``.
+        """
         sample = np.zeros(len(self.entries), dtype=np.int32)
         sample[self._sampled] = 1
         step = ForwardStep(
@@ -134,9 +164,23 @@ class StepBuilder:
             sample=sample.tobytes(),
             input_ids=np.concatenate(self._input_ids).tobytes(),
             out_cache_loc=np.concatenate(self._slots).tobytes(),
-            new_rows=new_rows,
-            slot_deltas=slot_deltas,
+            new_rows=rows[0],
+            slot_deltas=rows[1],
             input_logprobs=self._input_logprobs,
         )
         in_flight = InFlightStep(step_id, self.entries, self._sampled, self._scored, now, foresight, self._recomputed)
         return step, in_flight
+
+
+def row_init(req: Req, row: int) -> RowInit:
+    """Return what the worker's sampler must know as the request takes ``row``."""
+    sampling = req.msg.sampling
+    return RowInit(
+        row=row,
+        prompt_len=req.prompt_len,
+        sampling=sampling,
+        stop_ids=req.msg.stop_ids,
+        logprobs=req.msg.logprobs.top_num if req.msg.logprobs is not None else None,
+        history=req.known_tokens(req.known_len).tobytes() if sampling.has_penalties else None,
+        rid=req.rid,
+    )

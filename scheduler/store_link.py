@@ -2,7 +2,7 @@
 
 ::
 
-    to be written:   backlog ──(a batch at a time)──▶ storing ──▶ stored; or, if that failed, backlog again
+    to be written:   ``store_backlog.py``
     to be read:      prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
     to be looked up: look ──▶ sight (``store_index.py``)
 
@@ -14,30 +14,35 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from ..mem_cache.host_tier import HostTier
 from ..messages.base import Message, pack_i32
-from ..messages.tiers import DropPages, FetchPages, FindPages, PagesFetched, PagesStored, StorePages, StoreState
-from ..runtime.metrics import Metrics, counter, gauge, one_of
-from .kept_pages import KeptPages
+from ..messages.metrics import Family
+from ..messages.tiers import (
+    DropPages,
+    FetchPages,
+    FindPages,
+    PagesFetched,
+    PagesFound,
+    PagesKept,
+    PagesStored,
+    StoreState,
+    TierEvent,
+)
+from ..runtime.metrics import Metrics, counter, gauge, one_of, read
+from .kept_pages import KeptPages, NoKeptPages
 from .options import SchedulerOptions
+from .store_backlog import NoBacklog, StoreBacklog
 from .store_index import LOOK_SECONDS, StoreIndex
 from .tier_counts import TierCounts
 
 LEAST_FETCH = 256
 """Minimum tokens of a fetch: fewer are computed sooner than asked for (SGLang's prefetch threshold)."""
-BACKLOG_PAGES = 1 << 16
-STORE_BATCH = 64
-"""Maximum pages under way to the store at a time, which are pinned for it."""
-FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0
-"""Seconds of pause after the store has refused pages; they double with each failure in a row."""
-LASTING_PAUSE = 4.0
-"""Seconds of pause from which on an operator should look at the store: the pause after the third failure."""
 LONGEST_WAIT = 10.0
 """Maximum seconds that a request waits, whatever its policy."""
 STALL_SECONDS = 10.0
@@ -63,16 +68,10 @@ class Fetch(NamedTuple):
     patience: float
 
 
-class Storing(NamedTuple):
-    """Pages on their way to the store."""
-
-    hashes: list[bytes]
-    pages: list[int]
-    asked_at: float
-
-
 class StoreLink:
     """The link to the store; see the module. ``ids`` numbers all messages to the worker."""
+
+    enabled = True
 
     def __init__(
         self, options: SchedulerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
@@ -82,46 +81,24 @@ class StoreLink:
         self._policy = options.hicache_storage_prefetch_policy
         self.page_size = options.page_size
         self._commands: list[Message] = []
-        self._backlog: OrderedDict[bytes, None] = OrderedDict()
-        self._storing: dict[int, Storing] = {}
-        self._pause = 0.0
-        self._refusal = ""
-        """Why the store refused the last batch."""
-        self._again_at = 0.0
         self._turn_at = 0.0
-        self._stored: set[bytes] = set()
-        """Pages that both the host and the store have."""
         self._brought: set[bytes] = set()
         """Pages that the store has brought to the host and that no request has used since."""
         self._fetches: dict[int, Fetch] = {}
-        """Fetches under way; these and ``_storing`` are in the order of their start."""
+        """Fetches under way, in the order of their start."""
         self._ends: list[tuple[float, int]] = []
         """Heap: when a request will have waited long enough for a fetch, and the id of the fetch."""
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
-        self.kept = KeptPages(self, lambda: next(ids))
+        self.backlog = StoreBacklog(host, counts, ids, self.tell_store, lambda hashes: self.kept.left(hashes))
+        self.kept = KeptPages(self.backlog, self, lambda: next(ids))
         self.sight = StoreIndex(page_bytes)
-
-    # --- to be written ---
-
-    def remember(self, page_hash: bytes) -> None:
-        """Queue a page of the host to be written to the store."""
-        if page_hash in self._stored:
-            return
-        self._backlog[page_hash] = None
-        if len(self._backlog) > BACKLOG_PAGES:
-            skipped, _ = self._backlog.popitem(last=False)
-            self.counts.skipped += 1
-            self.kept.left([skipped])
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Drop pages that are bad, from the store and everywhere on the way."""
         hashes = list(hashes)
-        for page_hash in hashes:
-            self._backlog.pop(page_hash, None)
-            self._stored.discard(page_hash)
         self._disown(set(hashes))
-        self.kept.left(hashes)
+        self.backlog.drop(hashes)
         if hashes:
             self._commands.append(DropPages(b"".join(hashes)))
 
@@ -132,58 +109,9 @@ class StoreLink:
             if first is not None:
                 del fetch.hashes[first:]
 
-    def save_first(self, hashes: Sequence[bytes]) -> None:
-        """Move these pages to the front of the backlog."""
-        for page_hash in reversed(hashes):
-            if page_hash in self._backlog:
-                self._backlog.move_to_end(page_hash, last=False)
-
-    def is_saving(self, page_hash: bytes) -> bool:
-        """Return whether the page is still on its way to the store."""
-        return page_hash in self._backlog or any(page_hash in batch.hashes for batch in self._storing.values())
-
-    def save_again(self, hashes: Sequence[bytes]) -> None:
-        """Queue again the pages that the host has: the store has none of them."""
-        self._stored.difference_update(hashes)
-        for page_hash in hashes:
-            if page_hash in self._host:
-                self.remember(page_hash)
-
     def tell_store(self, message: Message) -> None:
         """Send the message to the store."""
         self._commands.append(message)
-
-    def forget_backlog(self) -> None:
-        """Forget the backlog: the host has lost its pages."""
-        forgotten, self._backlog = self._backlog, OrderedDict()
-        self.kept.left(forgotten)
-
-    def _next_batch(self, now: float) -> None:
-        """Have the store write the next batch of the backlog."""
-        if self._storing or not self._backlog or now < self._again_at or not self._answers(now):
-            return
-        hashes: list[bytes] = []
-        pages: list[int] = []
-        gone: list[bytes] = []
-        while self._backlog and len(hashes) < STORE_BATCH:
-            page_hash, _ = self._backlog.popitem(last=False)
-            page = self._host.page(page_hash)
-            if page is not None:
-                hashes.append(page_hash)
-                pages.append(page)
-            else:
-                gone.append(page_hash)
-        if hashes:
-            self._store(hashes, pages, now)
-        self.kept.left(gone)
-
-    def _store(self, hashes: list[bytes], pages: list[int], now: float) -> None:
-        store_id = next(self._ids)
-        self._host.pin(pages)
-        self._storing[store_id] = Storing(hashes, pages, now)
-        self._stored.update(hashes)
-        packed = pack_i32(np.array(pages, dtype=np.int32))
-        self._commands.append(StorePages(store_id, b"".join(hashes), packed))
 
     # --- to be read ---
 
@@ -294,7 +222,8 @@ class StoreLink:
     def take(self, now: float) -> list[Message]:
         """Return all messages for the worker. Called once a tick: handles what has come due until ``now``."""
         self._turn_at = now
-        self._next_batch(now)
+        if self._answers(now):
+            self.backlog.send_next(now)
         self.kept.advance(now)
         messages, self._commands = self._commands, []
         return messages
@@ -307,36 +236,31 @@ class StoreLink:
         ends = [self._ends[0][0]] if self._ends else []
         if (looking := self.sight.next_end(self._turn_at)) is not None:
             ends.append(looking)
-        if self._backlog and not self._storing and self.state.breaker != "open":
-            ends.append(self._again_at)
+        if (writing := self.backlog.next_at) is not None and self.state.breaker != "open":
+            ends.append(writing)
         if (keeping := self.kept.timeout(now)) is not None:
             ends.append(now + keeping)
         left = [max(0.0, end - now) for end in ends if end > self._turn_at]
         return min(left) if left else None
 
+    def on_event(self, event: TierEvent, now: float) -> None:
+        """Handle an event of the worker that concerns the store."""
+        if isinstance(event, StoreState):
+            self.on_state(event, now)
+        elif isinstance(event, PagesStored):
+            self.backlog.on_stored(event, now)
+        elif isinstance(event, PagesKept):
+            self.kept.on_kept(event)
+        elif isinstance(event, PagesFetched):
+            self.on_fetched(event, now)
+        elif isinstance(event, PagesFound):
+            self.sight.on_found(event)
+
     def on_state(self, state: StoreState, now: float) -> None:
         """Take the worker's report on the store's state."""
         if self.state.breaker != "closed" and state.breaker == "closed":
-            self._pause, self._again_at = 0.0, now
+            self.backlog.resume(now)
         self.state = state
-
-    def on_stored(self, event: PagesStored, now: float) -> None:
-        """Take the result of a batch that was written."""
-        hashes, pages, _ = self._storing.pop(event.id)
-        self._host.unpin(pages)
-        self.counts.stored += event.count
-        self.counts.store_seconds += event.seconds
-        if event.error:
-            # Try again, as far as the host has the pages by then.
-            self._stored.difference_update(hashes)
-            self._backlog.update(dict.fromkeys(hashes))
-            self._refusal = event.error
-            self._pause = min(MOST_PAUSE, 2 * self._pause or FIRST_PAUSE)
-            self._again_at = now + self._pause
-        else:
-            self._pause = 0.0
-            self.kept.left(hashes)
-        self._prune()
 
     def on_fetched(self, event: PagesFetched, now: float) -> None:
         """Take the result of a fetch."""
@@ -344,20 +268,13 @@ class StoreLink:
         self.sight.learn(event.count, now - fetch.asked_at, now)
         came = fetch.hashes[: event.count]
         self._host.settle(fetch.pages, came)
-        # The store may have had the missing pages, and lost them: after they are computed, they are written again.
-        self._stored.difference_update(fetch.hashes[event.count :])
-        self._stored.update(came)
+        self.backlog.read(came, fetch.hashes[event.count :])
         self._brought.update(came)
         self.counts.fetched += event.count
         self.counts.fetch_seconds += event.seconds
         if self._fetching.get(fetch.rid) == event.id:
             del self._fetching[fetch.rid]
-        self._prune()
-
-    def _prune(self) -> None:
-        """Drop pages from both sets that the host no longer has. This is checked only now and then."""
-        if len(self._stored) > 2 * self._host.num_pages:
-            self._stored = {page_hash for page_hash in self._stored if page_hash in self._host}
+        # Pages that the host no longer has are dropped only now and then.
         if len(self._brought) > 2 * self._host.num_pages:
             self._brought = {page_hash for page_hash in self._brought if page_hash in self._host}
 
@@ -365,7 +282,7 @@ class StoreLink:
 
     def _silence(self, now: float) -> float:
         """Return the seconds for which the store has owed an answer."""
-        oldest = (next(iter(self._fetches.values()), None), next(iter(self._storing.values()), None), self.sight.oldest)
+        oldest = (next(iter(self._fetches.values()), None), self.backlog.oldest, self.sight.oldest)
         asked = [one.asked_at for one in oldest if one is not None]
         return now - min(asked) if asked else 0.0
 
@@ -378,9 +295,7 @@ class StoreLink:
         if silence >= STALL_SECONDS:
             return f"the KV store has not answered for {silence:.0f} s; serving continues without it"
         if self.state.breaker == "closed":
-            # A store that answers reads may yet be read-only, full of others' files, or gone.
-            is_refusing = self._pause >= LASTING_PAUSE
-            return f"the KV store refuses pages; serving continues without it: {self._refusal}" if is_refusing else ""
+            return self.backlog.problem
         return f"the KV store is paused after failures; serving continues without it: {self.state.reason}"
 
     @property
@@ -388,10 +303,82 @@ class StoreLink:
         """Number of fetches under way."""
         return len(self._fetches)
 
-    @property
-    def backlog(self) -> int:
-        """Number of pages still to be written, without those under way."""
-        return len(self._backlog)
+    def metrics(self) -> list[Family]:
+        """Return the metrics of the store."""
+        return read(METRICS, self)
+
+
+class NoStore:
+    """The ``StoreLink`` of an instance without a store."""
+
+    enabled = False
+    fetching = 0
+    state = StoreState("closed", "")
+
+    def __init__(self) -> None:
+        self.backlog = NoBacklog()
+        self.kept = NoKeptPages()
+        self.sight = StoreIndex(1)
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Do nothing."""
+
+    def prefetch(
+        self, rid: str, hashes: list[bytes], now: float, worth: Worth = as_long_as_any, most_wait: float = LONGEST_WAIT
+    ) -> None:
+        """Do nothing."""
+
+    def look(self, rid: str, hashes: list[bytes], now: float) -> None:
+        """Do nothing."""
+
+    def fetch_ms(self, pages: int, now: float) -> float:
+        """Return infinity."""
+        return math.inf
+
+    def foresee(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
+        """Return no tokens and no wait."""
+        return 0, 0.0
+
+    def is_fetching(self, rid: str) -> bool:
+        """Return False."""
+        return False
+
+    def insist(self, rid: str) -> None:
+        """Do nothing."""
+
+    def must_wait(self, rid: str, now: float) -> bool:
+        """Return False."""
+        return False
+
+    def forget(self, rid: str) -> None:
+        """Do nothing."""
+
+    def take_brought(self, hashes: list[bytes]) -> set[bytes]:
+        """Return no pages."""
+        return set()
+
+    def take(self, now: float) -> list[Message]:
+        """Return no messages."""
+        return []
+
+    def timeout(self, now: float) -> float | None:
+        """Return None."""
+        return None
+
+    def on_event(self, event: TierEvent, now: float) -> None:
+        """Raise ``AssertionError``: the worker was told of no store."""
+        raise AssertionError(f"the worker sent {event}, and the instance has no store")
+
+    def problem(self, now: float) -> str:
+        """Return ""."""
+        return ""
+
+    def metrics(self) -> list[Family]:
+        """Return none."""
+        return []
+
+
+Store = StoreLink | NoStore
 
 
 BREAKER_STATES = ("closed", "open", "half-open")

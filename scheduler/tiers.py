@@ -9,9 +9,8 @@
     a request with KV that a peer may send: how much of it has the store? (look), and perhaps a fetch
     a request is admitted: what the host has after the cached prefix ──▶ pool, before the step that needs it
 
-The tree knows the pool only; host and store are asked by hash (``mem_cache/page_hash.py``). The worker makes copies
-between pool and host in the order of its messages, between the steps. Copies of pages that are about to be overwritten
-or needed go ``before`` the next step. Copies of what that step computes go ``after`` it.
+The tree knows the pool only; host and store are asked by hash (``mem_cache/page_hash.py``).
+``pool_copies.py`` says when the worker copies between pool and host.
 
 Where layers have windows (``mem_cache/window_pages.py``) a host page holds both kinds. It is saved while its window
 page is still there, so when it is computed (write_through only). Of loaded pages, those that the next token sees get
@@ -32,33 +31,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..mem_cache.host_tier import HostTier
-from ..mem_cache.page_hash import model_seed
-from ..mem_cache.window_pages import WindowPages
-from ..messages.base import I32, Message, pack_i32
+from ..mem_cache.radix_cache import TreeWatcher
+from ..mem_cache.window_pages import Windows
+from ..messages.base import I32, Message
 from ..messages.metrics import Family
 from ..messages.outputs import CachedBeyond
-from ..messages.tiers import (
-    CopyPages,
-    PageCopy,
-    PagesCopied,
-    PagesFetched,
-    PagesFound,
-    PagesKept,
-    PagesStored,
-    StoreState,
-    TierEvent,
-)
+from ..messages.tiers import PageCopy, PagesCopied, TierEvent
 from ..messages.worker import WorkerReady
 from ..runtime.metrics import Metrics, counter, gauge, read
-from .copy_pace import CopyPace
 from .options import SchedulerOptions
-from .page_names import PageNames
+from .page_names import make_page_names
+from .pool_copies import PoolCopies
 from .req import Req
-from .store_link import METRICS as STORE_METRICS
-from .store_link import StoreLink, Worth, as_long_as_any
+from .store_link import NoStore, Store, StoreLink, Worth, as_long_as_any
 from .tier_counts import NOTHING_BEYOND, TierCounts
 
 SELECTIVE_HITS = 2
@@ -67,38 +54,28 @@ NONE = 0
 
 
 class KVTiers:
-    """Owner of the host's pages, in the scheduler's process. Made only with ``--enable-hierarchical-cache``."""
+    """Owner of the host's pages, in the scheduler's process. It watches the prefix tree (``TreeWatcher``).
 
-    def __init__(self, options: SchedulerOptions, worker: WorkerReady) -> None:
+    Made only with ``--enable-hierarchical-cache``. ``windows``: window pages of the pool.
+    """
+
+    enabled = True
+
+    def __init__(self, options: SchedulerOptions, worker: WorkerReady, windows: Windows) -> None:
         self.host = HostTier(worker.host_pages)
         self.counts = TierCounts()
-        self._ids = itertools.count(1)
-        has_store = options.hicache_storage_backend is not None
-        page_bytes = worker.layout.page_bytes
-        self.store = StoreLink(options, self.host, self.counts, self._ids, page_bytes) if has_store else None
+        ids, page_bytes = itertools.count(1), worker.layout.page_bytes
+        self.store: Store = NoStore()
+        if options.hicache_storage_backend is not None:
+            self.store = StoreLink(options, self.host, self.counts, ids, page_bytes)
         self._policy = options.hicache_write_policy
         self.page_size = options.page_size
         self._page_bytes = page_bytes
-        # Pages rounded in host memory have names of their own: instances that keep pages as they are must not find
-        # them.
-        rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
-        self.windows: WindowPages | None = None
-        """``KVMemory``'s window pages, if layers have windows."""
-        self.names = PageNames(model_seed(worker.fingerprint + rounding, worker.layout), options.page_size)
-        self._before: list[tuple[int, int, int]] = []
-        self._after: list[tuple[int, int, int]] = []
-        self._copy_commands: list[Message] = []
-        self._newest_copy = self._sealed = 0
-        groups = len(worker.layout.groups)
-        self.pace = CopyPace(page_bytes / groups)
-        self.copied = 0
-        """Id of the newest ``CopyPages`` that the worker has done."""
-
-    # --- names ---
-
-    def hashes(self, req: Req, limit: int, first: int = 0) -> list[bytes]:
-        """Return the hashes of a request's pages: see ``PageNames.of``."""
-        return self.names.of(req, limit, first)
+        self._windows = windows
+        self.names = make_page_names(options, worker)
+        self.copies = PoolCopies(ids, page_bytes / len(worker.layout.groups))
+        self.watchers: tuple[TreeWatcher, ...] = (self,)
+        """Watchers of the prefix tree."""
 
     def seed(self) -> bytes:
         """Return the seed of the hashes of the tree's nodes."""
@@ -106,57 +83,49 @@ class KVTiers:
 
     # --- pool → host ---
 
-    def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
         """Save pages that have entered the tree, by policy.
 
-        Steps that were sent compute them; otherwise see ``defer``.
+        Steps that were sent compute them; otherwise see ``PoolCopies.defer``.
         """
         if self._policy == "write_through":
-            self._save(hashes, pages, self._before)
+            self._save(hashes, pages)
 
-    def mark(self) -> int:
-        """Return the mark from which ``defer`` begins."""
-        return len(self._before)
+    def used(self, req: Req, slots: I32, hits: int) -> None:
+        """Note that a request begins with these cached slots, in whole pages.
 
-    def defer(self, mark: int) -> None:
-        """Put off what was saved since ``mark`` until after the step that is being planned, which computes it.
-
-        Nothing more is evicted in that plan. (Retraction comes earlier in a plan, and its pages may get a new owner in
-        the same step.)
+        Save the pages, by policy, if their end was found ``hits`` times.
         """
-        self._after += self._before[mark:]
-        del self._before[mark:]
-
-    def used(self, req: Req, pages: I32, hits: int) -> None:
-        """Note that a request begins with these cached pages.
-
-        Save them, by policy, if their end was found ``hits`` times.
-        """
-        hashes = self.hashes(req, len(pages) * self.page_size)
+        hashes = self.names.of(req, len(slots))
         self.host.use(hashes)
         if self._policy == "write_through_selective" and hits >= SELECTIVE_HITS:
-            self._save(hashes, pages, self._before)
+            self._save(hashes, slots[:: self.page_size] // self.page_size)
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
         """Save pages that the tree is about to free, by policy. The next step is the first that may overwrite them."""
         if self._policy != "write_through_selective":
-            self._save(hashes, pages, self._before)
+            self._save(hashes, pages)
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """Do nothing: the host keeps what the pool has lost."""
+
+    def cleared(self) -> None:
+        """Do nothing: the host keeps what the pool has lost."""
 
     def keep(self, req: Req, pages: I32) -> None:
         """Save the first pages of a request that is retracted, under any policy: it will load them again.
 
         The next step is the first that may overwrite what it frees.
         """
-        self._save(self.hashes(req, len(pages) * self.page_size), pages, self._before)
+        self._save(self.names.of(req, len(pages) * self.page_size), pages)
 
     def condemned(self, req: Req, kept: int) -> None:
         """Forget the request's pages beyond its first ``kept`` tokens: they are bad, or may be."""
-        hashes = self.hashes(req, req.known_len, kept // self.page_size)
+        hashes = self.names.of(req, req.known_len, kept // self.page_size)
         self.host.drop(hashes)
-        if self.store is not None:
-            self.store.drop(hashes)
+        self.store.drop(hashes)
 
-    def _save(self, hashes: Sequence[bytes], pages: I32, to: list[tuple[int, int, int]]) -> None:
+    def _save(self, hashes: Sequence[bytes], pages: I32) -> None:
         behind = self._window_pages(pages)
         for page_hash, page, window_page in zip(hashes, pages.tolist(), behind, strict=True):
             if page_hash in self.host:
@@ -166,16 +135,16 @@ class KVTiers:
             host_page = self.host.keep(page_hash)
             if host_page is None:
                 return
-            to.append((PageCopy.TO_HOST, page, host_page))
+            self.copies.add(PageCopy.TO_HOST, page, host_page)
             if window_page is not None:
-                to.append((PageCopy.WINDOW_TO_HOST, window_page, host_page))
+                self.copies.add(PageCopy.WINDOW_TO_HOST, window_page, host_page)
             self.counts.saved += 1
-            if self.store is not None:
-                self.store.remember(page_hash)
+            self.store.backlog.remember(page_hash)
 
     def _window_pages(self, pages: I32) -> list[int | None]:
         """Return the window page of each of these, ``NONE`` if it has none; None for each if there are no windows."""
-        return [None] * len(pages) if self.windows is None else self.windows.page_of[pages].tolist()
+        found: list[list[int | None]] = [behind.tolist() for behind in self._windows.behind(pages)]
+        return found[0] if found else [None] * len(pages)
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
         """Save these pages under any policy, to the host, and to the store before anything else.
@@ -183,15 +152,14 @@ class KVTiers:
         ``pages``: pool pages of the first of them; the host has the others. Not valid within a plan.
         """
         self.host.use(hashes)
-        self._save(hashes[: len(pages)], pages, self._before)
-        if self.store is not None:
-            self.store.save_first(hashes)
+        self._save(hashes[: len(pages)], pages)
+        self.store.backlog.save_first(hashes)
 
     # --- host → pool ---
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
         """Return the host pages that follow the first ``cached`` tokens, within ``limit``. Does not count as a use."""
-        return self.host.match(self.hashes(req, limit, cached // self.page_size))
+        return self.host.match(self.names.of(req, limit, cached // self.page_size))
 
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
@@ -203,14 +171,14 @@ class KVTiers:
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
-            self._before.append((PageCopy.TO_POOL, page, host_page))
+            self.copies.add(PageCopy.TO_POOL, page, host_page)
             if window_page:
-                self._before.append((PageCopy.WINDOW_TO_POOL, window_page, host_page))
+                self.copies.add(PageCopy.WINDOW_TO_POOL, window_page, host_page)
         self.counts.loaded += len(host_pages)
         first = cached // self.page_size
         hashes = req.page_hashes[: first + len(host_pages)]
         self.host.use(hashes)
-        brought = self.store.take_brought(hashes[first:]) if self.store is not None else set()
+        brought = self.store.take_brought(hashes[first:])
         if not req.times.admitted or (req.loading is not None and req.loading.is_hit):
             tokens = len(brought) * self.page_size
             found = CachedBeyond(len(host_pages) * self.page_size - tokens, tokens)
@@ -226,105 +194,45 @@ class KVTiers:
 
         ``worth`` returns how many seconds computing a number of tokens takes.
         """
-        if self.store is None:
-            return
-        self.store.prefetch(req.rid, self._missing(req, cached), now, worth)
+        if self.store.enabled:  # the names of the missing pages cost time
+            self.store.prefetch(req.rid, self._missing(req, cached), now, worth)
 
     def look(self, req: Req, cached: int, now: float) -> None:
         """Ask the store how much it has of what is missing here; see ``StoreLink.look``."""
-        if self.store is not None:
+        if self.store.enabled:
             self.store.look(req.rid, self._missing(req, cached), now)
 
     def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
         """Have the store bring ``pages`` of the missing pages. Return whether the request waits for them
-        (``must_wait``).
+        (``StoreLink.must_wait``).
 
         It waits at most ``most_wait`` seconds.
         """
-        if self.store is None:
-            return False
         self.store.prefetch(req.rid, self._missing(req, cached)[:pages], now, lambda _: most_wait, most_wait)
         return self.store.must_wait(req.rid, now)
 
     def _missing(self, req: Req, cached: int) -> list[bytes]:
         """Return the hashes of what the host lacks after the first ``cached`` tokens, which the pool has."""
-        hashes = self.hashes(req, req.longest_reusable_prefix, cached // self.page_size)
+        hashes = self.names.of(req, req.longest_reusable_prefix, cached // self.page_size)
         return hashes[len(self.host.match(hashes)) :]
-
-    def must_wait(self, req: Req, now: float) -> bool:
-        """Return whether the request is not to be admitted yet, since more of it may be here soon."""
-        return self.store is not None and self.store.must_wait(req.rid, now)
-
-    def timeout(self, now: float) -> float | None:
-        """Return the seconds until a wait ends or something is to be tried again; None without such a time."""
-        return self.store.timeout(now) if self.store is not None else None
-
-    def forget(self, rid: str) -> None:
-        """Forget what is fetched for a request that has ended or begun."""
-        if self.store is not None:
-            self.store.forget(rid)
 
     # --- the worker ---
 
-    def take_before(self) -> list[Message]:
-        """Return the messages for the worker that must precede the step that was just planned."""
-        self._seal(self._before)
-        self._before = []
-        return self._take()
-
-    def copy_ms(self) -> float:
-        """Return the milliseconds of the copies added since the last call."""
-        return self.pace.new_ms(self._sealed + len(self._before) + len(self._after))
-
     def take(self, now: float) -> list[Message]:
         """Return all messages for the worker. Every step that was planned must have been sent."""
-        self.fence()
-        return self._take() + (self.store.take(now) if self.store is not None else [])
-
-    def fence(self) -> int:
-        """Return the value of ``copied`` at which no copy touches memory that can be allocated now.
-
-        Not valid within a plan.
-        """
-        self._seal(self._before + self._after)
-        self._before, self._after = [], []
-        return self._newest_copy
-
-    def _seal(self, copies: list[tuple[int, int, int]]) -> None:
-        if copies:
-            self._newest_copy = next(self._ids)
-            self._sealed += len(copies)
-            self.pace.sent(self._newest_copy, len(copies))
-            triples = pack_i32(np.array(copies, dtype=np.int32).ravel())
-            self._copy_commands.append(CopyPages(self._newest_copy, triples))
-
-    def _take(self) -> list[Message]:
-        messages, self._copy_commands = self._copy_commands, []
-        return messages
+        return self.copies.take() + self.store.take(now)
 
     def on_event(self, event: TierEvent, now: float) -> None:
         """Handle an event of the worker."""
         if isinstance(event, PagesCopied):
-            self.copied = event.id
             self.counts.copy_seconds += event.seconds
-            self.pace.learn(event.id, event.seconds)
-            return
-        assert self.store is not None
-        if isinstance(event, StoreState):
-            self.store.on_state(event, now)
-        elif isinstance(event, PagesStored):
-            self.store.on_stored(event, now)
-        elif isinstance(event, PagesKept):
-            self.store.kept.on_kept(event)
-        elif isinstance(event, PagesFetched):
-            self.store.on_fetched(event, now)
-        elif isinstance(event, PagesFound):
-            self.store.sight.on_found(event)
+            self.copies.on_copied(event)
+        else:
+            self.store.on_event(event, now)
 
     def flush(self) -> int:
         """Forget what the host has; the store keeps its own. Return the number of pages."""
-        if self.store is not None:
-            self.store.forget_backlog()
+        self.store.backlog.clear()
         return self.host.clear()
 
     def problem(self, now: float) -> str:
@@ -333,24 +241,91 @@ class KVTiers:
 
     def metrics(self) -> list[Family]:
         """Return the metrics of the host tier and of its store."""
-        return read(METRICS, self) + read(STORE_METRICS, self.store)
+        return read(METRICS, self) + self.store.metrics()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any] | None:
         """Return pages and counts, JSON-ready."""
         host = self.host
         return {
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
             "page_bytes": self._page_bytes,
             "host_evicted": host.evicted_pages,
-            "store": msgspec.structs.asdict(self.store.state) if self.store is not None else None,
-            "fetching": self.store.fetching if self.store is not None else 0,
-            "backlog": self.store.backlog if self.store is not None else 0,
+            "store": msgspec.structs.asdict(self.store.state) if self.store.enabled else None,
+            "fetching": self.store.fetching,
+            "backlog": len(self.store.backlog),
             **vars(self.counts),
         }
 
-    def check_invariants(self) -> None:
-        """Check the host tier. Raises ``InvariantViolation``."""
-        self.host.check_invariants()
+
+class NoTiers:
+    """The ``KVTiers`` of an instance without host memory: nothing is saved, and nothing is found."""
+
+    enabled = False
+    watchers: tuple[TreeWatcher, ...] = ()
+
+    def __init__(self) -> None:
+        self.host = HostTier(0)
+        self.store = NoStore()
+        self.copies = PoolCopies(itertools.count(1), 1.0)
+
+    def used(self, req: Req, slots: I32, hits: int) -> None:
+        """Do nothing."""
+
+    def keep(self, req: Req, pages: I32) -> None:
+        """Do nothing."""
+
+    def condemned(self, req: Req, kept: int) -> None:
+        """Do nothing."""
+
+    def save(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """Do nothing."""
+
+    def find(self, req: Req, cached: int, limit: int) -> list[int]:
+        """Return no pages."""
+        return []
+
+    def load(
+        self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
+    ) -> set[bytes]:
+        """Raise ``AssertionError``: no pages were found."""
+        raise AssertionError(f"pages of host memory were to be loaded for {req.rid}, and there is none")
+
+    def prefetch(self, req: Req, cached: int, now: float, worth: Worth = as_long_as_any) -> None:
+        """Do nothing."""
+
+    def look(self, req: Req, cached: int, now: float) -> None:
+        """Do nothing."""
+
+    def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
+        """Return False: nothing is waited for."""
+        return False
+
+    def take(self, now: float) -> list[Message]:
+        """Return no messages."""
+        return []
+
+    def on_event(self, event: TierEvent, now: float) -> None:
+        """Raise ``AssertionError``: the worker was told of no tiers."""
+        raise AssertionError(f"the worker sent {event}, and the instance has no tiers")
+
+    def flush(self) -> int:
+        """Return 0."""
+        return 0
+
+    def metrics(self) -> list[Family]:
+        """Return none."""
+        return []
+
+    def info(self) -> None:
+        """Return None."""
+
+
+Tiers = KVTiers | NoTiers
+
+
+def make_tiers(options: SchedulerOptions, worker: WorkerReady, windows: Windows) -> Tiers:
+    """Return the tiers behind the pool; none if the worker has no pages in host memory."""
+    return KVTiers(options, worker, windows) if worker.host_pages else NoTiers()
 
 
 METRICS: Metrics[KVTiers] = (

@@ -21,8 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..messages.base import I32
-from .fairness import FairShares, Tenant
+from .fairness import NoShares, Shares, Tenant
 from .policies.base import SchedulePolicy
 from .req import Req, Route
 
@@ -50,15 +49,15 @@ def _turn(req: Req) -> float:
 class WaitingQueue:
     """Owner of the waiting requests; see the module.
 
-    ``shares``: None if service is not counted by tenant. ``ranks``: whether priorities count. ``low_first``: whether
+    ``shares``: service counted by tenant, if it is. ``ranks``: whether priorities count. ``low_first``: whether
     low values go first.
     """
 
     def __init__(
-        self, policy: SchedulePolicy, shares: FairShares | None = None, *, ranks: bool = False, low_first: bool = False
+        self, policy: SchedulePolicy, shares: Shares | None = None, *, ranks: bool = False, low_first: bool = False
     ) -> None:
         self.policy = policy
-        self.shares = shares
+        self.shares: Shares = shares or NoShares()
         self.has_ranks = ranks
         self._sign = 1 if low_first else -1
         self._reqs: dict[str, Req] = {}
@@ -71,7 +70,7 @@ class WaitingQueue:
         self._ranks: Counter[int] = Counter()
         """Number of open lanes by rank."""
         self._turns: dict[int, list[_Turn]] = {}
-        """Heaps of lanes by rank, with fair shares. Shares may have grown since, and some lanes are gone."""
+        """Heaps of lanes by rank. Shares may have grown since, and some lanes are gone."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -98,7 +97,7 @@ class WaitingQueue:
 
     def is_owed_room(self, key: str, room: int) -> bool:
         """Return whether one more request of this API key is to be admitted although ``room`` requests are queued."""
-        return self.shares is not None and self.shares.is_owed_room(key, room)
+        return self.shares.is_owed_room(key, room)
 
     def rank(self, req: Req) -> int:
         """Return the rank of a request. Lower ranks go first, before any other rule."""
@@ -142,10 +141,6 @@ class WaitingQueue:
         else:
             self._queue(req)
 
-    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """Pass on ``KVMemory.on_stored`` to the policy."""
-        self.policy.stored(extra_key, tokens, start)
-
     def order(self, *, computing_only: bool = False) -> Iterator[Req]:
         """Yield the requests to try, in order, found as they are drawn. ``computing_only``: without incoming ones.
 
@@ -153,10 +148,7 @@ class WaitingQueue:
         """
         for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
-            if self.shares is not None:
-                yield from self._in_turn(self._turns.get(rank, []), self.shares, computing_only)
-            elif (number := self._lanes.get(_Lane(rank, Tenant()))) is not None:
-                yield from self.policy.order(number, computing_only=computing_only)
+            yield from self._in_turn(self._turns.get(rank, []), computing_only)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Return those of ``others``, waiting or begun, that go before ``req``: see the policy.
@@ -175,13 +167,13 @@ class WaitingQueue:
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
 
-    def _in_turn(self, turns: list[_Turn], shares: FairShares, computing_only: bool) -> Iterator[Req]:
+    def _in_turn(self, turns: list[_Turn], computing_only: bool) -> Iterator[Req]:
         tried: dict[int, Iterator[Req]] = {}
         over: list[_Turn] = []
         try:
             while turns:
                 first = turns[0]
-                share = shares.share(first.lane.tenant)
+                share = self.shares.share(first.lane.tenant)
                 if self._lanes.get(first.lane) != first.number:
                     heapq.heappop(turns)
                 elif share != first.share:  # it has received service since
@@ -244,8 +236,6 @@ class WaitingQueue:
             number = self._numbers
         self._lanes[lane], self._sizes[lane] = number, 0
         self._ranks[lane.rank] += 1
-        if self.shares is None:
-            return
         self.shares.waits(lane.tenant, again=is_again)
         turns = self._turns.setdefault(lane.rank, [])
         heapq.heappush(turns, _Turn(self.shares.share(lane.tenant), number, lane))
@@ -258,8 +248,7 @@ class WaitingQueue:
         if not self._ranks[lane.rank]:
             del self._ranks[lane.rank]
             self._turns.pop(lane.rank, None)
-        if self.shares is not None:
-            self.shares.waits_no_more(lane.tenant)
+        self.shares.waits_no_more(lane.tenant)
 
     def _lane(self, req: Req) -> _Lane:
-        return _Lane(self.rank(req), req.tenant if self.shares is not None else Tenant())
+        return _Lane(self.rank(req), self.shares.lane(req.tenant))

@@ -96,7 +96,7 @@ def hit_rate(
     planner = instance.scheduler.planner
     instance.scheduler.check_invariants()
     rate = planner.hit_tokens / max(1, planner.asked_tokens)
-    return HitRate(policy, share, pool, rate, planner.retractions, len(fitting))
+    return HitRate(policy, share, pool, rate, planner.retraction.count, len(fitting))
 
 
 def table(rates: list[HitRate], bound: float) -> str:

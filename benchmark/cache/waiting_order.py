@@ -62,7 +62,6 @@ def measure_queue(options: CacheBenchOptions) -> QueueTimes:
     server = SchedulerOptions(page_size=page, max_total_tokens=tokens, max_running_requests=ADMITTED)
     memory = KVMemory(server, PoolSizes(tokens), 4096)
     policy = LongestPrefixMatch(memory)
-    memory.on_stored = policy.stored
     for req in reqs:
         policy.add(req, 0)
     waiting = dict.fromkeys(reqs)
@@ -76,7 +75,7 @@ def measure_queue(options: CacheBenchOptions) -> QueueTimes:
             del waiting[req]
             _run_through(memory, req)
         times.step.append((time.perf_counter() - began) * 1e6)
-    return times._replace(losses=memory.losses)
+    return times._replace(losses=memory.pool.losses)
 
 
 def _compare(policy: LongestPrefixMatch, memory: KVMemory, waiting: list[Req], times: QueueTimes) -> None:

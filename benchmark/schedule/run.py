@@ -103,10 +103,10 @@ def _use_ratio(instance: VirtualInstance, conservativeness: float) -> None:
     plan = planner.plan
 
     def counted(now: float) -> object:
-        before = planner.retractions
+        before = planner.retraction.count
         step = plan(now)
         if step is not None:
-            ratio.step_done(planner.retractions - before)
+            ratio.step_done(planner.retraction.count - before)
         return step
 
     planner.plan = counted  # type: ignore[method-assign,assignment]
@@ -132,7 +132,7 @@ def _result(
         all_p99=float(np.quantile(ttft, 0.99)),
         seconds=seconds,
         output_rate=sum(o.job.output_len for o in outcomes) / seconds,
-        retractions=planner.retractions,
+        retractions=planner.retraction.count,
         recomputed_tokens=counters.recomputed_tokens,
         hit_rate=planner.hit_tokens / max(1, planner.asked_tokens),
         steps=counters.steps,

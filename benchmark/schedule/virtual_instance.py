@@ -118,7 +118,7 @@ class VirtualInstance:
             arrival=start + job.at,
             stream=True,
         )
-        self.scheduler.admit_message(req, req.arrival)
+        self.scheduler.arrivals.admit(req, req.arrival)
 
     def _work(self) -> None:
         """Run the oldest of the sent steps to its end."""

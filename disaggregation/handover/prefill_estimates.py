@@ -6,7 +6,7 @@ from ...messages.handover import MAX_DURATION_MS, Forecast
 from ...scheduler.estimator import Estimator
 from ...scheduler.first_token import NOTHING, Load
 from ...scheduler.req import Req
-from ...scheduler.tiers import KVTiers
+from ...scheduler.tiers import Tiers
 from .kv_sender import KVSender, SenderState
 
 
@@ -17,7 +17,7 @@ class PrefillEstimates:
     a forecast, because pages in the store need not be computed.
     """
 
-    def __init__(self, estimator: Estimator, tiers: KVTiers | None) -> None:
+    def __init__(self, estimator: Estimator, tiers: Tiers) -> None:
         self._estimator = estimator
         self._tiers = tiers
         self.expected = NOTHING
@@ -54,8 +54,6 @@ class PrefillEstimates:
 
         There is no waiting if the prompt, which takes ``ms`` without the store, could be computed meanwhile.
         """
-        if self._tiers is None or self._tiers.store is None:
-            return False
         if not sender.looked:
             sender.looked = True
             self._tiers.look(req, known, now)
@@ -63,8 +61,6 @@ class PrefillEstimates:
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
         """Return the number of tokens that the store will supply, and the milliseconds of waiting for them."""
-        if self._tiers is None or self._tiers.store is None:
-            return 0, 0.0
         return self._tiers.store.foresee(req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000)
 
     def is_decided(self, sender: KVSender) -> None:

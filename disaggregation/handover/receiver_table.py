@@ -12,7 +12,7 @@ A ``KVReceiver`` is one hand-over, named by its bootstrap room::
 - PREALLOCATED waits for up to three things:
 
   - The steps that were under way when its pages were allocated. They may still write to the pages (see
-    ``scheduler/kv_memory.py``), and a remote writer must come after them.
+    ``scheduler/kv_pool.py``), and a remote writer must come after them.
   - The prefill's forecast, if the placement depends on it (``placement_policy.py``). The forecast is not used before
     this state, because only with memory can either instance begin.
   - The pages of the prompt in this instance's own store (``store_first.py``).
@@ -151,7 +151,7 @@ class ReceiverTable:
             self._decide(receiver, now)
             if receiver.state is ReceiverState.PREALLOCATED and receiver.knows_what_to_ask:
                 self._expect(receiver)
-                if self._scheduler.memory.is_past(receiver.fence, self._scheduler.completed_step):
+                if self._scheduler.memory.pinned.is_past(receiver.fence, self._scheduler.completed_step):
                     self._request(receiver, now)
 
     # --- here or there ---
@@ -188,7 +188,7 @@ class ReceiverTable:
             return
         receiver.decided = True
         req, memory = receiver.req, self._scheduler.memory
-        pages = memory.pages_up(req.prompt_len - receiver.prefix_len) // memory.page_size
+        pages = memory.pool.pages_up(req.prompt_len - receiver.prefix_len) // memory.pool.page_size
         if self._choice.is_here(req, receiver.peer.epoch, there_ms, receiver.prefix_len, pages, now):
             self._compute_here(receiver, now)
             self._tell_declined(receiver, now)
@@ -198,12 +198,12 @@ class ReceiverTable:
         receiver.state, receiver.decided = ReceiverState.DECLINED, True
         receiver.deadline = now + self._limits.bootstrap
         if receiver.hold is None:
-            self._scheduler.recompute(receiver.req, now)
+            self._scheduler.peer_requests.recompute(receiver.req, now)
             return
         receiver.hold.verified = True
-        self._scheduler.memory.unpin(receiver.hold)
+        self._scheduler.memory.pinned.unpin(receiver.hold)
         receiver.hold = None
-        self._scheduler.compute_here(receiver.req, now)
+        self._scheduler.peer_requests.compute_here(receiver.req, now)
 
     def _tell_declined(self, receiver: KVReceiver, now: float) -> None:
         """Notify the prefill that the prompt is computed here, then close the room.
@@ -255,7 +255,7 @@ class ReceiverTable:
                 self._scheduler.planner.count_lookup(req)
             receiver.state, req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
             receiver.allocated_at = now
-            receiver.fence, receiver.hold = memory.fence(), memory.pin(req)
+            receiver.fence, receiver.hold = memory.pinned.fence(), memory.pinned.pin(req)
             receiver.prefix_len = req.computed
             receiver.deadline = now + self._limits.landing
 
@@ -297,7 +297,7 @@ class ReceiverTable:
         req, memory = receiver.req, self._scheduler.memory
         assert receiver.hold is not None
         memory.finish(req)
-        memory.unpin(receiver.hold)
+        memory.pinned.unpin(receiver.hold)
         receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
         receiver.progress = 0
         req.state = ReqState.BOOTSTRAPPING
@@ -313,12 +313,12 @@ class ReceiverTable:
         if not receiver.expects:
             receiver.expects = True
             memory = self._scheduler.memory
-            memory.expect(receiver.req, receiver.length, receiver.goes_on)
-            receiver.fence = memory.fence()
+            memory.pinned.expect(receiver.req, receiver.length, receiver.goes_on)
+            receiver.fence = memory.pinned.fence()
 
     def _request(self, receiver: KVReceiver, now: float) -> None:
         req, peer, memory = receiver.req, receiver.peer, self._scheduler.memory
-        run = memory.run(receiver.prefix_len, receiver.length, receiver.goes_on)
+        run = memory.pinned.run(receiver.prefix_len, receiver.length, receiver.goes_on)
         if sum(run.counts) > MAX_PAGES:
             text = f"it needs {sum(run.counts)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
             self._fail(receiver, 400, text)
@@ -326,7 +326,7 @@ class ReceiverTable:
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
         req.phases.enter(Phase.TRANSFER, now)
         assert receiver.hold is not None
-        pages = memory.pages_in(receiver.hold, run, run.begin, run.end)
+        pages = memory.pinned.pages_in(receiver.hold, run, run.begin, run.end)
         receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
         grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
         self._scheduler.outbox.to_transfer(grant)
@@ -342,7 +342,7 @@ class ReceiverTable:
                 receiver.prefix_len,
                 receiver.pages,
                 self._checksum,
-                hashes=memory.debug is not None,
+                hashes=memory.debug.enabled,
             )
         )
 
@@ -353,7 +353,7 @@ class ReceiverTable:
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
-        if receiver.advances(msg.pages, self._scheduler.memory.page_size):
+        if receiver.advances(msg.pages, self._scheduler.memory.pool.page_size):
             receiver.deadline = now + self._limits.landing
 
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
@@ -378,7 +378,7 @@ class ReceiverTable:
         take_times(receiver, msg.timing, now)
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
         req.cached_beyond = msg.cached_beyond
-        self._scheduler.take_first_token(req, msg.token, logprob, now)
+        self._scheduler.peer_requests.take_first_token(req, msg.token, logprob, now)
 
     def on_done(self, peer: Peer, msg: TransferDone, now: float) -> None:
         """Have the worker check that the landed pages are what the prefill sent."""
@@ -404,10 +404,10 @@ class ReceiverTable:
         if receiver is None or receiver.handover != event.handover or not receiver.checking:
             return
         debug, hold = self._scheduler.memory.debug, receiver.hold
-        if debug is None or hold is None or not event.ok:
+        if not debug.enabled or hold is None or not event.ok:
             self._checked(receiver, "" if event.ok else "checksum mismatch", now)
             return
-        first, pages = receiver.whole_pages(self._scheduler.memory.page_size)
+        first, pages = receiver.whole_pages(self._scheduler.memory.pool.page_size)
         debug.landed(receiver.req, hold, first, pages, receiver.hashes, partial(self._checked, receiver))
 
     def _checked(self, receiver: KVReceiver, problem: str, now: float) -> None:
@@ -433,7 +433,7 @@ class ReceiverTable:
             receiver.newcomer.landed(req)
         elif not req.is_ended:
             take_times(receiver, there, now)
-            self._scheduler.start_landed(req, now)
+            self._scheduler.peer_requests.start_landed(req, now)
 
     def on_failed(self, peer: Peer, msg: TransferFailed, now: float) -> None:
         """End a room that the prefill gave up. The prefill writes no more."""
@@ -542,7 +542,7 @@ class ReceiverTable:
         elif receiver.begun:
             log.info("its prompt is computed here", extra={"rid": req.rid})
             self.recomputed += 1
-            self._scheduler.recompute(req, self._now)
+            self._scheduler.peer_requests.recompute(req, self._now)
         else:
             self._scheduler.fail(req, status, reason, "transfer_error")
 
@@ -583,7 +583,7 @@ class ReceiverTable:
         del self.rooms[receiver.handover.room]
         self._revoke(receiver)
         if receiver.hold is not None:
-            self._scheduler.memory.unpin(receiver.hold)
+            self._scheduler.memory.pinned.unpin(receiver.hold)
 
 
 METRICS: Metrics[ReceiverTable] = (

@@ -246,7 +246,7 @@ class SenderTable:
         if not begun:
             sender.state, sender.request, sender.run, sender.withdrawn = SenderState.BOOTSTRAPPING, None, None, True
             if req is not None:
-                self._scheduler.take_back(req)
+                self._scheduler.peer_requests.take_back(req)
             else:
                 self._unclaimed.drop(peer, sender.room)
                 self._unclaimed.admit(peer, sender.room, 0)
@@ -258,11 +258,11 @@ class SenderTable:
             return
         if request is None:
             may_be_wanted = self._leaves_whole(req) and not self._choice.would_decline(req)
-            if may_be_wanted and self._scheduler.may_compute_ahead(req):
+            if may_be_wanted and self._scheduler.peer_requests.may_compute_ahead(req):
                 sender.state = SenderState.AHEAD
                 self._scheduler.enqueue(req, now)
             return
-        sender.run = run = self._scheduler.memory.run(
+        sender.run = run = self._scheduler.memory.pinned.run(
             request.decode_prefix_len, req.prompt_len, goes_on=req.prompt_len - 1
         )
         problem = self._mismatch(req, request, run)
@@ -293,7 +293,7 @@ class SenderTable:
         Pushing by layers requires the decode's request before the step begins. For a long prompt that is worth more
         than an early start.
         """
-        run = self._scheduler.memory.run(0, req.prompt_len, goes_on=req.prompt_len - 1)
+        run = self._scheduler.memory.pinned.run(0, req.prompt_len, goes_on=req.prompt_len - 1)
         groups = self._scheduler.worker.layout.groups
         nbytes = sum(pages * group.page_bytes for pages, group in zip(run.counts, groups, strict=True))
         return nbytes <= MIN_AHEAD_BYTES
@@ -325,8 +325,8 @@ class SenderTable:
         if end <= start and not last:
             return None
         if sender.hold is None:
-            sender.hold = self._scheduler.memory.pin(req)
-        src = self._scheduler.memory.pages_in(sender.hold, run, start, end)
+            sender.hold = self._scheduler.memory.pinned.pin(req)
+        src = self._scheduler.memory.pinned.pages_in(sender.hold, run, start, end)
         theirs = zip(sender.request.dst_pages, run.places(start, end), strict=True)
         dst = [pack_i32(unpack_i32(pages)[part]) for pages, part in theirs]
         sender.next_page = max(start, end)
@@ -384,7 +384,7 @@ class SenderTable:
         if draining and not event.cancelled:
             return  # it crossed our CancelSend; the answer to that is under way and must find this room
         if sender.hold is not None:
-            self._scheduler.memory.unpin(sender.hold)
+            self._scheduler.memory.pinned.unpin(sender.hold)
             sender.hold = None
         sender.sent = event
         self.bytes_sent += event.nbytes
@@ -405,7 +405,7 @@ class SenderTable:
         assert peer is not None
         assert handover is not None
         debug, hashes = self._scheduler.memory.debug, b""
-        if debug is not None and request.hashes:
+        if request.hashes:
             if sender.looks is None:
                 sender.looks = debug.newest
                 if not debug.when_past(sender.looks, lambda: self._finish_if_whole(sender)):
@@ -487,7 +487,7 @@ class SenderTable:
         for sender in done if done and self._scheduler.planner.lacks_memory(now) else ():
             assert sender.req is not None
             sender.state, sender.first = SenderState.BOOTSTRAPPING, None
-            self._scheduler.start_over(sender.req)
+            self._scheduler.peer_requests.start_over(sender.req)
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """Return the open rooms for ``/transfers``."""

@@ -66,7 +66,7 @@ class StoreFirst:
         """Probe the store for the rest of a prompt, if that may be a gain. The room has its memory."""
         tiers, req = self._scheduler.tiers, receiver.req
         receiver.store = StoreStage.OVER
-        if tiers is None or tiers.store is None or receiver.newcomer is not None:
+        if not tiers.store.enabled or receiver.newcomer is not None:
             return
         if receiver.decided and not self._patience(receiver, self._reusable(receiver), now):
             return
@@ -94,15 +94,13 @@ class StoreFirst:
 
     def held(self, receiver: KVReceiver) -> HeldTokens | None:
         """Return the prompt tokens that the decode has itself, by tier; None without tiers."""
-        if self._scheduler.tiers is None:
+        if not self._scheduler.tiers.enabled:
             return None
         beyond = receiver.req.cached_beyond or NOTHING_BEYOND
         return HeldTokens(receiver.prefix_len - beyond.host - beyond.store, beyond.host, beyond.store)
 
     def _after_look(self, receiver: KVReceiver, now: float) -> None:
         tiers, req = self._scheduler.tiers, receiver.req
-        assert tiers is not None
-        assert tiers.store is not None
         if tiers.store.sight.is_looking(req.rid, now):
             if not self._patience(receiver, self._reusable(receiver), now):
                 self._over(receiver)  # even the most that the store may have is no gain
@@ -116,9 +114,7 @@ class StoreFirst:
 
     def _after_fetch(self, receiver: KVReceiver, now: float) -> None:
         tiers, req = self._scheduler.tiers, receiver.req
-        assert tiers is not None
-        assert tiers.store is not None
-        if tiers.must_wait(req, now):
+        if tiers.store.must_wait(req.rid, now):
             return
         is_late = tiers.store.is_fetching(req.rid)
         before = req.computed
@@ -136,19 +132,16 @@ class StoreFirst:
 
     def _over(self, receiver: KVReceiver) -> None:
         receiver.store = StoreStage.OVER
-        assert self._scheduler.tiers is not None
-        self._scheduler.tiers.forget(receiver.req.rid)
+        self._scheduler.tiers.store.forget(receiver.req.rid)
 
     def _reusable(self, receiver: KVReceiver) -> int:
         """Return the maximum number of pages that may come from a store."""
-        req, page_size = receiver.req, self._scheduler.memory.page_size
+        req, page_size = receiver.req, self._scheduler.memory.pool.page_size
         return max(0, req.longest_reusable_prefix // page_size - req.computed // page_size)
 
     def _patience(self, receiver: KVReceiver, pages: int, now: float) -> float:
         req, tiers = receiver.req, self._scheduler.tiers
-        assert tiers is not None
-        assert tiers.store is not None
-        missing, page_size = req.prompt_len - req.computed, self._scheduler.memory.page_size
+        missing, page_size = req.prompt_len - req.computed, self._scheduler.memory.pool.page_size
         prospects = self._choice.prospects(req, receiver.peer.epoch, receiver.there_ms, now)
         return patience_ms(missing, pages, page_size, tiers.store.fetch_ms(pages, now), prospects)
 

@@ -12,11 +12,8 @@ from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq, PagesHashed
 from ...messages.metrics import Family
 from ...messages.question import Refused
 from ...messages.worker import KVLayout
-from ...runtime.metrics import read
-from .. import kv_debug
 from ..feature import Feature
 from ..handlers import answers, receives
-from ..kv_debug import KVDebug
 from ..kv_memory import KVMemory
 from ..outbox import Outbox
 
@@ -24,10 +21,10 @@ NO_DEBUG = "this instance takes no hashes of its KV; start it with --kv-debug"
 
 
 class KVHashing(Feature):
-    """The hash checks of an instance with ``--kv-debug``, as a part of the loop."""
+    """The hash checks of ``--kv-debug``, as a part of the loop."""
 
-    def __init__(self, debug: KVDebug, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
-        self._debug = debug
+    def __init__(self, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
+        self._debug = memory.debug
         self._memory = memory
         self._layout = layout
         self._outbox = outbox
@@ -38,13 +35,15 @@ class KVHashing(Feature):
 
         The pages count as used. Steps wait only for the hashing itself.
         """
+        if not self._debug.enabled:
+            return Refused(501, NO_DEBUG)
         memory = self._memory
-        size, tokens = memory.page_size, unpack_i32(question.input_ids)
+        size, tokens = memory.pool.page_size, unpack_i32(question.input_ids)
         # The tokens may be anything, and no more than the pool holds are cached: the rest must not hold up the loop.
-        tokens = tokens[: min(len(tokens), memory.max_total_tokens) // size * size]
+        tokens = tokens[: min(len(tokens), memory.pool.max_total_tokens) // size * size]
         namespaces = ["", *self._debug.namespaces] if question.extra_key is None else [question.extra_key]
-        namespaces = [name for name in namespaces if memory.cached_len(tokens[:size], name)] or namespaces[:1]
-        key = max(namespaces, key=lambda namespace: memory.cached_len(tokens, namespace))
+        namespaces = [name for name in namespaces if memory.pool.cached_len(tokens[:size], name)] or namespaces[:1]
+        key = max(namespaces, key=lambda namespace: memory.pool.cached_len(tokens, namespace))
         pages = memory.pages_with_kv(None, tokens, key)
 
         def tell(event: PagesHashed) -> None:
@@ -59,8 +58,8 @@ class KVHashing(Feature):
 
     @receives(PagesHashed)
     def on_hashed(self, event: PagesHashed, now: float) -> None:
-        """Pass on hashes that the worker has computed."""
-        self._debug.on_hashed(event, now)
+        """Take hashes that the worker has computed."""
+        self._memory.on_hashed(event, now)
 
     def status(self, now: float) -> dict[str, Any]:
         """See ``Feature``."""
@@ -68,17 +67,8 @@ class KVHashing(Feature):
 
     def metrics(self, now: float) -> list[Family]:
         """See ``Feature``."""
-        return read(kv_debug.METRICS, self._debug)
+        return self._debug.metrics()
 
     def warning(self, now: float) -> str | None:
         """See ``Feature``."""
         return self._debug.problem or None
-
-
-class NoKVHashing(Feature):
-    """The part of an instance without ``--kv-debug``: it refuses the question."""
-
-    @answers(KVHashesReq)
-    def ask(self, question: KVHashesReq, now: float) -> KVHashes | Refused:
-        """Refuse the question."""
-        return Refused(501, NO_DEBUG)

@@ -198,9 +198,8 @@ class MemorySaver(Feature):
         if "kv_cache" in self._tags:
             dropped = scheduler.memory.empty()
             log.info("prefix cache emptied: %d tokens dropped", dropped)
-            if scheduler.tiers is not None:
-                # Pages are saved before their memory goes: the worker keeps the order of messages.
-                scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
+            # Pages are saved before their memory goes: the worker keeps the order of messages.
+            scheduler.outbox.all_to_worker(scheduler.tiers.copies.take_before())
         self._tell_worker(ReleaseMemory(self._tags), MemoryState.RELEASING)
 
     def _tell_worker(self, command: ReleaseMemory | ResumeMemory, state: MemoryState) -> None:

@@ -49,7 +49,7 @@ def take_metrics(scheduler: Scheduler) -> list[Family]:
     planned = scheduler.planner
     return [
         *read(METRICS, scheduler),
-        *read(memory_terms.METRICS, scheduler.memory.usage()),
+        *read(memory_terms.METRICS, scheduler.memory.pool.usage()),
         *read(counters.METRICS, scheduler.counters),
         *read(planner.METRICS, planned),
         *read(shared_prompts.METRICS, planned.shared_prompts),

@@ -45,11 +45,11 @@ class PoolResize(Feature):
         self._host = host
         self._order: ResizeReq | None = None
         self._until = math.inf
-        self._before = self._memory.max_total_tokens
+        self._before = self._memory.pool.max_total_tokens
         self._begun = self._is_trimming = False
         self._earlier: frozenset[str] = frozenset()
         """Rids of the requests that came before the order."""
-        if self._before < self._memory.end.most:
+        if self._before < self._memory.pool.end.most:
             self._trim()  # before it is used: no memory is committed there in advance
 
     @property
@@ -73,9 +73,9 @@ class PoolResize(Feature):
         problem = self._problem(order.max_total_tokens)
         if problem is not None:
             return problem
-        self._order, self._until, self._before = order, now + order.wait_s, self._memory.max_total_tokens
+        self._order, self._until, self._before = order, now + order.wait_s, self._memory.pool.max_total_tokens
         self._begun, self._earlier = False, frozenset(self._scheduler.reqs)
-        self._memory.end.announce(order.max_total_tokens)
+        self._memory.pool.end.announce(order.max_total_tokens)
         self.tick(now)
         return None
 
@@ -88,17 +88,17 @@ class PoolResize(Feature):
         why = None if self._begun else self._why_not_yet(order.max_total_tokens, at_once=is_late)
         if why is None and not self._begun:
             self._limit_outputs(order.max_total_tokens)
-            memory.resize(order.max_total_tokens)
+            memory.pool.resize(order.max_total_tokens)
             self._begun = True
-        if why is None and not memory.end.beyond:
+        if why is None and not memory.pool.end.beyond:
             self._until = math.inf
             self._trim()
         elif is_late:
             if self._begun:
-                memory.resize(self._before)
+                memory.pool.resize(self._before)
                 self._free_outputs()
             self._order, self._until = None, math.inf
-            memory.end.settle()
+            memory.pool.end.settle()
             why = why or "requests use pages at the pool's end"
             text = f"{why}; try again later, or give it time (wait_s)"
             self._scheduler.outbox.reply(order, Refused(409, text))
@@ -110,19 +110,18 @@ class PoolResize(Feature):
         if self._order is None or not self._begun:
             return  # the first trim, at the start
         order, self._order = self._order, None
-        self._memory.end.settle()
-        tokens = self._memory.max_total_tokens
+        self._memory.pool.end.settle()
+        tokens = self._memory.pool.max_total_tokens
         log.info("KV pool resized from %d to %d tokens", self._before, tokens)
         self._scheduler.outbox.reply(order, ResizeResult(tokens, self._before, event.nbytes))
 
     def _trim(self) -> None:
         scheduler, memory = self._scheduler, self._memory
         self._is_trimming = True
-        if scheduler.tiers is not None:
-            # Pages are saved before their memory goes: the worker keeps the order of messages.
-            scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
-        windows = memory.end.window_pages + 1 if memory.has_windows else 0
-        scheduler.outbox.to_worker(TrimPool(memory.max_total_tokens // memory.page_size + 1, windows))
+        # Pages are saved before their memory goes: the worker keeps the order of messages.
+        scheduler.outbox.all_to_worker(scheduler.tiers.copies.take_before())
+        windows = memory.pool.end.window_pages + 1 if memory.pool.has_windows else 0
+        scheduler.outbox.to_worker(TrimPool(memory.pool.max_total_tokens // memory.pool.page_size + 1, windows))
 
     def _why_not_yet(self, tokens: int, *, at_once: bool) -> str | None:
         """Return why shrinking to ``tokens`` tokens has to wait, or None.
@@ -137,17 +136,17 @@ class PoolResize(Feature):
         outputs = ((req, 1 if req.route is Route.OUTGOING else req.max_new_tokens) for req in waited_for)
         longest = max((req.prompt_len + output for req, output in outputs), default=0)
         # A request that is alone must not run out of pages.
-        if longest and memory.pages_up(longest + 2) > tokens:
+        if longest and memory.pool.pages_up(longest + 2) > tokens:
             return f"a request that runs may become {longest} tokens long"
-        if not memory.end.can_move(tokens):
+        if not memory.pool.end.can_move(tokens):
             return "windows of requests that run need more than the pool would have for them"
-        if at_once and memory.end.is_held_behind(tokens):
+        if at_once and memory.pool.end.is_held_behind(tokens):
             return "requests use pages at the pool's end"
         return None
 
     def _room(self, tokens: int) -> int:
         """Return the maximum length of a request that is alone in a pool of ``tokens`` tokens."""
-        return tokens // self._memory.page_size * self._memory.page_size - 2
+        return tokens // self._memory.pool.page_size * self._memory.pool.page_size - 2
 
     def _is_limited(self, req: Req, tokens: int) -> bool:
         """Return whether the request is to be limited to what a pool of ``tokens`` tokens allows, once there is one."""
@@ -161,7 +160,7 @@ class PoolResize(Feature):
 
     def _free_outputs(self) -> None:
         for req in self._scheduler.reqs.values():
-            if self._memory.may_become(req, len(req.token_ids) + 2):
+            if self._memory.room.may_become(req, len(req.token_ids) + 2):
                 req.limit_output(self._before)
 
     def _problem(self, tokens: int) -> Refused | None:
@@ -176,13 +175,13 @@ class PoolResize(Feature):
             return Refused(409, f"a pool in {worker.device} memory can't be resized; use --device cpu")
         if options.nnodes > 1:
             return Refused(409, "the pools of ranks on several hosts (--nnodes) can't be resized")
-        if tokens < memory.page_size:
-            return Refused(400, f"max_total_tokens: {tokens} is less than a page ({memory.page_size} tokens)")
-        if tokens > memory.end.most:
+        if tokens < memory.pool.page_size:
+            return Refused(400, f"max_total_tokens: {tokens} is less than a page ({memory.pool.page_size} tokens)")
+        if tokens > memory.pool.end.most:
             advice = "start with a larger --max-total-tokens-limit: what is not used takes no memory"
-            text = f"max_total_tokens: {tokens} is more than the {memory.end.most} that are reserved; {advice}"
+            text = f"max_total_tokens: {tokens} is more than the {memory.pool.end.most} that are reserved; {advice}"
             return Refused(400, text)
-        more = (tokens - memory.max_total_tokens) // memory.page_size * worker.layout.page_bytes
+        more = (tokens - memory.pool.max_total_tokens) // memory.pool.page_size * worker.layout.page_bytes
         if more > 0 and more > (free := self._host().free):
             text = (
                 f"that takes {more / GIB:.2f} GiB more, and {free / GIB:.2f} GiB are free; free memory or ask for less"

@@ -46,7 +46,7 @@ def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
 
 
 def share_left(usage: Mapping[str, int]) -> float:
-    """Return the share of the pool that is free or cached, from ``KVMemory.usage``."""
+    """Return the share of the pool that is free or cached, from ``KVPool.usage``."""
     left = (usage["free"] + usage["cached"]) / usage["total"]
     if not usage.get("window_total"):
         return left
@@ -63,7 +63,7 @@ class PressureMeter(Feature):
 
     def tick(self, now: float) -> None:
         """Note retractions since the last tick; ``now``: ``time.monotonic()``."""
-        count = self._scheduler.planner.retractions
+        count = self._scheduler.planner.retraction.count
         if count != self._retractions:
             self._retractions, self._at = count, now
 
@@ -78,7 +78,7 @@ class PressureMeter(Feature):
     def level(self, now: float) -> Pressure:
         """Return the level at ``now``."""
         scheduler = self._scheduler
-        return pressure(share_left(scheduler.memory.usage()), len(scheduler.planner.waiting), now - self._at)
+        return pressure(share_left(scheduler.memory.pool.usage()), len(scheduler.planner.waiting), now - self._at)
 
 
 METRICS: Metrics[Pressure] = (

@@ -14,24 +14,27 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ...mem_cache.page_hash import model_seed, prompt_hashes
+from ...mem_cache.page_hash import prompt_hashes
 from ...messages.base import I32, unpack_i32
 from ...messages.moves import RunningRequest, problem_of
 from ...messages.outputs import ReqError
 from ...messages.question import Refused
-from ...messages.requests import GenerateReq
 from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from ...messages.worker import WorkerReady
+from ..arrivals import Arrivals
 from ..ended_requests import MAX_ENDED_TOKENS, EndedRequests, KnownRequest
 from ..feature import Feature
 from ..handlers import answers, receives
 from ..kept_pages import Kept
 from ..kv_debug import Place
 from ..kv_memory import KVMemory
+from ..options import SchedulerOptions
 from ..outbox import Outbox
+from ..page_names import make_page_names
+from ..peer_requests import PeerRequests
 from ..refusals import BAD_REQUEST, Refusal
 from ..req import Req, Route
-from ..tiers import KVTiers
+from ..tiers import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +47,15 @@ NO_STORE = (
 class RunsRequests(Protocol):
     """Interface to the scheduler."""
 
+    options: SchedulerOptions
     worker: WorkerReady
-    tiers: KVTiers | None
+    tiers: Tiers
     memory: KVMemory
     outbox: Outbox
     reqs: dict[str, Req]
+    arrivals: Arrivals
+    peer_requests: PeerRequests
     ended_requests: EndedRequests
-
-    def refusal(self, msg: GenerateReq) -> Refusal | None:
-        """Return why a request cannot be admitted now, or None."""
-
-    def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
-        """Admit a request that has output already, or return why not."""
-
-    def start_moved(self, req: Req, now: float) -> None:
-        """Continue a request admitted by ``admit_moved``."""
 
 
 class SessionFeature(Feature):
@@ -68,8 +65,7 @@ class SessionFeature(Feature):
         self._scheduler = scheduler
         self._outbox = scheduler.outbox
         self._worker = scheduler.worker
-        tiers, worker = scheduler.tiers, scheduler.worker
-        self._seed = tiers.seed() if tiers is not None else model_seed(worker.fingerprint, worker.layout)
+        self._seed = make_page_names(scheduler.options, scheduler.worker).seed
 
     # --- snapshots ---
 
@@ -111,13 +107,13 @@ class SessionFeature(Feature):
     ) -> SnapshotResult | None:
         """Have the KV kept in the store, and answer when it is."""
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
-        page_size = memory.page_size
+        page_size = memory.pool.page_size
         tokens = known.token_ids if ask.with_output else known.token_ids[: known.msg.prompt_len]
         wanted = min(len(tokens), known.computed) // page_size * page_size
         names = prompt_hashes(self._seed, tokens[:wanted], page_size, known.msg.extra_key)
         if req is not None and req.hold is not None:
             memory.look(req, req.computed, Place.PREFILL, planned=False)
-        if tiers is None or tiers.store is None:
+        if not tiers.store.enabled:
             return SnapshotResult(self._with_hashes(state, names), NO_STORE)
         pages = memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
         hashes = names.copy()
@@ -141,22 +137,21 @@ class SessionFeature(Feature):
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
         """Return the state with the hashes of its pages, as far as they are known, if ``--kv-debug`` is on."""
-        debug = self._scheduler.memory.debug
-        return state if debug is None else msgspec.structs.replace(state, kv_hashes=debug.told_of(names))
+        return msgspec.structs.replace(state, kv_hashes=self._scheduler.memory.debug.told_of(names))
 
     def _expect(self, state: SessionState, tokens: I32) -> None:
         """Let ``--kv-debug`` expect the pages of the session's first ``tokens``: they may come back."""
         memory = self._scheduler.memory
-        if memory.debug is not None and state.kv_hashes and state.kv_seed == self._seed:
+        if state.kv_hashes and state.kv_seed == self._seed:
             key = state.running.request.extra_key
-            memory.debug.expect(prompt_hashes(self._seed, tokens, memory.page_size, key), state.kv_hashes)
+            memory.debug.expect(prompt_hashes(self._seed, tokens, memory.pool.page_size, key), state.kv_hashes)
 
     @receives(ReleaseReq)
     def release(self, message: ReleaseReq, now: float) -> None:
         """Release the stored KV of a session that was deleted."""
-        tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
+        tiers, page_size = self._scheduler.tiers, self._scheduler.memory.pool.page_size
         tokens = unpack_i32(message.token_ids)
-        if tiers is not None and tiers.store is not None and len(tokens) >= page_size:
+        if len(tokens) >= page_size:
             hashes = prompt_hashes(self._seed, tokens, page_size, message.extra_key)[message.shared // page_size :]
             if hashes:
                 tiers.store.kept.release(hashes)
@@ -168,11 +163,11 @@ class SessionFeature(Feature):
         """Continue a request, or end it with the reason why it cannot continue here."""
         state = message.state
         request, output = state.running.request, unpack_i32(state.running.output)
-        refusal = self._refusal(state) or self._scheduler.refusal(request)
+        refusal = self._refusal(state) or self._scheduler.arrivals.refusal(request)
         if refusal is not None:
             self._outbox.error(ReqError(request.rid, *refusal))
             return
-        req = self._scheduler.admit_moved(request, output, state.running.max_new_tokens)
+        req = self._scheduler.arrivals.admit_moved(request, output, state.running.max_new_tokens)
         if isinstance(req, str):
             self._outbox.error(ReqError(request.rid, 409, f"the session can't resume here: {req}", BAD_REQUEST))
             return
@@ -182,10 +177,9 @@ class SessionFeature(Feature):
             req.logprobs = list(state.logprobs)
         if req.wants_input_logprobs and req.output_len:
             req.input_logprobs = state.input_logprobs
-        if self._scheduler.tiers is not None and self._scheduler.tiers.store is not None:
-            self._scheduler.tiers.store.insist(req.rid)
+        self._scheduler.tiers.store.insist(req.rid)
         log.info("resumed after %d output tokens", req.output_len, extra={"rid": req.rid})
-        self._scheduler.start_moved(req, now)
+        self._scheduler.peer_requests.start_moved(req, now)
 
     def _refusal(self, state: SessionState) -> Refusal | None:
         if state.fingerprint != self._worker.fingerprint:

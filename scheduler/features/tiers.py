@@ -9,13 +9,13 @@ from ...messages.metrics import Family
 from ...messages.tiers import PagesCopied, PagesFetched, PagesFound, PagesKept, PagesStored, StoreState, TierEvent
 from ..feature import Feature
 from ..handlers import receives
-from ..tiers import KVTiers
+from ..tiers import Tiers
 
 
 class TierFeature(Feature):
-    """The tiers of an instance that has some."""
+    """The tiers behind the pool, if there are some."""
 
-    def __init__(self, tiers: KVTiers) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 
     @receives(PagesCopied, PagesStored, PagesFetched, PagesFound, PagesKept, StoreState)
@@ -25,7 +25,7 @@ class TierFeature(Feature):
 
     def seconds_left(self, now: float) -> float:
         """See ``Feature``."""
-        seconds = self._tiers.timeout(now)
+        seconds = self._tiers.store.timeout(now)
         return math.inf if seconds is None else seconds
 
     def status(self, now: float) -> dict[str, Any]:
@@ -38,4 +38,4 @@ class TierFeature(Feature):
 
     def warning(self, now: float) -> str | None:
         """See ``Feature``."""
-        return self._tiers.problem(now) or None
+        return self._tiers.store.problem(now) or None

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from ...messages.base import I32
 from ..req import Req, ReqState
 
 if TYPE_CHECKING:
@@ -63,10 +62,6 @@ class SchedulePolicy(ABC):
         ``computing_only``: without requests with KV that comes from a peer, as if they did not wait. A request may be
         removed before the next is drawn; none may be added.
         """
-
-    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """Note that more is cached now: see ``KVMemory.on_stored``."""
-        return
 
     def begun(self, reqs: list[Req]) -> list[Req]:
         """Return the incomplete prompts that have memory, in the order in which they continue: as they were begun."""

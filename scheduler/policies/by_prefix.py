@@ -12,7 +12,6 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ...messages.base import I32
 from ..kv_memory import KVMemory
 from ..req import Req
 from .base import PolicyNeeds, SchedulePolicy
@@ -50,9 +49,6 @@ class ByPrefix(SchedulePolicy):
 
     def remove(self, req: Req) -> None:
         self.index.remove(req)
-
-    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        self.index.stored(extra_key, tokens, start)
 
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
         # Nothing is looked at before it is drawn: of thousands of lanes a step may get to one.

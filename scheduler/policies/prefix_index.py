@@ -51,7 +51,8 @@ class PrefixIndex:
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
-        self._page = memory.page_size
+        self._page = memory.pool.page_size
+        memory.pool.watch_stored(self.stored)
         self._slot_of: dict[Req, int] = {}
         self._req_at: list[Req | None] = [None] * FIRST_CAPACITY
         self._free = list(range(FIRST_CAPACITY - 1, -1, -1))
@@ -94,7 +95,7 @@ class PrefixIndex:
         self.length[slot] = req.known_len if self.computes[slot] else 0
         # The output of a request from another instance follows its prompt, and is in no other request's order.
         self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
-        self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.losses
+        self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.pool.losses
         key = req.msg.extra_key, req.msg.input_ids
         at = bisect_right(self._keys, key)
         if at:
@@ -135,15 +136,16 @@ class PrefixIndex:
 
         If not, lower it, and the bounds of others that lost the same page.
         """
-        losses = self._memory.losses
-        if self._confirmed[slot] == losses and not self._memory.has_windows:
+        losses = self._memory.pool.losses
+        if self._confirmed[slot] == losses and not self._memory.pool.has_windows:
             return True
         req, bound = self.req_at(slot), int(self.matched[slot])
         true = self._cached(req, slot)
         if true >= bound:
             self.matched[slot], self._confirmed[slot] = true, losses
             return True
-        if self._memory.has_windows:  # the page at ``true`` may be cached, and of use to prompts that continue after it
+        # With windows, the page at ``true`` may be cached, and of use to prompts that continue after it.
+        if self._memory.pool.has_windows:
             slots = np.array([slot])
         else:
             low, high = self._run((req.msg.extra_key, req.msg.input_ids), true + self._page)

@@ -142,7 +142,7 @@ class MemoryLeftIdle(Judge):
         if not self._turns.is_due(node):
             return
         memory, waiting = node.scheduler.memory, node.scheduler.planner.waiting
-        is_free = memory.obtainable >= memory.max_total_tokens and node.scheduler.in_flight_since is None
+        is_free = memory.pool.obtainable >= memory.pool.max_total_tokens and node.scheduler.in_flight_since is None
         is_idle = is_free and any(not req.pending for req in waiting.values())
         if self._turns.seconds(node, is_idle or None) > IDLE_SECONDS:
             raise Violation(f"all memory has been free for {IDLE_SECONDS:.0f} s: {state_of(node)}")
@@ -162,7 +162,7 @@ class FirstClaimIsServed(Judge):
         scheduler = node.scheduler
         claims = scheduler.planner.claims
         first = claims.first(scheduler.now)
-        is_covered = first is not None and scheduler.memory.could_admit(first, claims.reserve(first))
+        is_covered = first is not None and scheduler.memory.room.could_admit(first, claims.reserve(first))
         if self._turns.seconds(node, first.rid if first is not None and is_covered else None) > FIRST_SECONDS:
             assert first is not None
             what = f"{first.rid}, a claim of {first.known_len} tokens, is first and would fit"
@@ -266,7 +266,7 @@ def state_of(node: Node) -> str:
         f"{req.route} {req.state}{' with memory' if req.hold is not None else ''}" for req in scheduler.reqs.values()
     )
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    obtainable, most = scheduler.memory.obtainable, scheduler.memory.max_total_tokens
+    obtainable, most = scheduler.memory.pool.obtainable, scheduler.memory.pool.max_total_tokens
     return f"{node.epoch} ({scheduler.role}) has {obtainable} of {most} tokens, {told or 'idle'}"
 
 

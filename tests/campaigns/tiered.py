@@ -80,7 +80,7 @@ class TieredCampaign:
         self.check()
         if self.answers:
             raise Violation(f"requests never ended: {sorted(self.answers)}")
-        usage = self.sim.scheduler.memory.usage()
+        usage = self.sim.scheduler.memory.pool.usage()
         if usage["in_use"] or usage["rows_in_use"] or usage.get("window_in_use", 0):
             raise Violation(f"memory was not given back: {usage}")
 
@@ -107,7 +107,7 @@ class TieredCampaign:
             rid = f"{first.rid}-fork{i}" if i else first.rid
             self.answers[rid] = prompt, output
             msg = msgspec.structs.replace(first, rid=rid, fork_of=first.rid if i else "")
-            self.sim.scheduler.admit_message(msg, self.sim.now)
+            self.sim.scheduler.arrivals.admit(msg, self.sim.now)
 
     def turns(self) -> None:
         """The scheduler and the worker go on."""
@@ -164,7 +164,7 @@ class TieredCampaign:
             self._check_end(rid, *self.answers.pop(rid))
         sim.answers.clear()
         debug = sim.scheduler.memory.debug
-        if debug is not None and not self.events["bad logits"] and sum(debug.mismatches.values()):
+        if debug.enabled and not self.events["bad logits"] and sum(debug.mismatches.values()):
             raise Violation(f"pages are not what they were: {debug.info()}")
 
     def _check_end(self, rid: str, prompt: list[int], output: int) -> None:

@@ -18,7 +18,7 @@ def submit(pair: SimPair, rid: str, prompt, room: int = 0, *, legs=("prefill", "
         side = getattr(pair, leg)
         message = make_generate(rid, prompt, max_new_tokens=outputs, **({"room": room} if room else {}))
         message = msgspec.structs.replace(message, arrival=pair.now, **fields)
-        side.scheduler.admit_message(message, pair.now)
+        side.scheduler.arrivals.admit(message, pair.now)
 
 
 def hold_back_prefill(pair: SimPair) -> None:

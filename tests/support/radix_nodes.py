@@ -26,7 +26,7 @@ def require_true_names(cache: RadixCache) -> None:
     """The names of all pages in the tree, of which nodes remember them, are those of their whole prefixes."""
     node = cache.match_prefix(np.empty(0, dtype=np.int32)).node
     root, size = list(node.path_up())[-1], cache.page_size
-    seed = (cache._listener or cache._events).seed()
+    seed = cache._watchers[0].seed()
     paths: dict[TreeNode, tuple[str, bytes]] = {root: ("", b"")}
     for parent, edge, child in findable(cache, root):
         namespace, before = paths[parent]

@@ -35,8 +35,8 @@ from pdserve.scheduler.estimates import cost_model
 from pdserve.scheduler.feature import Feature
 from pdserve.scheduler.features import memory_saver, metrics_report, pressure
 from pdserve.scheduler.features.handovers import HandoverFeature
+from pdserve.scheduler.features.kv_hashes import KVHashing
 from pdserve.scheduler.features.tiers import TierFeature
-from pdserve.scheduler.instance import make_kv_hashing
 from pdserve.scheduler.kv_debug import Place
 from pdserve.scheduler.req import ReqState
 from pdserve.scheduler.scheduler import Scheduler
@@ -83,8 +83,8 @@ def metrics_of(scheduler: Scheduler) -> Page:
 
 def parts_of(scheduler: Scheduler) -> list[Feature]:
     """Return the parts of an instance that report figures of the scheduler's own parts."""
-    tiers = [TierFeature(scheduler.tiers)] if scheduler.tiers is not None else []
-    return [HandoverFeature(scheduler), *tiers, make_kv_hashing(scheduler)]
+    hashing = KVHashing(scheduler.memory, scheduler.worker.layout, scheduler.outbox)
+    return [HandoverFeature(scheduler), TierFeature(scheduler.tiers), hashing]
 
 
 def families_of(scheduler: Scheduler) -> list[Family]:
@@ -109,7 +109,7 @@ STEPS.observe(0.05, 8)
 COUNTERS = Owner(
     prompt_tokens=70, recomputed_tokens=5, decode_tokens=40, step_seconds=STEPS, steps=8, compiled_kernels=0
 )
-PLANNED = Owner(cached_tokens=30, asked_tokens=100, hit_tokens=30, retractions=1, preemptions=0)
+PLANNED = Owner(cached_tokens=30, asked_tokens=100, hit_tokens=30, retraction=Owner(count=1, preemptions=0))
 HELD = Owner(
     draining=False,
     reqs=requests(waiting=1, prefilling=2, running=3, bootstrapping=4, sending=5),

@@ -293,7 +293,7 @@ class SimInstance:
 
     def submit(self, *args, **kwargs) -> None:
         """Take a request in."""
-        self.scheduler.admit_message(make_generate(*args, **kwargs), self.now)
+        self.scheduler.arrivals.admit(make_generate(*args, **kwargs), self.now)
 
     def tell(self, message: Message) -> None:
         """Pass a message about sessions to their feature."""
@@ -332,7 +332,7 @@ class SimInstance:
         return True
 
     def _hash(self, message: HashPages) -> None:
-        self.scheduler.memory.debug.on_hashed(self.worker.hashed(message, self.scheduler.worker.layout), self.now)
+        self.scheduler.memory.on_hashed(self.worker.hashed(message, self.scheduler.worker.layout), self.now)
 
     def on_command(self, message: Message) -> None:
         """A transfer command; a plain instance sends none."""

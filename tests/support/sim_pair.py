@@ -372,7 +372,7 @@ def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int =
 def assert_all_returned(pair: SimPair) -> None:
     """Neither side holds memory, and nobody may write any."""
     for side in (pair.prefill, pair.decode):
-        usage = side.scheduler.memory.usage()
+        usage = side.scheduler.memory.pool.usage()
         assert (usage["in_use"], usage["rows_in_use"], usage.get("window_in_use", 0)) == (0, 0, 0)
     assert pair.granted == {}
     pair.check()

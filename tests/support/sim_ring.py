@@ -97,7 +97,7 @@ class SimRing(SimInstance):
         for message in self._to_scheduler.decode(encode(sent)):
             if isinstance(message, GenerateReq | ForkedReq):
                 for request in message.requests() if isinstance(message, ForkedReq) else [message]:
-                    self.scheduler.admit_message(request, self.now)
+                    self.scheduler.arrivals.admit(request, self.now)
             elif isinstance(message, StopReq):
                 self.scheduler.stop(message)
             else:

@@ -99,7 +99,6 @@ class Tiered(SimInstance):
 
     @property
     def tiers(self):
-        assert self.scheduler.tiers is not None
         return self.scheduler.tiers
 
     def on_command(self, message: Message) -> None:

@@ -50,6 +50,7 @@ from ....messages.moves import (
 from ....messages.outputs import Timing
 from ....messages.question import Refused
 from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
+from ....scheduler.outbox import timing_at
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
 from ..kv_sender import digest_of, landed_pages
@@ -177,7 +178,7 @@ class MigrationSource:
         move = Migration(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
         # Enter the prefix cache here at once, not only when the KV return is complete.
         self._scheduler.memory.share(req, computed)
-        move.hold = self._scheduler.memory.pin(req)
+        move.hold = self._scheduler.memory.pinned.pin(req)
         self._gifts.append(move)
 
     def _memory_is_wanted(self) -> bool:
@@ -187,7 +188,7 @@ class MigrationSource:
         """
         planner, memory = self._scheduler.planner, self._scheduler.memory
         waits = any(req.times.ready for req in planner.waiting.values())
-        return waits or memory.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
+        return waits or memory.pool.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
 
     def _offer_gift(self, move: Migration) -> None:
         req, peer = move.req, move.peer
@@ -311,10 +312,10 @@ class MigrationSource:
         if move is None or move.state is not MigrationState.OFFERED:
             return
         memory = self._scheduler.memory
-        run = memory.run(msg.decode_prefix_len, move.kv_len, goes_on=move.kv_len)
+        run = memory.pinned.run(msg.decode_prefix_len, move.kv_len, goes_on=move.kv_len)
         problem = self._mismatch(move, msg, run)
         hold = move.hold or move.req.hold
-        if problem is None and hold is not None and not memory.keep_window(hold, run):
+        if problem is None and hold is not None and not memory.pinned.keep_window(hold, run):
             problem = "it has moved on meanwhile, and what its windows held is needed for other requests"
         if problem is not None:
             peer.send(TransferFailed(peer.epoch, msg.handover, 409, problem))
@@ -323,8 +324,8 @@ class MigrationSource:
         move.state, move.deadline = MigrationState.PUSHING, self._now + self._limits.transfer
         move.asked, move.run = msg, run
         if move.hold is None:
-            move.hold = memory.pin(move.req)
-        src = [pack_i32(pages) for pages in memory.pages_in(move.hold, run, run.begin, run.end)]
+            move.hold = memory.pinned.pin(move.req)
+        src = [pack_i32(pages) for pages in memory.pinned.pages_in(move.hold, run, run.begin, run.end)]
         # Queued in the order of the steps, so that the steps that compute these pages run first.
         push = SendPages(msg.handover, src, msg.dst_pages, last=True, checksum=msg.checksum)
         self._scheduler.outbox.to_worker(push)
@@ -369,7 +370,7 @@ class MigrationSource:
             move.state, move.deadline = MigrationState.LANDING, self._now + self._limits.transfer
             timing = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes)
             debug, asked, hashes = self._scheduler.memory.debug, move.asked, b""
-            if debug is not None and asked is not None and asked.hashes:
+            if asked is not None and asked.hashes:
                 first = asked.decode_prefix_len // self._page_size
                 hashes = debug.told(move.req, first, move.kv_len // self._page_size)
             move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing, hashes))
@@ -387,7 +388,7 @@ class MigrationSource:
         if move.state is MigrationState.LANDING or (move.state is MigrationState.OFFERED and not move.kv_len):
             move.state, move.frozen_at = MigrationState.FREEZING, self._now
             move.deadline = self._now + COMMIT_SECONDS
-            self._scheduler.hold_back(move.req)
+            self._scheduler.peer_requests.hold_back(move.req)
 
     def _commit(self, move: Migration, now: float) -> None:
         req, peer = move.req, move.peer
@@ -400,7 +401,7 @@ class MigrationSource:
             cached_tokens=req.cached_tokens,
             retractions=req.retractions,
             first_token_age=max(0.0, now - req.times.first_token) if req.times.first_token else 0.0,
-            timing=req.timing_at(now),
+            timing=timing_at(req, now),
             logprobs=req.logprobs,
             input_logprobs=req.input_logprobs,
             cached_beyond=req.cached_beyond,
@@ -420,7 +421,7 @@ class MigrationSource:
         log.info(
             "it goes on at %s:%d, and stood still for %.1f ms", move.host, msg.port, paused_ms, extra={"rid": req.rid}
         )
-        self._scheduler.leave_moved(req, ReqMoved(req.rid, peer.epoch, move.host, msg.port, msg.key))
+        self._scheduler.peer_requests.leave_moved(req, ReqMoved(req.rid, peer.epoch, move.host, msg.port, msg.key))
         self._answer(move, MigrateResult(paused_ms))
 
     # --- the ways out ---
@@ -504,7 +505,7 @@ class MigrationSource:
             self.failed += 1
             log.info("it is not moved: %s", reason, extra={"rid": move.req.rid})
         if state in (MigrationState.FREEZING, MigrationState.COMMITTED):
-            self._scheduler.go_on(move.req)
+            self._scheduler.peer_requests.go_on(move.req)
         if tell and move.handover is not None:
             move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
         self._answer(move, Refused(409, reason))
@@ -522,8 +523,8 @@ class MigrationSource:
         """Unpin the memory of a migration, which the worker does not read any more."""
         hold, move.hold = move.hold, None
         assert hold is not None
-        self._scheduler.memory.let_window_go(hold)
-        self._scheduler.memory.unpin(hold)
+        self._scheduler.memory.pinned.let_window_go(hold)
+        self._scheduler.memory.pinned.unpin(hold)
 
     def _forget(self, move: Migration) -> None:
         if self._moves.get(move.req.rid) is move:

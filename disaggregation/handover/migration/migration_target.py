@@ -145,8 +145,8 @@ class MigrationTarget:
             bootstrap=None,
         )
         if msg.keep:
-            return self._scheduler.admit_gift(request)
-        return self._scheduler.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
+            return self._scheduler.arrivals.admit_gift(request)
+        return self._scheduler.arrivals.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
 
     # --- Newcomer ---
 
@@ -202,7 +202,7 @@ class MigrationTarget:
         key = self._answer_keys.draw()
         self._scheduler.outbox.answer(ReqArrived(req.rid, key, req.times.arrival, req.output_len))
         peer.send(MoveTaken(peer.epoch, msg.handover, key, self._port))
-        self._scheduler.start_moved(req, now)
+        self._scheduler.peer_requests.start_moved(req, now)
 
     def _commit_problem(self, req: Req, msg: MoveCommit) -> str | None:
         if problem := tokens_problem("output", msg.output, self._vocab_size):

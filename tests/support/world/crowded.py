@@ -21,7 +21,7 @@ import numpy as np
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import Bootstrap
 from pdserve.scheduler.claims import STALL_SECONDS, Reservation
-from pdserve.scheduler.req import Req, Route
+from pdserve.scheduler.req import Req, Route, hold_of
 from support.sim import make_generate, make_options, reference_output
 from support.world.node import HOST, Node
 from support.world.signature import signature
@@ -234,9 +234,9 @@ class CrowdedRooms:
 
     def _note(self) -> None:
         for node in self.nodes:
-            memory = node.scheduler.memory
             waiting = node.scheduler.planner.waiting.order()
-            self._seen["waits for memory"] += any(memory.pages_up(r.known_len) > memory.obtainable for r in waiting)
+            pool = node.scheduler.memory.pool
+            self._seen["waits for memory"] += any(pool.pages_up(r.known_len) > pool.obtainable for r in waiting)
             self._seen["given back"] += node.manager.receivers.withdrawn > 0
         messages = [happening.what for waiting in self.world.channels.values() for happening in waiting]
         self._seen["asked back too late"] += any(what.endswith("Withdraw") for what in messages) and any(
@@ -249,8 +249,8 @@ class CrowdedRooms:
         outgoing = [r.prompt_len for r in node.scheduler.reqs.values() if r.route is Route.OUTGOING]
         waits = [one.req.prompt_len for one in _reservations(node) if not one.begun]
         if outgoing and len(waits) > 1 and planner.claims.reservations.keys() - before:
-            tokens = sum(map(memory.pages_up, [*waits, max(outgoing)]))
-            if tokens > memory.max_total_tokens:
+            tokens = sum(map(memory.pool.pages_up, [*waits, max(outgoing)]))
+            if tokens > memory.pool.max_total_tokens:
                 raise Violation(f"{node.epoch}: reservations and an outgoing request need {tokens} tokens")
 
     def _check_order(self, node: Node) -> None:
@@ -270,14 +270,14 @@ class CrowdedRooms:
         memory, first = node.scheduler.memory, _first(node)
         if first is None:
             return
-        needed = memory.pages_up(first.known_len)
-        if needed <= memory.obtainable:
-            raise Violation(f"{node.epoch}: {first.rid} waits though {memory.obtainable} tokens can be had")
+        needed = memory.pool.pages_up(first.known_len)
+        if needed <= memory.pool.obtainable:
+            raise Violation(f"{node.epoch}: {first.rid} waits though {memory.pool.obtainable} tokens can be had")
         reservations = _reservations(node)
         below = [one for one in reservations if one.req.msg.priority < first.msg.priority and not one.begun]
-        given = sum(memory.pages_up(memory.hold_of(one.req).kv_len) for one in below)
+        given = sum(memory.pool.pages_up(hold_of(one.req).kv_len) for one in below)
         has_stalled = all(self.world.now - one.since >= STALL_SECONDS for one in below)
-        if needed <= memory.obtainable + given and has_stalled and not any(one.asked_back for one in below):
+        if needed <= memory.pool.obtainable + given and has_stalled and not any(one.asked_back for one in below):
             rids = [one.req.rid for one in below]
             raise Violation(f"{node.epoch}: {first.rid} waits for the reservations of {rids}, whose rank is lower")
 
@@ -309,14 +309,14 @@ class CrowdedRooms:
 def _wipe(node: Node) -> None:
     """Forget which free pages and rows were used last, and what they hold: whoever reads that finds zeros."""
     memory = node.scheduler.memory
-    allocator, rows = memory._allocator, memory._table
+    allocator, rows = memory.pool.allocator, memory.pool.table
     free, size = np.sort(allocator.free_pages())[::-1], allocator.page_size
     allocator._stack[:] = 0
     allocator._stack[: len(free)] = free
     for page in free.tolist():
         node.sim_worker.kv[page * size : (page + 1) * size] = 0
     rows._free.sort(reverse=True)
-    used = {hold.row: hold.kv_len for hold in memory._holds}
+    used = {hold.row: hold.kv_len for hold in memory.pool.holds}
     for row in range(rows.max_reqs):
         rows.table[row, used.get(row, 0) :] = 0
 
@@ -352,7 +352,7 @@ def _first(node: Node) -> Req | None:
                 continue
             largest = max((r.prompt_len for r in node.scheduler.reqs.values() if r.route is Route.OUTGOING), default=0)
             lengths = [one.req.prompt_len for one in unbegun] + [req.known_len, largest]
-            if has_outgoing and unbegun and sum(map(memory.pages_up, lengths)) > memory.max_total_tokens:
+            if has_outgoing and unbegun and sum(map(memory.pool.pages_up, lengths)) > memory.pool.max_total_tokens:
                 continue
         return req
     return None

@@ -204,7 +204,7 @@ class Node:
         self.mismatches = 0
         """Hand-overs whose KV was not what had been sent."""
         self.tokens: dict[str, list[int]] = {}
-        self.pool_sizes = [(world.now, self.scheduler.memory.max_total_tokens)]
+        self.pool_sizes = [(world.now, self.scheduler.memory.pool.max_total_tokens)]
         """Sizes of the KV pool in tokens, each with the time from which it holds."""
         self.sizes: list[ResizeResult | Refused] = []
         """What became of the sizes that were asked for here."""
@@ -276,7 +276,7 @@ class Node:
                 self.forks.add(msg.rid)
             if msg.logprobs is not None:
                 self.scored.add(msg.rid)
-            self.scheduler.admit_message(msg, self.world.now)
+            self.scheduler.arrivals.admit(msg, self.world.now)
         self.turn()
 
     def stop(self, rid: str) -> None:
@@ -330,8 +330,7 @@ class Node:
         elif isinstance(event, PoolTrimmed):
             self.pool_resize.on_trimmed(event, self.world.now)
         elif isinstance(event, PagesHashed):
-            assert self.scheduler.memory.debug is not None
-            self.scheduler.memory.debug.on_hashed(event, self.world.now)
+            self.scheduler.memory.on_hashed(event, self.world.now)
         else:
             self.mismatches += isinstance(event, PagesVerified) and not event.ok
             self.manager.on_transfer_event(event, self.world.now)
@@ -444,7 +443,7 @@ class Node:
         self._ended(item.rid, item)
 
     def _note_pool_size(self) -> None:
-        size = self.scheduler.memory.max_total_tokens
+        size = self.scheduler.memory.pool.max_total_tokens
         if size != self.pool_sizes[-1][1]:
             self.pool_sizes.append((self.world.now, size))
 
@@ -479,7 +478,7 @@ class Node:
 
     def check_quiet(self) -> None:
         """Everything has ended and was given back."""
-        usage = self.scheduler.memory.usage()
+        usage = self.scheduler.memory.pool.usage()
         rooms = self.manager.transfers(self.world.now)
         in_use = usage["in_use"] + usage.get("window_in_use", 0)
         if self.open or rooms or in_use or usage["rows_in_use"] or self.backend.granted:

@@ -22,8 +22,9 @@ from pdserve.messages.handover import Withdrawn
 from pdserve.messages.memory import TrimPool
 from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
 from pdserve.scheduler.claims import Claims
-from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.peer_requests import PeerRequests
+from pdserve.scheduler.pinned_memory import PinnedMemory
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.sim import NO_WINDOW, SimWindow
@@ -42,7 +43,7 @@ def sender_lets_go_too_soon(patch: Patch) -> None:
 
     def drain(self: SenderTable, sender: Any, status: int, reason: str) -> None:
         if sender.hold is not None:
-            self._scheduler.memory.unpin(sender.hold)
+            self._scheduler.memory.pinned.unpin(sender.hold)
             sender.hold = None
         original(self, sender, status, reason)
 
@@ -82,7 +83,7 @@ def what_was_refused_is_taken(patch: Patch) -> None:
 
 def pages_offered_before_steps_are_done(patch: Patch) -> None:
     """The decode offers pages that a step under way still writes."""
-    patch.setattr(KVMemory, "is_past", lambda self, fence, completed_step: True)
+    patch.setattr(PinnedMemory, "is_past", lambda self, fence, completed_step: True)
 
 
 def checksum_is_not_looked_at(patch: Patch) -> None:
@@ -126,14 +127,14 @@ def pages_pushed_before_they_are_computed(patch: Patch) -> None:
 
 def memory_goes_back_with_its_first_user(patch: Patch) -> None:
     """A request that ends takes the memory along that a hand-over still uses."""
-    original = KVMemory.unpin
+    original = PinnedMemory.unpin
 
-    def unpin(self: KVMemory, hold: Any) -> None:
+    def unpin(self: PinnedMemory, hold: Any) -> None:
         if hold.left is not None:
             hold.pins = 1
         original(self, hold)
 
-    patch.setattr(KVMemory, "unpin", unpin)
+    patch.setattr(PinnedMemory, "unpin", unpin)
 
 
 def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
@@ -143,11 +144,11 @@ def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
     def chunk_planned(self: SenderTable, req: Any) -> Any:
         push = original(self, req)
         if push is not None and push.last:
-            cache, hold = self._scheduler.memory._cache, req.hold
-            pages = cache._pages(hold, hold.window.begin, hold.window.end)
-            cache.allocator.windows.leave(hold.window, pages)
+            pool, hold = self._scheduler.memory.pool, req.hold
+            pages = pool.windows._pages(pool.table.table[hold.row], hold.window.begin, hold.window.end)
+            pool.windows._leave(hold.window, pages)
             for page in pages.tolist():
-                cache.allocator.windows._detach(page)
+                pool.windows._detach(page)
         return push
 
     patch.setattr(SenderTable, "chunk_planned", chunk_planned)
@@ -167,28 +168,28 @@ def a_window_page_is_not_granted(patch: Patch) -> None:
 
 def a_page_less_of_the_window(patch: Patch) -> None:
     """Both sides leave out the window's first page."""
-    original = KVMemory.run
+    original = PinnedMemory.run
 
-    def run(self: KVMemory, start: int, end: int, goes_on: int) -> PageRun:
+    def run(self: PinnedMemory, start: int, end: int, goes_on: int) -> PageRun:
         found = original(self, start, end, goes_on)
         return found._replace(window=min(found.window + 1, found.end)) if found.window is not None else found
 
-    patch.setattr(KVMemory, "run", run)
+    patch.setattr(PinnedMemory, "run", run)
 
 
 def the_last_window_is_not_expected(patch: Patch) -> None:
     """The decode has window pages for the page that it decodes in, and none before."""
-    original = KVMemory.expect
+    original = PinnedMemory.expect
 
-    def expect(self: KVMemory, req: Any, length: int, goes_on: int) -> None:
-        original(self, req, length, goes_on + self.page_size)
+    def expect(self: PinnedMemory, req: Any, length: int, goes_on: int) -> None:
+        original(self, req, length, goes_on + self._pool.page_size)
 
-    patch.setattr(KVMemory, "expect", expect)
+    patch.setattr(PinnedMemory, "expect", expect)
 
 
 def a_moved_window_is_not_kept(patch: Patch) -> None:
     """What a request that moves goes on from is let go of as it runs on."""
-    patch.setattr(KVMemory, "keep_window", lambda self, hold, run: True)
+    patch.setattr(PinnedMemory, "keep_window", lambda self, hold, run: True)
 
 
 def memory_goes_while_it_is_used(patch: Patch) -> None:
@@ -253,7 +254,7 @@ def claims_do_not_yield(patch: Patch) -> None:
 
 def a_withdrawn_prompt_is_computed(patch: Patch) -> None:
     """The prefill gives a reservation back and begins with the prompt all the same."""
-    patch.setattr(Scheduler, "take_back", lambda self, req: None)
+    patch.setattr(PeerRequests, "take_back", lambda self, req: None)
 
 
 def begun_is_not_heard(patch: Patch) -> None:

@@ -96,13 +96,16 @@ SKIPPED = frozenset(
         "shares",
         "_lanes",
         "_sizes",
+        "_turns",
+        "_room_ms",
         "_queued",
         "_retracted",
     ]
 )
 """Attributes that say when, how much or to whom."""
+OF_MEMORY = ("allocator", "table", "cache", "holds", "end", "windows", "newest_step", "let_go_step")
 OF_SCHEDULER = ("reqs", "draining", "completed_step", "_in_flight", "memory")
-OF_PLANNER = ("waiting", "running", "arriving", "_new_rows", "_slot_deltas", "_step_id")
+OF_PLANNER = ("waiting", "running", "arriving", "_rows", "_step_id")
 OF_ENGINE = ("_links", "_parting", "_down")
 OF_PUSHES = ("_outgoing", "_turns", "_windows", "_broken", "_writing")
 OF_RECEIVED = ("_checks", "_granted")

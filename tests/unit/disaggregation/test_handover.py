@@ -103,7 +103,7 @@ def test_a_bad_prefix_is_not_cached_after_its_room_has_drained():
     assert pair.prefill.ends["a"].status == 500
     assert pair.pushes, "the room still pushes when its request has failed"
     run_until_idle(pair)
-    assert pair.prefill.scheduler.memory.usage()["cached"] == 0
+    assert pair.prefill.scheduler.memory.pool.usage()["cached"] == 0
     pair.submit("b", range(30), 2, max_new_tokens=4)
     run_until_idle(pair)
     assert pair.prefill.scheduler.planner.cached_tokens == 0
@@ -156,7 +156,7 @@ def test_kv_of_a_source_that_nobody_vouches_for_is_for_its_own_requests_only():
     for rid, vouched, host, expected in (("b", False, "elsewhere", 0), ("c", True, "p", 0), ("d", False, "p", 32)):
         msg = make_generate(rid, range(33), max_new_tokens=4, room=9)
         where = msgspec.structs.replace(msg.bootstrap, host=host, vouched=vouched)
-        pair.decode.scheduler.admit_message(msgspec.structs.replace(msg, bootstrap=where), pair.now)
+        pair.decode.scheduler.arrivals.admit(msgspec.structs.replace(msg, bootstrap=where), pair.now)
         assert memory.prefix_len(pair.decode.scheduler.reqs[rid]) == expected, rid
         pair.decode.scheduler.abort(AbortReq(rid))
 

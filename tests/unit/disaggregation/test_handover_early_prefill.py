@@ -53,7 +53,7 @@ def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
     pair.submit("a", range(30), 1, legs=("prefill",))
     while pair.prefill.senders.rooms[1].first is None:
         plan_and_work(pair.prefill)
-    assert pair.prefill.scheduler.memory.usage()["in_use"] > 0
+    assert pair.prefill.scheduler.memory.pool.usage()["in_use"] > 0
     pair.prefill.submit("b", range(50, 98), max_new_tokens=3)
     run_until(pair, lambda: "b" in pair.prefill.ends)
     assert pair.prefill.tokens["b"] == reference_output(range(50, 98), 3)

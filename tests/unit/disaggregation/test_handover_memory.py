@@ -65,7 +65,7 @@ def test_a_lone_request_does_not_wait_for_ever_for_memory_that_a_silent_prefill_
     decode.now += 5.1
     decode.plan()
     assert decode.ends["c"].status == 503
-    assert decode.scheduler.memory.usage()["in_use"] == 32  # what the prefill may still write
+    assert decode.scheduler.memory.pool.usage()["in_use"] == 32  # what the prefill may still write
     pair.link_is_down()
     run_until_idle(pair)
     assert_all_returned(pair)
@@ -120,9 +120,9 @@ def test_one_that_was_retracted_and_one_that_came_before_it_dont_wait_for_each_o
     for _ in range(200):
         pair.decode.plan()
         pair.decode.work()
-        if pair.decode.scheduler.planner.retractions:
+        if pair.decode.scheduler.planner.retraction.count:
             break
-    assert pair.decode.scheduler.planner.retractions
+    assert pair.decode.scheduler.planner.retraction.count
     pair.submit("early", range(36), 1, max_new_tokens=4, place=0)
     run_until_idle(pair, random.Random(3))
     for i in range(2):

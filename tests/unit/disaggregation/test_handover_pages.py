@@ -28,7 +28,7 @@ def test_aborted_destination_is_not_reused_before_the_prefill_has_let_go():
     pair.decode.scheduler.abort(AbortReq("a"))
     pair.collect()
     assert pair.decode.ends["a"].finish.type is FinishType.ABORT
-    assert pair.decode.scheduler.memory.usage()["in_use"] > 0
+    assert pair.decode.scheduler.memory.pool.usage()["in_use"] > 0
     receiver = next(iter(pair.decode.rooms.rooms.values()))
     assert receiver.state is ReceiverState.DRAINING
     run_until_idle(pair)
@@ -48,7 +48,7 @@ def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
     else:
         pair.lose_link()
         pair.link_is_down()
-    in_use = pair.decode.scheduler.memory.usage()["in_use"]
+    in_use = pair.decode.scheduler.memory.pool.usage()["in_use"]
     assert in_use >= len(unpack_i32(check.pages[0])) * pair.decode.options.page_size
     pair.check()
     run_until_idle(pair)
@@ -83,7 +83,7 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
         rng.choice(pair.moves())()
     pair.lose_link()
     assert pair.decode.ends["a"].status == 503
-    assert pair.decode.scheduler.memory.usage()["in_use"] > 0
+    assert pair.decode.scheduler.memory.pool.usage()["in_use"] > 0
     pair.link_is_down()
     run_until_idle(pair)
     assert_all_returned(pair)
@@ -158,7 +158,7 @@ def test_pages_let_go_of_are_offered_when_steps_are_done_that_may_touch_them():
     pair.decode.submit("local", range(50, 60), max_new_tokens=200)
     pair.decode.plan()
     pair.decode.scheduler.abort(AbortReq("local"))
-    under_way = pair.decode.scheduler.memory.newest_step
+    under_way = pair.decode.scheduler.memory.pool.newest_step
     assert under_way > pair.decode.scheduler.completed_step
     pair.submit("a", range(9), 1, max_new_tokens=3)
     assert not ask_if_it_may(pair)
@@ -177,11 +177,12 @@ def test_duplicate_pages_are_offered_when_the_step_is_done_that_still_writes_the
     decode.submit("first", range(50, 66), max_new_tokens=1)
     decode.run_until_idle()
     decode.submit("scored", range(50, 66), max_new_tokens=9, logprobs=(0, 0))
-    free = decode.scheduler.memory.obtainable
+    free = decode.scheduler.memory.pool.obtainable
     decode.plan()
-    under_way = decode.scheduler.memory.newest_step
+    under_way = decode.scheduler.memory.pool.newest_step
     assert under_way > decode.scheduler.completed_step
-    assert decode.scheduler.memory.obtainable == free - 16 - 4  # the prompt that is cached, and a page for the output
+    # The prompt that is cached, and a page for the output.
+    assert decode.scheduler.memory.pool.obtainable == free - 16 - 4
     pair.submit("a", range(9), 1, max_new_tokens=3)
     assert not ask_if_it_may(pair)
     while decode.work():

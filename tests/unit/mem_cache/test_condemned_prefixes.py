@@ -113,7 +113,10 @@ class Removals:
     def seed(self):
         return b"seed"
 
-    def stored(self, parent, hashes, key):
+    def stored(self, parent, hashes, key, pages):
+        pass
+
+    def leaving(self, hashes, pages):
         pass
 
     def removed(self, hashes):
@@ -127,7 +130,7 @@ def test_hiding_a_deep_prefix_costs_a_few_looks_at_each_node(monkeypatch):
     """Also where another one is hidden, which a request pins."""
     pages = 200
     s, events = make_setup(num_pages=pages + 4), Removals()
-    s.cache = RadixCache(s.allocator, s.table, events=events)
+    s.cache = RadixCache(s.allocator, s.table, watchers=[events])
     s.put("aaaa")
     pinned = s.start("aaaa")
     s.cache.condemn(ids("aaaa"))

@@ -52,7 +52,7 @@ class Rig:
         self.allocator = PagedTokenToKVPoolAllocator(40 * PAGE, PAGE)
         self.table = ReqToTokenPool(4, 64)
         self.log = KVEventLog(SEED, PAGE)
-        self.cache = RadixCache(self.allocator, self.table, events=self.log)
+        self.cache = RadixCache(self.allocator, self.table, watchers=[self.log])
         options = ServerOptions(
             kv_events_endpoint=ANY, kv_events_replay_endpoint=ANY, kv_events_topic="kv", page_size=PAGE, **fields
         )
@@ -229,7 +229,7 @@ def test_a_scheduler_tells_what_requests_leave():
             follower.take(Frame(follower.next_seq, encode_batch(KVEventBatch(0.0, events))))
     sim.run_until_idle()
     follower.take(Frame(follower.next_seq, encode_batch(KVEventBatch(0.0, log.take()))))
-    cached = sim.scheduler.memory.usage()["cached"]
+    cached = sim.scheduler.memory.pool.usage()["cached"]
     assert 0 < cached == len(follower.pages) * PAGE
     sim.scheduler.memory.flush()
     follower.take(Frame(follower.next_seq, encode_batch(KVEventBatch(0.0, log.take()))))

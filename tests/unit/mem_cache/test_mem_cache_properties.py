@@ -91,7 +91,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         self.table.table[hold.row, start : start + len(slots)] = slots
         hold.kv_len += len(slots)
         if self.windows is not None and len(slots):
-            self.cache.move_window(hold, start, hold.kv_len)
+            self.windows.move(hold.window, self.table.table[hold.row], start, hold.kv_len)
             pages, window_pages = self.windows.take_changes().T
             self.worker_pages[pages] = window_pages
         for slot in slots:
@@ -129,9 +129,9 @@ class MemCacheMachine(RuleBasedStateMachine):
     def extend(self, req, seq_len):
         hold = req.hold
         if self.windows is not None:
-            room = self.windows.first_page(hold.kv_len) + self.windows.longest(hold.window)
-            assert room * self.page_size > hold.kv_len
-            seq_len = min(seq_len, room * self.page_size)
+            room = self.windows.room(hold.window, hold.kv_len)
+            assert room > 0
+            seq_len = min(seq_len, hold.kv_len + room)
         last_slot = req.worker_row[-1] if req.worker_row else 0
         num_pages = -(-seq_len // self.page_size) - -(-hold.kv_len // self.page_size)
         room = num_pages == 0 or self.make_room(num_pages * self.page_size)
@@ -344,7 +344,7 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def resize(self, num_pages):
-        if self.windows is not None and not self.windows.can_resize(num_pages):
+        if self.windows is not None and self.windows.committed > self.windows.pages_for(num_pages):
             return
         tree, in_use = self.tree(), self.allocator.size - self.allocator.available_size()
         self.allocator.resize(num_pages)

@@ -81,7 +81,7 @@ def test_each_page_is_hashed_once(hashed_pages: list[bytes], with_events: bool) 
         sim.submit(f"r{length}", tokens, max_new_tokens=9)
         sim.run_until_idle()
         assert len(hashed_pages) == len(set(hashed_pages)) == (length + 8) // 4
-    require_true_names(sim.scheduler.memory._cache)
+    require_true_names(sim.scheduler.memory.pool.cache)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
@@ -102,7 +102,7 @@ def test_another_clients_namespace_does_not_answer_a_prompt() -> None:
     sim.run_until_idle()
     stranger = make_generate("stranger", REST + tail, max_new_tokens=1)
     namespace = np.array(PAGE, dtype="<i4").tobytes().decode()
-    sim.scheduler.admit_message(msgspec.structs.replace(stranger, extra_key=namespace), sim.now)
+    sim.scheduler.arrivals.admit(msgspec.structs.replace(stranger, extra_key=namespace), sim.now)
     sim.run_until_idle()
     sim.submit("client", PAGE + REST + tail, max_new_tokens=4)
     sim.run_until_idle()

@@ -22,7 +22,7 @@ def test_window_pages_are_those_that_are_seen(window, length, prefix, is_prompt)
     last = -(-length // SIZE)
     prefix = min(prefix, last)
     goes_on = length - 1 if is_prompt else length
-    run = memory.run(prefix * SIZE, length, goes_on)
+    run = memory.pinned.run(prefix * SIZE, length, goes_on)
     assert (run.begin, run.end) == (prefix, last)
     begins = goes_on // SIZE * SIZE  # another answer to the same prompt begins with this page
     seen = {position // SIZE for position in range(max(0, begins + 1 - window), length)}

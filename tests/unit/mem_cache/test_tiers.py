@@ -49,7 +49,7 @@ def test_what_the_pool_gave_up_comes_back_from_the_host(policy):
     sim = TieredSim(200, hicache_write_policy=policy, store=False)
     assert ask(sim, "first", prompt(1)) == 0
     displace(sim)
-    assert sim.scheduler.memory._cache.peek(prompt(1)) == 0
+    assert sim.scheduler.memory.pool.cache.peek(prompt(1)) == 0
     assert ask(sim, "again", prompt(1)) == 36
     assert sim.tiers.counts.loaded == 9
 
@@ -108,14 +108,14 @@ def test_a_dead_store_is_left_alone_and_asked_again_later():
     for i in range(6):
         ask(sim, f"r{i}", prompt(i))
     assert sim.tiers.store.state.breaker == "open"
-    assert sim.tiers.problem(sim.now).endswith("without it: dead")
+    assert sim.tiers.store.problem(sim.now).endswith("without it: dead")
     sim.store.dead = False
     sim.now += 100
     # Nobody asks for anything: what it could not take before is given to it as well.
     sim.settle()
     assert len(sim.store.kept) > 50
     assert sim.tiers.store.state.breaker == "closed"
-    assert sim.tiers.problem(sim.now) == ""
+    assert sim.tiers.store.problem(sim.now) == ""
 
 
 def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
@@ -124,7 +124,7 @@ def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
     ask(sim, "r", prompt(1))
     sim.store.dead = False
     assert not sim.store.kept
-    while (wait := sim.tiers.timeout(sim.now)) is not None:
+    while (wait := sim.tiers.store.timeout(sim.now)) is not None:
         assert wait <= 2
         sim.now += wait
         sim.settle()
@@ -143,22 +143,22 @@ def test_a_store_that_can_be_read_and_takes_nothing_is_said_to(monkeypatch):
             sim.now += 10
             sim.settle()
         assert sim.tiers.store.state.breaker == "closed"
-        assert sim.tiers.problem(sim.now).endswith("refuses pages; serving continues without it: read-only")
+        assert sim.tiers.store.problem(sim.now).endswith("refuses pages; serving continues without it: read-only")
     sim.now += 100
     sim.settle()
     assert len(sim.store.kept) == 40
-    assert sim.tiers.problem(sim.now) == ""
+    assert sim.tiers.store.problem(sim.now) == ""
 
 
 def test_what_comes_due_behind_a_turn_is_no_reason_to_sleep():
     sim = TieredSim(kept={b"x": b""}, hicache_storage_prefetch_policy="timeout")
     sim.submit("r", prompt(1), max_new_tokens=4)
     sim.plan()
-    assert sim.tiers.timeout(sim.now) > 0.2
-    assert sim.tiers.timeout(sim.now + 9) == 0
+    assert sim.tiers.store.timeout(sim.now) > 0.2
+    assert sim.tiers.store.timeout(sim.now + 9) == 0
     sim.now += 9
     sim.plan()
-    assert sim.tiers.timeout(sim.now) is None
+    assert sim.tiers.store.timeout(sim.now) is None
     sim.settle()
 
 
@@ -170,14 +170,14 @@ def test_a_store_that_owes_an_answer_is_asked_nothing_more_and_said_to():
         sim.work()
         sim.now += 0.1
     asked = len(sim.store_queue)
-    assert "has not answered for 1" in sim.tiers.problem(sim.now)
+    assert "has not answered for 1" in sim.tiers.store.problem(sim.now)
     sim.submit("other", prompt(2), max_new_tokens=4)
     while "other" not in sim.ends:
         sim.plan()
         sim.work()
     assert len(sim.store_queue) == asked
     sim.settle()
-    assert sim.tiers.problem(sim.now) == ""
+    assert sim.tiers.store.problem(sim.now) == ""
     assert len(sim.store.kept) == 20
 
 
@@ -270,7 +270,7 @@ def test_a_request_that_still_runs_speaks_for_what_it_began_with():
             sim.work()
     assert count >= 3
     assert "long" not in sim.ends
-    assert sim.scheduler.memory._cache.peek(np.array(system, dtype=np.int32)) == 40
+    assert sim.scheduler.memory.pool.cache.peek(np.array(system, dtype=np.int32)) == 40
     sim.scheduler.on_step_result = original
     sim.settle()
     assert sim.tokens["long"] == reference_output(system, 100)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from support.sim import SimInstance, SimWindow, make_options, reference_output
 
+from pdserve.mem_cache import window_pages
 from pdserve.mem_cache.errors import InvariantViolation, WindowPagesShort
 from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
+from pdserve.messages.base import I32
 from pdserve.messages.channel import encode
 from pdserve.messages.worker import ForwardStep
 
@@ -41,7 +43,7 @@ def run(sim: SimInstance, rid: str, tokens: list[int], max_new_tokens: int = 8, 
 def test_a_prompt_many_windows_long_needs_a_window_and_a_piece_of_it():
     sim = make_sim(SimWindow(10, 32))
     assert run(sim, "a", prompt(400), max_new_tokens=60) == 0
-    usage = sim.scheduler.memory.usage()
+    usage = sim.scheduler.memory.pool.usage()
     assert usage["window_in_use"] == 0
     assert usage["window_total"] == 32
 
@@ -84,9 +86,9 @@ def test_a_prefix_is_found_as_far_as_the_window_before_it_is_there():
     # Others take the window pages, but not the full ones.
     for i in range(3):
         run(sim, f"other{i}", prompt(60, seed=10 + i))
-    cached = sim.scheduler.memory.usage()["cached"]
+    cached = sim.scheduler.memory.pool.usage()["cached"]
     assert run(sim, "c", prompt(40)) == 0
-    assert sim.scheduler.memory.usage()["cached"] == cached
+    assert sim.scheduler.memory.pool.usage()["cached"] == cached
     # Who computed it again left its window pages to what was cached.
     assert run(sim, "d", prompt(40)) == 36
 
@@ -120,16 +122,16 @@ def test_what_has_left_a_window_is_let_go_of_by_the_steps_before():
     sim.submit("a", prompt(60))
     sim.plan()
     memory = sim.scheduler.memory
-    assert (memory.newest_step, memory.let_go_step, sim.scheduler.completed_step) == (2, 1, 0)
+    assert (memory.pool.newest_step, memory.pool.let_go_step, sim.scheduler.completed_step) == (2, 1, 0)
 
 
 def test_a_window_that_is_kept_grows_within_what_it_was_promised() -> None:
     pages, moving, other = make_pages(window=6, num_pages=6), WindowSpan(), WindowSpan()
     pages.promise(moving, 100)
     pages.promise(other, 100)
-    pages.extend(moving, i32(1, 2, 3))
-    pages.leave(moving, i32(1))
-    assert pages.keep(moving, 1, i32())
+    pages._extend(moving, i32(1, 2, 3))
+    pages._leave(moving, i32(1))
+    assert pages.keep(moving, row(1, 2, 3), 1)
     assert pages.growable([moving], [12]) == [True]
 
 
@@ -137,22 +139,22 @@ def test_a_window_that_is_kept_stays_where_the_request_moves_on():
     pages, moving, other = make_pages(window=6, num_pages=6), WindowSpan(), WindowSpan()
     pages.promise(moving, 100)
     pages.promise(other, 100)
-    pages.extend(moving, i32(1, 2, 3))
-    assert pages.keep(moving, 0, i32())
+    pages._extend(moving, i32(1, 2, 3))
+    assert pages.keep(moving, row(1, 2, 3), 0)
     assert pages.growable([moving, other], [12, 0]) == [False, True]  # all others' to count on
-    pages.end(other)
+    pages.end(other, row())
     assert pages.growable([moving, moving], [12, 12]) == [True, True]
-    pages.extend(moving, i32(4, 5, 6))
+    pages._extend(moving, i32(4, 5, 6))
     assert pages.growable([moving], [24]) == [False]
     pages.let_go(moving)
-    pages.leave(moving, i32(1, 2, 3, 4))
+    pages._leave(moving, i32(1, 2, 3, 4))
     assert pages.growable([moving], [24]) == [True]
     # What has left is had again as long as nobody else has taken it.
-    assert pages.keep(moving, 3, i32(4))
+    assert pages.keep(moving, row(1, 2, 3, 4, 5, 6), 3)
     pages.let_go(moving)
-    pages.leave(moving, i32(4))
-    pages.extend(other, i32(7, 8, 9))
-    assert not pages.keep(moving, 2, i32(3, 4))
+    pages._leave(moving, i32(4))
+    pages._extend(other, i32(7, 8, 9))
+    assert not pages.keep(moving, row(1, 2, 3, 4, 5, 6), 2)
 
 
 def test_retraction_and_flush_give_all_window_pages_back():
@@ -161,10 +163,10 @@ def test_retraction_and_flush_give_all_window_pages_back():
     for i in range(4):
         sim.submit(f"r{i}", prompt(8, i), max_new_tokens=30)
     sim.run_until_idle()
-    assert sim.scheduler.planner.retractions > 0
+    assert sim.scheduler.planner.retraction.count > 0
     assert all(sim.tokens[f"r{i}"] == reference_output(prompt(8, i), 30) for i in range(4))
     sim.scheduler.memory.flush()
-    assert sim.scheduler.memory.usage()["window_free"] == 48
+    assert sim.scheduler.memory.pool.usage()["window_free"] == 48
 
 
 def test_steps_of_a_model_without_windows_say_nothing_of_them():
@@ -182,26 +184,29 @@ def make_pages(window: int = 6, num_pages: int = 8) -> WindowPages:
     return WindowPages(window, num_pages * 4, 20, 4)
 
 
+def row(*pages: int) -> I32:
+    """Return the slots of a request with these pages, which are full."""
+    return i32(*(4 * page + i for page in pages for i in range(4)))
+
+
 def test_what_is_usable_ends_behind_a_whole_window():
     pages, span = make_pages(window=6), WindowSpan()
     pages.promise(span, 100)
-    pages.extend(span, i32(3, 5, 7, 8))
-    assert [pages.usable(i32(*p)) for p in ([], [3], [3, 5, 7, 8], [3, 5, 7, 9], [3, 9, 7, 8], [9, 5, 7], [9, 5])] == [
-        *(0, 1, 4, 3, 4),
-        *(3, 0),
-    ]
+    pages._extend(span, i32(3, 5, 7, 8))
+    prefixes = ([], [3], [3, 5, 7, 8], [3, 5, 7, 9], [3, 9, 7, 8], [9, 5, 7], [9, 5])
+    assert [pages.usable([row(*prefix)]) // 4 for prefix in prefixes] == [0, 1, 4, 3, 4, 3, 0]
 
 
 def test_the_longest_idle_goes_first_and_no_used_one_ever():
     pages, first, second = make_pages(window=6, num_pages=5), WindowSpan(), WindowSpan()
-    pages.extend(first, i32(1, 2, 3, 4))
-    pages.leave(first, i32(1, 2))
-    pages.begin(second, 1, i32(2, 3))
-    pages.extend(first, i32(5))
+    pages._extend(first, i32(1, 2, 3, 4))
+    pages._leave(first, i32(1, 2))
+    pages.begin(second, row(1, 2, 3), 12)
+    pages._extend(first, i32(5))
     with pytest.raises(WindowPagesShort):
-        pages.extend(first, i32(6))
-    pages.leave(first, i32(3, 4))
-    pages.extend(first, i32(6, 7))
+        pages._extend(first, i32(6))
+    pages._leave(first, i32(3, 4))
+    pages._extend(first, i32(6, 7))
     assert pages.page_of[1:8].astype(bool).tolist() == [False, True, True, False, True, True, True]
     assert sorted(pages.take_changes()[:, 0].tolist()) == [1, 2, 3, 4, 5, 6, 7]
     assert pages.take_changes().size == 0
@@ -212,34 +217,34 @@ def test_the_longest_idle_goes_first_and_no_used_one_ever():
 
 def a_page_too_early(patch: Patch) -> None:
     """A request lets go of a page of which the next token still sees something."""
-    original = WindowPages.first_page
-    patch.setattr(WindowPages, "first_page", lambda self, position: original(self, position + self.page_size))
+    original = WindowPages._first_page
+    patch.setattr(WindowPages, "_first_page", lambda self, position: original(self, position + self.page_size))
     # What it lets go of is overwritten at once, as when pages are short.
-    leave = WindowPages.leave
+    leave = WindowPages._leave
 
     def leave_and_lose(self, span, pages):
         leave(self, span, pages)
         for page in pages[self._uses[pages] == 0].tolist():
             self._detach(page)
 
-    patch.setattr(WindowPages, "leave", leave_and_lose)
+    patch.setattr(WindowPages, "_leave", leave_and_lose)
 
 
 def a_match_whose_window_is_gone(patch: Patch) -> None:
     """Whatever full pages are cached is taken for a match."""
-    patch.setattr(WindowPages, "usable", lambda self, pages: len(pages))
+    patch.setattr(window_pages, "_usable", lambda missing, reach: len(missing))
 
 
 def a_shared_page_goes_with_its_first_user(patch: Patch) -> None:
     """A request that moves on gives back what another one sees."""
-    original = WindowPages.leave
+    original = WindowPages._leave
 
     def leave(self, span, pages):
         original(self, span, pages)
         for page in pages.tolist():
             self._detach(page)
 
-    patch.setattr(WindowPages, "leave", leave)
+    patch.setattr(WindowPages, "_leave", leave)
 
 
 def the_worker_is_told_a_step_late(patch: Patch) -> None:

@@ -17,7 +17,7 @@ from support.sim_tiers import TieredSim
 from pdserve.scheduler.admission import Admission
 from pdserve.scheduler.estimates.output_lengths import CLIP, MEMORY, OutputLengths
 from pdserve.scheduler.estimates.page_forecast import Held, extra_slots, moments
-from pdserve.scheduler.req import Req, Route
+from pdserve.scheduler.req import Req, Route, hold_of
 from pdserve.scheduler.retraction import choose_victim
 from pdserve.scheduler.tiers import KVTiers
 
@@ -227,15 +227,15 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
     sim = started(("old", [1]), ("a", [*shared, 1]), ("b", [*shared, 2]), ("long", list(range(60))))
     reqs = {r.rid: r for r in running_reqs(sim)}
     memory = sim.scheduler.memory
-    assert (memory.private_len(reqs["a"]), memory.hold_of(reqs["a"]).kv_len) == (
-        memory.hold_of(reqs["a"]).kv_len - 40,
+    assert (memory.room.private_len(reqs["a"]), hold_of(reqs["a"]).kv_len) == (
+        hold_of(reqs["a"]).kv_len - 40,
         reqs["a"].total_len - 1,
     )
 
     def price(req: Req) -> float:
-        private = memory.private_len(req)
-        again = req.total_len - (memory.hold_of(req).kv_len - private)
-        return again / (memory.pages_up(private) // memory.page_size)
+        private = memory.room.private_len(req)
+        again = req.total_len - (hold_of(req).kv_len - private)
+        return again / (memory.pool.pages_up(private) // memory.pool.page_size)
 
     chosen = choose_victim(list(reqs.values()), memory)
     assert chosen.rid != "old"
@@ -259,7 +259,7 @@ def test_victims_are_those_of_the_slow_rule_that_counts_users_of_each_page():
     chosen = set()
     for _ in range(20):
         reqs = running_reqs(sim)
-        pages = {req.rid: memory._pages(memory.hold_of(req), 0, memory.hold_of(req).kv_len).tolist() for req in reqs}
+        pages = {req.rid: memory.pool.pages(hold_of(req), 0, hold_of(req).kv_len).tolist() for req in reqs}
         users = Counter(itertools.chain(*pages.values()))
         prices = {}
         for req in reqs:
@@ -279,7 +279,7 @@ def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
     sim = started(("old", [1]), ("a", [2, 3, 4]), ("long", list(range(60))))
     reqs, memory = running_reqs(sim), sim.scheduler.memory
     for rid in ("a", "long"):
-        monkeypatch.setattr(memory, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0)
+        monkeypatch.setattr(memory.room, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0)
         assert choose_victim(reqs, memory).rid == rid
 
 
@@ -297,7 +297,7 @@ def gave_way(policy: str) -> TieredSim:
         sim.submit(rid, prompt, max_new_tokens=30)
     sim.settle()
     assert all(sim.tokens[rid] == reference_output(prompt, 30) for rid, prompt in prompts.items())
-    assert sim.scheduler.planner.retractions > 0
+    assert sim.scheduler.planner.retraction.count > 0
     return sim
 
 
@@ -306,7 +306,9 @@ def test_who_gave_way_finds_its_kv_in_the_host_tier(policy):
     sim = gave_way(policy)
     assert sim.tiers.counts.loaded > 0
     # Nothing but the last page of each, and the token that is sampled from.
-    assert sim.scheduler.counters.recomputed_tokens <= sim.scheduler.planner.retractions * (sim.options.page_size + 1)
+    assert sim.scheduler.counters.recomputed_tokens <= sim.scheduler.planner.retraction.count * (
+        sim.options.page_size + 1
+    )
 
 
 def test_without_keeping_it_there_it_is_computed_again(monkeypatch):
@@ -314,7 +316,7 @@ def test_without_keeping_it_there_it_is_computed_again(monkeypatch):
     monkeypatch.setattr(KVTiers, "keep", lambda self, req, pages: None)
     sim = gave_way("write_through_selective")
     page = sim.options.page_size
-    assert sim.scheduler.counters.recomputed_tokens > sim.scheduler.planner.retractions * (page + 1)
+    assert sim.scheduler.counters.recomputed_tokens > sim.scheduler.planner.retraction.count * (page + 1)
 
 
 def test_kv_of_a_peer_that_is_not_verified_is_not_kept():
@@ -323,9 +325,9 @@ def test_kv_of_a_peer_that_is_not_verified_is_not_kept():
     sim.plan()
     sim.work()
     req, memory = sim.scheduler.reqs["a"], sim.scheduler.memory
-    assert memory.kept_len(req) >= 16
-    memory.hold_of(req).verified = False
-    assert memory.kept_len(req) == 0
+    assert memory.room.kept_len(req) >= 16
+    hold_of(req).verified = False
+    assert memory.room.kept_len(req) == 0
     sim.settle()
 
 
@@ -344,14 +346,14 @@ def test_who_is_being_moved_is_not_retracted_for_nothing(pinned: int) -> None:
         sim.work()
     scheduler = sim.scheduler
     moving = [f"r{i}" for i in range(1, 1 + pinned)]
-    holds = [scheduler.memory.pin(scheduler.reqs[rid]) for rid in moving]
+    holds = [scheduler.memory.pinned.pin(scheduler.reqs[rid]) for rid in moving]
     for _ in range(40):
         sim.plan()
         sim.work()
     assert not any(scheduler.reqs[rid].retractions for rid in moving if rid in scheduler.reqs)
-    assert scheduler.planner.retractions > 0 or pinned == 7
+    assert scheduler.planner.retraction.count > 0 or pinned == 7
     for hold in holds:
-        scheduler.memory.unpin(hold)
+        scheduler.memory.pinned.unpin(hold)
     sim.run_until_idle()
-    assert scheduler.planner.retractions
+    assert scheduler.planner.retraction.count
     assert all(len(sim.tokens[f"r{i}"]) == 60 for i in range(8))

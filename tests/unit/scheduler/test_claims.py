@@ -37,7 +37,7 @@ def test_a_hand_over_of_high_priority_preempts_a_running_request_of_low_priority
         pair.decode.work()
     submit(pair, "high", prompt_of(1, 40), room=1, priority=50)
     run_until_idle(pair, random.Random(1))
-    assert pair.decode.scheduler.planner.preemptions == 1
+    assert pair.decode.scheduler.planner.retraction.preemptions == 1
     assert list(pair.decode.ends) == ["high", "low"]
     assert pair.decode.tokens["low"] == reference_output(prompt_of(0), 20)
     assert_all_returned(pair)
@@ -94,9 +94,9 @@ def test_a_hand_over_of_high_priority_does_not_wait_for_one_of_low_priority_that
         for _ in range(200):
             pair.decode.plan()
             pair.decode.work()
-            if pair.decode.scheduler.planner.retractions:
+            if pair.decode.scheduler.planner.retraction.count:
                 break
-        assert pair.decode.scheduler.planner.retractions
+        assert pair.decode.scheduler.planner.retraction.count
     submit(pair, "high", prompt_of(2, 20), room=2, priority=50)
     run_until_idle(pair)
     ends = list(pair.decode.ends)
@@ -117,7 +117,7 @@ def test_three_that_each_precede_another_do_not_wait_for_each_other() -> None:
         node.arrivals[rid] = world.now
         message = make_generate(rid, prompt, max_new_tokens=outputs)
         fields = {"priority": priority, "arrival": world.now, **fields}
-        node.scheduler.admit_message(msgspec.structs.replace(message, **fields), world.now)
+        node.scheduler.arrivals.admit(msgspec.structs.replace(message, **fields), world.now)
         node.turn()
 
     def handover(rid: str, length: int, priority: int) -> None:
@@ -140,7 +140,7 @@ def test_three_that_each_precede_another_do_not_wait_for_each_other() -> None:
     local("high", 100, 2, 50)
     c.chance.run(world.now + 5)
     assert {rid for epoch, rid in world.ends if epoch == decode.epoch} == {"warm", "busy", "low", "incoming", "high"}
-    assert decode.scheduler.memory.obtainable == 192
+    assert decode.scheduler.memory.pool.obtainable == 192
 
 
 class Swaps(Campaign):

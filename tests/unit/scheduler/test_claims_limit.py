@@ -29,7 +29,7 @@ def test_reservations_leave_room_for_the_largest_prompt_that_is_computed_for_a_p
         claims.forget(req.rid)
         sim.scheduler.memory.finish(req)
     claims.ended(outgoing.rid)
-    assert sim.scheduler.memory.obtainable == 128
+    assert sim.scheduler.memory.pool.obtainable == 128
 
 
 def test_a_reservation_that_is_alone_may_be_as_large_as_the_pool() -> None:

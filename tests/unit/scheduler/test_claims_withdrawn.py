@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from support.claims import both_ways, hold_back_prefill, make_req, prompt_of, states, submit
 from support.handovers import named
@@ -15,6 +14,7 @@ from pdserve.messages.handover import Abort, Forecast, TransferRequest, Withdraw
 from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.claims import STALL_SECONDS
+from pdserve.scheduler.fairness import Tenant
 from pdserve.scheduler.req import Foreseen
 
 
@@ -168,10 +168,9 @@ def test_a_withdrawn_request_has_its_place_among_tenants(served: int) -> None:
     sim = both_ways(max_total_tokens=64, fair_scheduling=True)
     planner = sim.scheduler.planner
     claims, shares = planner.claims, planner.waiting.shares
-    assert shares is not None
     reqs = [make_req(sim, f"in-{i}", 40, leg="decode") for i in range(3)]
     for i, req in enumerate(reqs):
-        req.msg, req.times.turn = msgspec.structs.replace(req.msg, key_name=f"tenant-{i}"), i
+        req.tenant, req.times.turn = Tenant(f"tenant-{i}"), i
         planner.came(req)
         claims.add_incoming(req, 0, optional=False)
     assert claims.grant_incoming(1.0) == reqs[:1]

@@ -133,7 +133,7 @@ def test_a_request_that_ends_in_the_middle_leaves_what_is_loaded(sim: CopyingSim
 def req_like(sim: CopyingSim):
     """A request with the prompt that has nothing yet."""
     sim.scheduler.draining = False
-    sim.scheduler.admit_message(make_generate("probe", [*PROMPT, 9], max_new_tokens=1), sim.now)
+    sim.scheduler.arrivals.admit(make_generate("probe", [*PROMPT, 9], max_new_tokens=1), sim.now)
     req = sim.scheduler.reqs["probe"]
     sim.scheduler.abort(AbortReq("probe"))
     return req

@@ -190,7 +190,7 @@ def test_an_honest_user_gets_its_share_among_names_that_are_new_with_each_reques
     def send(rid: str, user: str) -> None:
         msg = make_generate(rid, [len(rid), 1, 2], max_new_tokens=4)
         msg.key_name, msg.user, msg.arrival = key, user, sim.now
-        sim.scheduler.admit_message(msg, sim.now)
+        sim.scheduler.arrivals.admit(msg, sim.now)
 
     for _ in range(turns):
         while sum(req.msg.user != "honest" for req in sim.scheduler.planner.waiting.values()) < waiting:
@@ -216,7 +216,7 @@ def test_prompts_are_charged_when_they_begin_and_cached_tokens_are_not():
     def send(rid: str, user: str, prompt: list[int]) -> None:
         msg = make_generate(rid, prompt, max_new_tokens=1)
         msg.user = user
-        sim.scheduler.admit_message(msg, sim.now)
+        sim.scheduler.arrivals.admit(msg, sim.now)
 
     for i in range(2):
         send(f"long{i}", "long", [i, *range(80)])
@@ -239,7 +239,7 @@ def test_of_equals_who_has_waited_longest_goes_first():
     for i, user in enumerate("zyxa"):
         msg = make_generate(f"r{i}", [i, 1], max_new_tokens=2)
         msg.user = user
-        sim.scheduler.admit_message(msg, sim.now)
+        sim.scheduler.arrivals.admit(msg, sim.now)
     sim.run_until_idle()
     assert list(sim.ends) == ["r0", "r1", "r2", "r3"]
 
@@ -250,8 +250,8 @@ def test_a_full_queue_has_room_for_a_key_that_has_less_than_its_part():
     def send(rid: str, key: str) -> str | None:
         msg = make_generate(rid, [1, 2, 3], max_new_tokens=4)
         msg.key_name, msg.user = key, rid
-        refusal = sim.scheduler.refusal(msg)
-        sim.scheduler.admit_message(msg, sim.now)
+        refusal = sim.scheduler.arrivals.refusal(msg)
+        sim.scheduler.arrivals.admit(msg, sim.now)
         return refusal.code if refusal is not None else None
 
     refused = [send(f"greedy{i}", "greedy") for i in range(20)]
@@ -272,7 +272,7 @@ def test_without_fair_shares_a_full_queue_is_full_for_all():
     for i in range(5):
         msg = make_generate(f"r{i}", [1, 2, 3])
         msg.key_name = f"key {i}"
-        sim.scheduler.admit_message(msg, sim.now)
+        sim.scheduler.arrivals.admit(msg, sim.now)
     assert len(sim.scheduler.reqs) == 4
     sim.run_until_idle()
     assert isinstance(sim.ends["r4"], ReqError)

@@ -188,7 +188,7 @@ def test_what_was_scored_before_a_retraction_is_not_scored_again() -> None:
     ring.work()
     req = ring.scheduler.reqs["a-0"]
     assert (req.computed < 150, sum(ring.scored) > 0) == (True, True)
-    ring.scheduler.planner._retract(req, ring.now)
+    ring.scheduler.planner.retraction.retract(req, ring.now)
     while req.output_len == 0:
         ring.plan()
         ring.work()

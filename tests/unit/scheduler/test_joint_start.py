@@ -36,7 +36,7 @@ class Batch:
         """One more of them."""
         message = make_generate(rid, prompt, max_new_tokens=self.output)
         message = msgspec.structs.replace(message, arrival=self.sim.now, **fields)
-        self.sim.scheduler.admit_message(message, self.sim.now)
+        self.sim.scheduler.arrivals.admit(message, self.sim.now)
 
     def run(self) -> list[float]:
         """Seconds to each one's first token."""

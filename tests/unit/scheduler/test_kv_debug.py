@@ -34,8 +34,8 @@ from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv.pool_hasher import PoolHasher
 from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.scheduler import store_link
+from pdserve.scheduler.features.kv_hashes import KVHashing
 from pdserve.scheduler.handlers import Handlers
-from pdserve.scheduler.instance import make_kv_hashing
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
 from pdserve.scheduler.req import Req, ReqState, Route
 
@@ -61,7 +61,7 @@ def displace(sim: TieredSim) -> None:
 
 def debug_of(sim: SimInstance) -> KVDebug:
     debug = sim.scheduler.memory.debug
-    assert debug is not None
+    assert isinstance(debug, KVDebug)
     return debug
 
 
@@ -151,7 +151,7 @@ def test_pools_are_looked_at_where_they_lie():
 def test_without_the_flag_nobody_looks():
     sim = SimInstance()
     ask(sim, "a", prompt(1))
-    assert sim.scheduler.memory.debug is None
+    assert not sim.scheduler.memory.debug.enabled
     assert not any("kv_debug" in name for name in metrics_of(sim.scheduler).names())
 
 
@@ -168,7 +168,7 @@ def test_a_prefix_that_is_reused_is_what_was_computed():
 def test_kv_that_changed_in_the_pool_is_named_and_not_found_again(caplog):
     sim = watched()
     ask(sim, "a", prompt(1))
-    [slot] = sim.scheduler.memory._cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
+    [slot] = sim.scheduler.memory.pool.cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
     sim.worker.kv[slot] ^= 1 << 40  # token 13 is in page 3; the first half of a page stands for its keys here
     ask(sim, "b", prompt(1))
     assert debug_of(sim).mismatches == {Place.REUSE: 1}, debug_of(sim).info()
@@ -179,7 +179,7 @@ def test_kv_that_changed_in_the_pool_is_named_and_not_found_again(caplog):
     assert "when it was computed" in line.getMessage()
     assert "1 hashes of KV that differ; the last request: b: page 3" in debug_of(sim).problem
     # The pages before it were compared as well, and are kept.
-    assert sim.scheduler.memory._cache.peek(np.array(prompt(1), dtype=np.int32)) == 12
+    assert sim.scheduler.memory.pool.cache.peek(np.array(prompt(1), dtype=np.int32)) == 12
     ask(sim, "c", prompt(1))
     assert sim.tokens["c"] == reference_output(prompt(1), 4)
     assert sum(debug_of(sim).mismatches.values()) == 1
@@ -249,10 +249,10 @@ def test_memory_that_is_looked_at_is_offered_to_no_peer():
     sim.plan()
     sim.work()  # the step; what was asked behind it is not answered
     memory = sim.scheduler.memory
-    fence = memory.fence()
-    assert not memory.is_past(fence, sim.scheduler.completed_step)
+    fence = memory.pinned.fence()
+    assert not memory.pinned.is_past(fence, sim.scheduler.completed_step)
     sim.run_until_idle()
-    assert memory.is_past(fence, sim.scheduler.completed_step)
+    assert memory.pinned.is_past(fence, sim.scheduler.completed_step)
 
 
 def test_the_table_is_bounded():
@@ -434,7 +434,8 @@ def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monk
 def told_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = None) -> Any:
     scheduler = sim.scheduler
     ask = KVHashesReq(pack_i32(tokens), extra_key, id=9)
-    Handlers(sim.outbox, make_kv_hashing(scheduler)).handle(ask, sim.now)
+    hashing = KVHashing(scheduler.memory, scheduler.worker.layout, sim.outbox)
+    Handlers(sim.outbox, hashing).handle(ask, sim.now)
     sim.outbox.flush()
     sim.run_until_idle()
     sim._read()
@@ -452,7 +453,7 @@ def test_what_the_cache_holds_is_told_and_is_the_same_on_two_instances():
     assert (type(a), a.cached_tokens, a.page_size, a.extra_key, a.order) == (KVHashes, 40, 4, "", "tokens")
     assert len(a.groups[0].hashes) == 10 * 2 * 8
     assert a == b
-    [slot] = other.scheduler.memory._cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
+    [slot] = other.scheduler.memory.pool.cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
     other.worker.kv[slot] ^= 1
     changed = told_hashes(other, prompt(1))
     differs = np.frombuffer(changed.groups[0].hashes, "<u8") != np.frombuffer(a.groups[0].hashes, "<u8")
@@ -463,7 +464,7 @@ def test_what_the_cache_holds_is_told_and_is_the_same_on_two_instances():
 def test_the_namespace_is_found_that_has_most_of_it():
     sim = watched()
     request = msgspec.structs.replace(make_generate("a", prompt(1), max_new_tokens=2), extra_key="tenant")
-    sim.scheduler.admit_message(request, sim.now)
+    sim.scheduler.arrivals.admit(request, sim.now)
     sim.run_until_idle()
     found = told_hashes(sim, prompt(1))
     assert (found.cached_tokens, found.extra_key) == (40, "tenant")
@@ -475,11 +476,11 @@ def test_a_question_of_any_length_looks_at_little(monkeypatch):
     sim = watched()
     for i in range(20):
         request = msgspec.structs.replace(make_generate(f"r{i}", prompt(i), max_new_tokens=1), extra_key=f"tenant-{i}")
-        sim.scheduler.admit_message(request, sim.now)
+        sim.scheduler.arrivals.admit(request, sim.now)
         sim.run_until_idle()
     memory, looked = sim.scheduler.memory, []
-    cached_len = memory.cached_len
-    monkeypatch.setattr(memory, "cached_len", lambda toks, key: looked.append(len(toks)) or cached_len(toks, key))
+    cached_len = memory.pool.cached_len
+    monkeypatch.setattr(memory.pool, "cached_len", lambda toks, key: looked.append(len(toks)) or cached_len(toks, key))
     found = told_hashes(sim, [*prompt(19), *range(100_000)])
     assert (found.cached_tokens, found.extra_key) == (40, "tenant-19")
-    assert 0 < sum(looked) <= 21 * memory.page_size + memory.max_total_tokens
+    assert 0 < sum(looked) <= 21 * memory.pool.page_size + memory.pool.max_total_tokens

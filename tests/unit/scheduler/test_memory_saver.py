@@ -148,7 +148,7 @@ def test_nobody_comes_in_by_another_door() -> None:
     rig.sim.submit("a", range(8), max_new_tokens=6)
     assert rig.ask(True, wait_s=5.0) is None
     for _ in range(2):  # while it waits for the end of what runs, and when all is gone
-        moved = rig.scheduler.admit_moved(msg, unpack_i32(running.output), 6)
+        moved = rig.scheduler.arrivals.admit_moved(msg, unpack_i32(running.output), 6)
         assert moved == rig.problem()
         rig.sim.tell(ResumeReq(state))
         rig.sim.outbox.flush()
@@ -203,10 +203,10 @@ def test_the_prefix_cache_goes_with_the_pool_and_stays_without_it() -> None:
     rig.sim.run_until_idle()
     rig.ask(True, "weights")
     rig.obey()
-    assert rig.scheduler.memory.usage()["cached"] == 40
+    assert rig.scheduler.memory.pool.usage()["cached"] == 40
     rig.ask(True, "kv_cache")
     rig.obey()
-    usage = rig.scheduler.memory.usage()
+    usage = rig.scheduler.memory.pool.usage()
     assert (usage["cached"], usage["free"]) == (0, usage["total"])
     rig.scheduler.check_invariants()
 

@@ -62,19 +62,17 @@ def test_window_pages_beyond_the_end_go_when_no_span_has_them() -> None:
     spans = [WindowSpan() for _ in range(4)]
     for i, span in enumerate(spans):
         windows.promise(span, 100)
-        windows.extend(span, np.array([3 * i + 1, 3 * i + 2], dtype=np.int32))
-    assert not windows.can_resize(8)  # four requests were promised two each
-    windows.leave(spans[0], np.array([1, 2], dtype=np.int32))
-    windows.skip(spans[0], 0)
-    windows.end(spans[0])
-    assert windows.can_resize(12)
+        windows._extend(span, np.array([3 * i + 1, 3 * i + 2], dtype=np.int32))
+    assert windows.committed > windows.pages_for(8)  # four requests were promised two each
+    windows.end(spans[0], np.arange(PAGE, 3 * PAGE, dtype=np.int32))
+    assert windows.committed <= windows.pages_for(12)
     windows.resize(12)
-    assert (windows.num_pages, windows.beyond, windows.available_size()) == (6, 2, 0)
+    assert (windows.num_pages, windows.beyond, windows.usage()["window_free"]) == (6, 2, 0)
     # The last one's pages are gone with it, idle or not; those of the first, which are idle, are for the next one.
-    windows.leave(spans[3], np.array([10, 11], dtype=np.int32))
-    assert (windows.beyond, windows.page_of[[10, 11]].tolist(), windows.idle_pages()) == (0, [0, 0], [1, 2])
+    windows._leave(spans[3], np.array([10, 11], dtype=np.int32))
+    assert (windows.beyond, windows.page_of[[10, 11]].tolist(), windows.accounts().idle) == (0, [0, 0], [1, 2])
     windows.resize(24)
-    assert (windows.num_pages, sorted(windows.free_pages())) == (12, [7, 8, 9, 10, 11, 12])
+    assert (windows.num_pages, sorted(windows.accounts().free)) == (12, [7, 8, 9, 10, 11, 12])
 
 
 @pytest.mark.parametrize("make", [ResizedSim, ResizedTieredSim])
@@ -84,10 +82,10 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
     for i in range(3):
         sim.submit(f"r{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
     settle()
-    assert sim.scheduler.memory.usage()["cached"] > 64
+    assert sim.scheduler.memory.pool.usage()["cached"] > 64
     assert sim.order(67) == ResizeResult(64, 256, FREED, id=3)
     sim.scheduler.check_invariants()
-    usage = sim.scheduler.memory.usage()
+    usage = sim.scheduler.memory.pool.usage()
     assert usage["total"] == usage["free"] + usage["cached"] == 64
     assert usage["most"] == 256
     sim.submit("long", range(80), max_new_tokens=1)
@@ -114,7 +112,7 @@ def test_what_is_cached_within_the_new_end_stays() -> None:
     sim.submit("beyond", range(200), max_new_tokens=1)
     sim.run_until_idle()
     assert sim.order(100) == ResizeResult(100, 256, FREED, id=3)
-    assert sim.scheduler.memory.usage()["cached"] == 100
+    assert sim.scheduler.memory.pool.usage()["cached"] == 100
     sim.submit("again", range(100, 140), max_new_tokens=1)
     sim.run_until_idle()
     assert sim.ends["again"].meta.cached_tokens == 36  # type: ignore[union-attr]
@@ -126,7 +124,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     sim.plan()
     refused = sim.order(64)
     assert refused is not None
-    assert (refused.status, sim.scheduler.memory.max_total_tokens) == (409, 256)
+    assert (refused.status, sim.scheduler.memory.pool.max_total_tokens) == (409, 256)
     assert "may become 100 tokens long" in refused.text
     assert sim.order(64, wait_s=30.0) is None
     busy = sim.order(128)
@@ -149,7 +147,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     sim.resize.tick(sim.now)
     late = sim.told()
     assert late is not None
-    assert (late.status, sim.scheduler.memory.max_total_tokens) == (409, 256)
+    assert (late.status, sim.scheduler.memory.pool.max_total_tokens) == (409, 256)
     sim.run_until_idle()
     assert sim.tokens["b"] == reference_output(range(40), 60)
 
@@ -171,10 +169,10 @@ def test_the_end_empties_however_many_requests_come() -> None:
     """Each of them shares a prompt that lies there, and is there when the one before it ends."""
     sim = ResizedSim(make_options())
     busy(sim)
-    assert sim.scheduler.memory.end.is_held_behind(120)
+    assert sim.scheduler.memory.pool.end.is_held_behind(120)
     assert sim.order(120) == Refused(409, AT_THE_END, id=3)
     assert sim.order(120, wait_s=1e6) is None
-    assert sim.scheduler.memory.end.beyond > 0
+    assert sim.scheduler.memory.pool.end.beyond > 0
     result, count = None, 0
     while result is None:
         if len(sim.scheduler.reqs) < 2:
@@ -262,12 +260,12 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     sim = ResizedSim(make_options())
     busy(sim)
     assert sim.order(120, wait_s=0.5) is None
-    assert sim.scheduler.memory.usage()["total"] == 120
+    assert sim.scheduler.memory.pool.usage()["total"] == 120
     sim.now += 1.0
     sim.resize.tick(sim.now)
     late = sim.told()
     assert late == Refused(409, AT_THE_END, id=3)
-    assert (sim.scheduler.memory.end.beyond, sim.resize.aim) == (0, None)
+    assert (sim.scheduler.memory.pool.end.beyond, sim.resize.aim) == (0, None)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
 
@@ -307,10 +305,10 @@ def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: S
     assert sim.order(120, wait_s=1e6) is None
     sim.submit("waits", range(40, 50), max_new_tokens=150)
     sim.scheduler.abort(AbortReq("before"))
-    while sim.scheduler.memory.usage()["total"] == 256:
+    while sim.scheduler.memory.pool.usage()["total"] == 256:
         sim.plan()
         sim.work()
-    assert sim.scheduler.memory.end.beyond
+    assert sim.scheduler.memory.pool.end.beyond
     sim.submit("shrinks", range(60, 70), max_new_tokens=150)
     sim.plan()
     cut = [sim.scheduler.reqs[rid].max_new_tokens for rid in ("waits", "shrinks")]
@@ -329,7 +327,7 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
     # Nothing beyond is committed ahead of use, and an order waits for that.
     assert list(sim.to_worker.messages) == [TrimPool(17)]
     sim.ask(ResizeReq(256, id=3))
-    assert sim.scheduler.memory.max_total_tokens == 64
+    assert sim.scheduler.memory.pool.max_total_tokens == 64
     sim.work()
     sim.resize.tick(sim.now)
     assert sim.told() == ResizeResult(256, 64, FREED, id=3)
@@ -344,7 +342,7 @@ def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     sim.ask(ResizeReq(64, id=3))
     sim.outbox.flush()
     sim.ask(ResizeReq(256, id=4))
-    assert sim.scheduler.memory.max_total_tokens == 64
+    assert sim.scheduler.memory.pool.max_total_tokens == 64
     sim.outbox.flush()
     [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult | Refused)]
     assert (refused.id, refused.status) == (4, 409)
@@ -387,7 +385,7 @@ def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
         sim.work()
         occupation.tick(sim.now)
     sim.outbox.flush()
-    assert sim.scheduler.memory.usage()["free"] == 120
+    assert sim.scheduler.memory.pool.usage()["free"] == 120
     assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)] == []
     assert sim.tokens["end"] == reference_output(range(80), 30)
 
@@ -420,4 +418,4 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
     assert sum(not hasattr(end, "status") for end in sim.ends.values()) > 20
     sim.resize.tick(sim.now)
     sim.told()
-    assert np.all(sim.worker.kv[sim.scheduler.memory.max_total_tokens + PAGE :] == -1)
+    assert np.all(sim.worker.kv[sim.scheduler.memory.pool.max_total_tokens + PAGE :] == -1)

@@ -96,7 +96,6 @@ def test_orders_by_prefix_are_true_whatever_the_tree_does():
         lpm, dfs = LongestPrefixMatch(memory), HeaviestPrefixFirst(memory)
         srpf = ShortestRemainingFirst(memory, SimInstance().scheduler.estimator.model)
         policies = (lpm, dfs, srpf)
-        memory.on_stored = lambda *what, policies=policies: [p.stored(*what) for p in policies]
         waiting: list[Req] = []
         stems = [[rng.randrange(50) for _ in range(24)] for _ in range(4)]
         for n in range(160):
@@ -119,7 +118,7 @@ def test_orders_by_prefix_are_true_whatever_the_tree_does():
                 assert list(lpm.order(0)) == brute_lpm(waiting, memory)
                 assert list(dfs.order(0)) == brute_dfs(waiting, memory)
                 assert list(srpf.order(0)) == brute_srpf(waiting, memory, srpf)
-        assert memory.losses > 5
+        assert memory.pool.losses > 5
         assert any(memory.prefix_len(r) for r in waiting)
 
 
@@ -141,7 +140,6 @@ def test_ten_thousand_wait_and_the_order_is_true_and_quick(name: str):
     options = make_options(page_size=16, max_total_tokens=1 << 16, max_running_requests=64, schedule_policy=name)
     memory = KVMemory(options, PoolSizes(1 << 16), 4096)
     policy = make_policy(PolicyNeeds(options, memory, SimInstance().scheduler.estimator.model))
-    memory.on_stored = policy.stored
     system = rng.integers(0, 97, 512)
     groups = [np.concatenate([system, rng.integers(0, 97, 256)]) for _ in range(500)]
     reqs = []
@@ -161,7 +159,7 @@ def test_ten_thousand_wait_and_the_order_is_true_and_quick(name: str):
         took.append(sum(calls))
         if brute is not None and step % 30 == 29:
             assert list(itertools.islice(policy.order(0), 40)) == brute(waiting, memory)[:40]
-    assert memory.losses > 50
+    assert memory.pool.losses > 50
     assert statistics.median(took) < MOST_CALLS, statistics.median(took)
 
 

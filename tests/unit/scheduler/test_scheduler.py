@@ -22,7 +22,7 @@ from pdserve.scheduler.req import MAX_BATCH_SECONDS, Req, ReqState, Route
 
 
 def assert_all_returned(sim: SimInstance) -> None:
-    usage = sim.scheduler.memory.usage()
+    usage = sim.scheduler.memory.pool.usage()
     assert usage["in_use"] == 0
     assert usage["rows_in_use"] == 0
     sim.scheduler.check_invariants()
@@ -143,7 +143,7 @@ def test_small_pool_retracts_and_still_answers_everything():
     for rid, prompt in prompts.items():
         sim.submit(rid, prompt, max_new_tokens=30)
     sim.run_until_idle()
-    assert sim.scheduler.planner.retractions > 0
+    assert sim.scheduler.planner.retraction.count > 0
     for rid, prompt in prompts.items():
         assert sim.tokens[rid] == reference_output(prompt, 30)
         assert end_of(sim, rid).finish.type is FinishType.LENGTH
@@ -153,7 +153,7 @@ def test_small_pool_retracts_and_still_answers_everything():
 def test_memory_of_a_request_whose_time_is_over_is_noticed_once():
     sim = SimInstance()
     message = msgspec.structs.replace(make_generate("a", [1] * 20, max_new_tokens=100), timeout_s=5.0, arrival=sim.now)
-    sim.scheduler.admit_message(message, sim.now)
+    sim.scheduler.arrivals.admit(message, sim.now)
     noticed = []
     for seconds in (0.0, 0.0, 6.0, 0.0):
         sim.now += seconds
@@ -199,7 +199,7 @@ def test_live_rid_can_not_be_taken_twice_but_reused_later():
     sim = SimInstance()
     sim.submit("a", range(4))
     sim.plan()
-    sim.scheduler.admit_message(make_generate("a", range(9)), sim.now)
+    sim.scheduler.arrivals.admit(make_generate("a", range(9)), sim.now)
     sim.outbox.flush()
     error = next(m for m in sim.to_detokenizer.messages if isinstance(m, ReqError))
     assert error.status == 400
@@ -248,7 +248,7 @@ def test_logits_that_are_not_finite_fail_the_request_and_what_it_cached_is_not_f
     sim.outbox.flush()
     sim.plan()
     assert sim.ends["a"].status == 500
-    assert sim.scheduler.memory.usage()["free"] == sim.scheduler.memory.max_total_tokens
+    assert sim.scheduler.memory.pool.usage()["free"] == sim.scheduler.memory.pool.max_total_tokens
     assert_all_returned(sim)
 
 
@@ -257,11 +257,11 @@ def test_bad_logits_of_a_request_that_has_ended_meanwhile_are_not_cached_either(
     sim.submit("a", range(12), max_new_tokens=4)
     sim.plan()
     sim.scheduler.abort(AbortReq("a"))
-    assert sim.scheduler.memory.usage()["cached"] > 0
+    assert sim.scheduler.memory.pool.usage()["cached"] > 0
     step = sim.to_worker.messages.popleft()
     sim.to_worker.messages.clear()
     sim.scheduler.on_step_result(StepResult(step.step_id, pack_i32([0]), 0.1, bad_entries=[0]), sim.now)
-    assert sim.scheduler.memory.usage()["cached"] == 0
+    assert sim.scheduler.memory.pool.usage()["cached"] == 0
     sim.scheduler.check_invariants()
 
 
@@ -421,12 +421,12 @@ def test_a_fork_that_is_held_back_is_not_given_on_by_the_one_that_it_waits_for()
         sim.submit(f"a-{i}", range(50), max_new_tokens=6, fork_of="a-0" if i else "")
     fork = sim.scheduler.reqs["a-1"]
     sim.plan()
-    sim.scheduler.hold_back(fork)
+    sim.scheduler.peer_requests.hold_back(fork)
     while "a-0" not in sim.ends:
         sim.plan()
         sim.work()
     assert "a-1" not in sim.tokens
-    sim.scheduler.go_on(fork)
+    sim.scheduler.peer_requests.go_on(fork)
     sim.run_until_idle()
     assert sim.tokens["a-1"] == reference_output(range(50), 6)
 
@@ -444,11 +444,11 @@ def test_forks_of_one_that_ends_with_its_first_token_compute_the_prompt_one_afte
 def test_kv_that_comes_back_and_is_longer_than_the_context_is_refused() -> None:
     """Prefill and decode may have unlike ``--context-length``."""
     sim = SimInstance(make_options(max_total_tokens=512, handover="on"), context_length=64)
-    refusal = sim.scheduler.admit_gift(make_generate("longer", list(range(65))))
+    refusal = sim.scheduler.arrivals.admit_gift(make_generate("longer", list(range(65))))
     assert isinstance(refusal, str)
     assert "holds at most 64" in refusal
     assert not sim.scheduler.reqs
-    fits = sim.scheduler.admit_gift(make_generate("fits", list(range(64))))
+    fits = sim.scheduler.arrivals.admit_gift(make_generate("fits", list(range(64))))
     assert isinstance(fits, Req)
     planner = sim.scheduler.planner
     planner.claims.add_incoming(fits, 64, optional=True)

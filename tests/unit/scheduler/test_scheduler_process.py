@@ -15,14 +15,13 @@ from support.sim import make_generate, make_options, make_worker_ready
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong, RoleReq
 from pdserve.messages.error_codes import STARTING
-from pdserve.messages.kv_debug import PagesHashed
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.question import Refused
 from pdserve.messages.routes import ToDetokenizer, ToScheduler, ToSchedulerFromWorker, ToSupervisor
-from pdserve.messages.tiers import TierEvent
 from pdserve.messages.worker import WorkerReady
 from pdserve.runtime import gc_control
 from pdserve.runtime.child import ChildContext
+from pdserve.scheduler.arrivals import Arrivals
 from pdserve.scheduler.instance import LoadedInstance
 from pdserve.scheduler.loading import LoadingInstance
 from pdserve.scheduler.process import MESSAGES_A_TICK, SchedulerProcess
@@ -93,7 +92,7 @@ def test_a_flood_of_requests_is_taken_in_over_several_turns(loop: Loop, monkeypa
     loop.events.send(make_worker_ready(make_options()))
     loop.process.tick()
     names: list[str] = []
-    monkeypatch.setattr(Scheduler, "admit_message", lambda scheduler, msg, now: names.append(msg.rid))
+    monkeypatch.setattr(Arrivals, "admit", lambda arrivals, msg, now: names.append(msg.rid))
     flood = [f"r{i}" for i in range(2 * MESSAGES_A_TICK + 10)]
     loop.inbox.send(*(make_generate(name, [1, 2, 3]) for name in flood))
     sizes = []
@@ -165,9 +164,8 @@ def test_every_message_is_handled_while_the_model_loads_and_afterwards(loop: Loo
     assert set(get_args(ToScheduler)) | {WorkerReady} == loading.handlers.kinds
     loop.events.send(make_worker_ready(make_options()))
     loop.process.tick()
-    # Without tiers no event of theirs can come, nor one about hashes without --kv-debug, nor a second worker.
-    absent = {*get_args(TierEvent), PagesHashed, WorkerReady}
-    declared = {*get_args(ToScheduler), *get_args(ToSchedulerFromWorker)} - absent
+    # No second worker comes.
+    declared = {*get_args(ToScheduler), *get_args(ToSchedulerFromWorker)} - {WorkerReady}
     assert instance_of(loop).handlers.kinds == declared
 
 

@@ -167,7 +167,7 @@ def test_a_prefill_s_forecast_counts_what_its_tiers_have():
     until(pair, lambda: "a" in pair.decode.ends, store=True)
     assert asked_of[-1] == 2
     asked_of.clear()
-    pair.prefill.scheduler.memory._cache.reset()
+    pair.prefill.scheduler.memory.pool.cache.reset()
     pair.decode.scheduler.memory.flush()
     looks = sum(isinstance(m, FindPages) for m in pair.prefill.store_queue)
     pair.prefill.submit("busy too", range(30, 60), max_new_tokens=30)
@@ -325,7 +325,7 @@ def test_a_request_that_has_ended_with_its_first_token_leaves_what_was_fetched()
     assert first_counts(pair)[3] == STORED
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(PROMPT, 1)
-    assert pair.decode.scheduler.memory._cache.peek(np.array(PROMPT, dtype=np.int32)) == STORED
+    assert pair.decode.scheduler.memory.pool.cache.peek(np.array(PROMPT, dtype=np.int32)) == STORED
     assert_all_returned(pair)
 
 

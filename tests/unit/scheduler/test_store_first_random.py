@@ -96,10 +96,10 @@ def _pages_count_though_nobody_copied_them(patch):
     load = KVTiers.load
 
     def forgetful(self, req, cached, host_pages, pool_pages, *, more=False):
-        mark = self.mark()
+        mark = self.copies.mark()
         load(self, req, cached, host_pages, pool_pages, more=more)
         if more:
-            del self._before[mark:]
+            del self.copies._before[mark:]
 
     patch.setattr(KVTiers, "load", forgetful)
 
@@ -109,7 +109,7 @@ def _pages_count_before_they_are_here(patch):
 
     def hasty(self, receiver, now):
         tiers, req = self._scheduler.tiers, receiver.req
-        req.computed += min(4, tiers.store.sight.seen(req.rid)) * self._scheduler.memory.page_size
+        req.computed += min(4, tiers.store.sight.seen(req.rid)) * self._scheduler.memory.pool.page_size
         receiver.prefix_len = req.computed
         self._over(receiver)
 
@@ -122,7 +122,7 @@ def _one_page_too_many_is_loaded(patch):
 
     def greedy(self, req, found, *, more=False):
         load(self, req, found, more=more)
-        req.computed += self.page_size if more and found else 0
+        req.computed += self.pool.page_size if more and found else 0
 
     patch.setattr(KVMemory, "load", greedy)
 

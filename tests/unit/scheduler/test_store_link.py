@@ -19,10 +19,11 @@ from pdserve.messages.tiers import (
     PagesStored,
     StorePages,
 )
-from pdserve.scheduler import store_link
+from pdserve.scheduler import store_backlog, store_link
 from pdserve.scheduler.kept_pages import MOST_SECONDS, Kept, KeptPages
+from pdserve.scheduler.store_backlog import STORE_BATCH
 from pdserve.scheduler.store_index import LOOK_SECONDS
-from pdserve.scheduler.store_link import LONGEST_WAIT, STORE_BATCH, StoreLink
+from pdserve.scheduler.store_link import LONGEST_WAIT, StoreLink
 from pdserve.scheduler.tier_counts import TierCounts
 
 
@@ -243,7 +244,7 @@ def wish(kept: KeptPages, hashes: list[bytes], now: float = 0.0) -> list[Kept]:
 
 def test_a_turn_costs_nothing_while_nothing_is_due():
     tiers = Saving(*(name(i) for i in range(1000)))
-    kept = KeptPages(tiers, itertools.count(1).__next__)
+    kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
     answers = [wish(kept, [name(i + j) for j in range(100)]) for i in range(900)]
     tiers.looks = 0
     for _ in range(100):
@@ -263,7 +264,7 @@ def test_a_turn_costs_nothing_while_nothing_is_due():
 
 def test_wishes_end_once_and_nothing_is_left_of_them():
     tiers = Saving(name(0))
-    kept = KeptPages(tiers, itertools.count(1).__next__)
+    kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
     saving, keeping = wish(kept, [name(0), name(1)]), wish(kept, [name(1)], 1.0)
     kept.advance(1.0)
     [asked_for] = tiers.told
@@ -284,7 +285,7 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
 
 def test_what_the_store_lacks_is_sent_once_more_and_waited_for():
     tiers = Saving()
-    kept = KeptPages(tiers, itertools.count(1).__next__)
+    kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
     told = wish(kept, [name(i) for i in range(4)])
     kept.advance(0.0)
     kept.on_kept(PagesKept(tiers.told[0].id, 1))
@@ -300,11 +301,11 @@ def test_what_the_store_lacks_is_sent_once_more_and_waited_for():
 
 @pytest.mark.parametrize("how", ["stored", "dropped", "skipped", "forgotten", "evicted"])
 def test_a_page_leaves_the_way_to_the_store_however_it_does(how: str, monkeypatch):
-    monkeypatch.setattr(store_link, "BACKLOG_PAGES", 3)
+    monkeypatch.setattr(store_backlog, "BACKLOG_PAGES", 3)
     host = HostTier(8)
     link = make_link(host)
     host.keep(name(0))
-    link.remember(name(0))
+    link.backlog.remember(name(0))
     told: list[Kept] = []
     link.kept.want([name(0)], 100.0, 0.0, told.append)
     if how == "dropped":
@@ -312,15 +313,15 @@ def test_a_page_leaves_the_way_to_the_store_however_it_does(how: str, monkeypatc
     elif how == "skipped":
         for i in range(1, 4):
             host.keep(name(i))
-            link.remember(name(i))
+            link.backlog.remember(name(i))
     elif how == "forgotten":
-        link.forget_backlog()
+        link.backlog.clear()
     elif how == "evicted":
         host.drop([name(0)])
     else:
         [store] = [message for message in asked(link) if isinstance(message, StorePages)]
         assert not [message for message in asked(link) if isinstance(message, KeepPages)]
-        link.on_stored(PagesStored(store.id, 1, 0.1, ""), 0.0)
+        link.backlog.on_stored(PagesStored(store.id, 1, 0.1, ""), 0.0)
     [keep] = [message for message in asked(link, 0.5) if isinstance(message, KeepPages)]
     link.kept.on_kept(PagesKept(keep.id, 1))
     assert told == [Kept(1)]
@@ -332,16 +333,16 @@ def test_a_batch_that_failed_is_still_on_its_way():
     hashes = [name(i) for i in range(STORE_BATCH + 3)]
     for page_hash in hashes:
         host.keep(page_hash)
-        link.remember(page_hash)
+        link.backlog.remember(page_hash)
     told: list[Kept] = []
     link.kept.want(hashes, 100.0, 0.0, told.append)
     [store] = asked(link)
-    link.on_stored(PagesStored(store.id, 0, 0.1, "the disk is full"), 0.0)
+    link.backlog.on_stored(PagesStored(store.id, 0, 0.1, "the disk is full"), 0.0)
     assert asked(link, 0.5) == []
     again = []
     for now in (10.0, 11.0):
         again += asked(link, now)
-        link.on_stored(PagesStored(again[-1].id, 1, 0.1, ""), now)
+        link.backlog.on_stored(PagesStored(again[-1].id, 1, 0.1, ""), now)
     [keep] = asked(link, 12.0)
     assert isinstance(keep, KeepPages)
     assert all(isinstance(message, StorePages) for message in again)
@@ -373,7 +374,7 @@ def test_a_store_that_fails_in_its_own_way_is_one_that_fails(caplog):
 def test_nobody_waits_for_a_store_that_was_not_asked():
     sim = TieredSim(8, kept={})
     msg = make_generate("r", list(range(40)), max_new_tokens=4)
-    sim.scheduler.admit_message(msg, sim.now)
+    sim.scheduler.arrivals.admit(msg, sim.now)
     assert sim.tiers.host.reserved_pages <= 4  # half of them, at most
     sim.settle()
     assert sim.tokens["r"] == reference_output(range(40), 4)

@@ -264,7 +264,7 @@ def test_many_streams_at_once_are_each_whole() -> None:
         for i, response in enumerate(ring.post(*bodies)):
             last = events(response)[-1] if i % 2 == 0 else response.json()
             assert last["output_ids"] == reference_output([i, i + 1, 7], 20 + i)
-        assert ring.scheduler.planner.retractions
+        assert ring.scheduler.planner.retraction.count
         assert len(ring.detokenizer) == len(ring.client.live) == 0
 
 

@@ -34,7 +34,8 @@ from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_memory import KVMemory
-from pdserve.scheduler.planner import StepPlanner
+from pdserve.scheduler.pool_copies import PoolCopies
+from pdserve.scheduler.step_builder import RowUpdates
 from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
 
@@ -97,7 +98,7 @@ class Tiers(RuleBasedStateMachine):
     def begin(self, kept):
         self.sim = ResizedTieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
         # As if the streams beside left room for so many pages a step.
-        self.sim.tiers.pace.take = lambda pages, parts: min(pages, self.most_load)
+        self.sim.tiers.copies.pace.take = lambda pages, parts: min(pages, self.most_load)
 
     @rule(
         family=st.integers(0, 3),
@@ -213,10 +214,10 @@ class Tiers(RuleBasedStateMachine):
     def is_whole(self):
         if hasattr(self, "sim"):
             self.sim.scheduler.check_invariants()
-            require_true_names(self.sim.scheduler.memory._cache)
+            require_true_names(self.sim.scheduler.memory.pool.cache)
             self.check_answers()
             debug = self.sim.scheduler.memory.debug
-            assert debug is None or not sum(debug.mismatches.values()), debug.info()
+            assert not debug.enabled or not sum(debug.mismatches.values()), debug.info()
 
     def check_answers(self):
         for said in self.sim.answers:
@@ -260,7 +261,7 @@ def test_a_long_campaign():
 
 def _copies_that_come_late(patch):
     """What the pool gives up is copied behind the step that overwrites it."""
-    patch.setattr(KVTiers, "take_before", lambda self: [])
+    patch.setattr(PoolCopies, "take_before", lambda self: [])
 
 
 def _pages_that_are_overwritten_while_they_are_read(patch):
@@ -310,8 +311,8 @@ def _prefixes_that_count_as_loaded_before_they_are(patch):
 
 
 def _rows_without_what_is_loaded_later(patch):
-    take_row = StepPlanner._take_row
-    patch.setattr(StepPlanner, "_take_row", lambda self, req, mapped: take_row(self, req, req.computed))
+    take_row = RowUpdates.add
+    patch.setattr(RowUpdates, "add", lambda self, req, mapped: take_row(self, req, req.computed))
 
 
 def _a_page_that_is_never_given_back(patch):
@@ -334,7 +335,8 @@ def _pages_saved_without_their_window(patch):
     """Whatever lay behind the window of the host page's last owner is taken for theirs."""
 
     def window_pages(self, pages):
-        return [None] * len(pages) if self.windows is None else [w or None for w in self.windows.page_of[pages]]
+        found = self._windows.behind(pages)
+        return [w or None for w in found[0]] if found else [None] * len(pages)
 
     patch.setattr(KVTiers, "_window_pages", window_pages)
 

@@ -33,7 +33,7 @@ def send(sim: SimInstance, rid: str, prompt, *, max_new_tokens: int = 4, **field
     for name, value in fields.items():
         setattr(msg, name, value)
     msg.arrival = msg.arrival or sim.now
-    sim.scheduler.admit_message(msg, sim.now)
+    sim.scheduler.arrivals.admit(msg, sim.now)
 
 
 def turn(sim: SimInstance, count: int = 1) -> None:
@@ -44,7 +44,7 @@ def turn(sim: SimInstance, count: int = 1) -> None:
 
 
 def assert_all_returned(sim: SimInstance) -> None:
-    usage = sim.scheduler.memory.usage()
+    usage = sim.scheduler.memory.pool.usage()
     assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
     sim.scheduler.check_invariants()
 
@@ -123,7 +123,7 @@ def test_a_far_higher_priority_takes_the_memory_of_lower_ones(threshold: int, pr
     send(sim, "high", [50] * 30, max_new_tokens=4, priority=5)
     while "high" not in sim.ends and len(sim.ends) < 3:
         turn(sim)
-    assert sim.scheduler.planner.preemptions == preempted
+    assert sim.scheduler.planner.retraction.preemptions == preempted
     assert ("high" in sim.ends) is (preempted > 0)
     sim.run_until_idle()
     assert running == {"low0", "low1", "low2"}
@@ -153,11 +153,11 @@ def test_nobody_gives_way_to_one_that_waits_for_the_store(monkeypatch):
     send(sim, "high", [50] * 30, max_new_tokens=4, priority=50)
     turns(2)
     assert sim.scheduler.planner.running.keys() == {"low0", "low1", "low2"}
-    assert sim.scheduler.planner.preemptions == 0
+    assert sim.scheduler.planner.retraction.preemptions == 0
     while sim.serve_store():
         pass
     turns(1)
-    assert sim.scheduler.planner.preemptions > 0
+    assert sim.scheduler.planner.retraction.preemptions > 0
     sim.settle()
     assert sim.tokens["high"] == reference_output([50] * 30, 4)
     assert sim.ends["high"].meta.cached_tokens
@@ -170,7 +170,7 @@ def test_nobody_is_preempted_in_vain():
     turn(sim, 3)
     send(sim, "high", [50] * 50, max_new_tokens=4, priority=50)
     turn(sim, 5)
-    assert sim.scheduler.planner.preemptions == 0  # what the low one has would not do
+    assert sim.scheduler.planner.retraction.preemptions == 0  # what the low one has would not do
     sim.run_until_idle()
     assert sim.tokens["high"] == reference_output([50] * 50, 4)
 
@@ -379,7 +379,7 @@ def test_both_legs_of_a_pair_end_at_the_deadline_and_give_everything_back():
         for side in (pair.prefill, pair.decode):
             msg = make_generate("a", range(60), max_new_tokens=60, room=7)
             msg.arrival, msg.timeout_s = side.now, 0.002 * (seed + 1)
-            side.scheduler.admit_message(msg, side.now)
+            side.scheduler.arrivals.admit(msg, side.now)
         pair_run_until_idle(pair, random.Random(seed))
         end = pair.decode.ends["a"]
         seen.add(end.status if isinstance(end, ReqError) else end.finish.type)

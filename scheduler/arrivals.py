@@ -1,0 +1,140 @@
+"""Admits requests of clients and of peers, or refuses them with a reason."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import msgspec
+
+from ..messages.base import I32
+from ..messages.outputs import FinishReason, FinishType, ReqError
+from ..messages.requests import Bootstrap, GenerateReq
+from .outbox import news_interval
+from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .req import Req, ReqState, Route
+from .runs_requests import RunsRequests
+
+log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Adds requests to the scheduler, in one of the ways in which they come."""
+
+    def __init__(self, scheduler: RunsRequests) -> None:
+        self._scheduler = scheduler
+
+    def admit(self, msg: GenerateReq, now: float) -> None:
+        """Admit a request, or refuse it with a reason."""
+        scheduler = self._scheduler
+        if (refusal := self.refusal(msg)) is not None:
+            log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
+            scheduler.outbox.error(ReqError(msg.rid, *refusal))
+            return
+        route = Route.LOCAL
+        if msg.bootstrap is not None:
+            route = self._route(msg.bootstrap)
+            if route is Route.INCOMING and msg.bootstrap.source:
+                # A peer may send wrong KV. The sender's name in the key keeps it from requests that did not choose that
+                # sender.
+                msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
+        budget = max(1, min(msg.sampling.max_new_tokens, scheduler.memory.pool.end.undone - msg.prompt_len))
+        news = news_interval(msg, scheduler.options.stream_interval)
+        req = Req.create(msg, route, ReqState.WAITING, budget, news, now, scheduler.role)
+        req.limit_output(scheduler.memory.pool.max_total_tokens)
+        scheduler.reqs[req.rid] = scheduler.planner.came(req)
+        scheduler.deadlines.add(req)
+        scheduler.counters.requests += 1
+        log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
+        if msg.fork_of:
+            self._fork(req, now)
+        elif route is Route.LOCAL:
+            scheduler.enqueue(req, now)
+        else:
+            req.state = ReqState.BOOTSTRAPPING
+            if route is Route.INCOMING:
+                scheduler.planner.arriving[req.rid] = req
+            scheduler.handovers.add(req, now)
+
+    def _fork(self, req: Req, now: float) -> None:
+        """Add a further answer to a prompt. It needs no hand-over of its own.
+
+        Where the hand-over is outgoing, another instance computes the answers, so the fork ends here at once.
+        """
+        scheduler = self._scheduler
+        if req.route is Route.OUTGOING:
+            scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
+            return
+        req.route = Route.LOCAL
+        if not scheduler.forks.add(req):
+            scheduler.enqueue(req, now)
+
+    def _route(self, where: Bootstrap) -> Route:
+        """Return whether this instance is the sender or the receiver of a request with a hand-over.
+
+        An explicit leg decides. Otherwise the bootstrap address does, or the role if the address may mean this
+        instance.
+        """
+        # The leg holds whatever the role is now: the role may have changed since the request was sent.
+        if where.leg:
+            return Route.OUTGOING if where.leg == "prefill" else Route.INCOMING
+        here = self._scheduler.handovers.membership
+        is_sender = here.names_here(where) or (self._scheduler.role == "prefill" and here.may_mean_here(where))
+        return Route.OUTGOING if is_sender else Route.INCOMING
+
+    def refusal(self, msg: GenerateReq) -> Refusal | None:
+        """Return why a request cannot be admitted now, or None if it can."""
+        scheduler = self._scheduler
+        if (closed := DRAINING if scheduler.draining else scheduler.gate.refusal()) is not None:
+            return closed
+        if msg.rid in scheduler.reqs:
+            return refuse_rid(msg.rid)
+        if (refusal := refuse_prompt(msg.prompt_len, scheduler.memory)) is not None:
+            return refusal
+        if (where := msg.bootstrap) is not None and (closed := scheduler.handovers.membership.refusal()) is not None:
+            return closed
+        if where is not None and where.refusal and self._route(where) is Route.INCOMING:
+            return refuse_peer(where)
+        waiting = scheduler.planner.waiting
+        if waiting.is_owed_room(msg.key_name, most_living(scheduler.options)):
+            return None
+        seconds = partial(scheduler.estimator.queue_seconds, len(waiting) // 2, scheduler.now)
+        return refuse_more(len(scheduler.reqs), scheduler.options, seconds, msg.place)
+
+    def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
+        """Admit a migrating request that has ``output`` already; it waits for ``start_moved``.
+
+        Return a reason if refused.
+        """
+        scheduler = self._scheduler
+        if (refusal := self.refusal(msg)) is not None:
+            return refusal.message
+        if (most := msg.prompt_len + max_new_tokens) > scheduler.longest:
+            return f"the request may grow to {most} tokens; this instance holds at most {scheduler.longest}"
+        if len(output) >= max_new_tokens:
+            return "the request has all of its output already"
+        news = news_interval(msg, scheduler.options.stream_interval)
+        state, now, role = ReqState.TRANSFERRING, scheduler.now, scheduler.role
+        req = Req.create(msg, Route.INCOMING, state, max_new_tokens, news, now, role)
+        req.elsewhere = True
+        req.extend(output)
+        scheduler.reqs[req.rid] = scheduler.planner.came(req)
+        scheduler.deadlines.add(req)
+        scheduler.planner.arriving[req.rid] = req
+        scheduler.counters.requests += 1
+        return req
+
+    def admit_gift(self, msg: GenerateReq) -> Req | str:
+        """Add a request for the returned KV of a prompt that ran elsewhere; nothing is computed.
+
+        Return a reason if refused.
+        """
+        scheduler = self._scheduler
+        if (refusal := self.refusal(msg)) is not None:
+            return refusal.message
+        if (length := msg.prompt_len) > scheduler.longest:
+            return f"the prompt has {length} tokens; this instance holds at most {scheduler.longest}"
+        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
+        scheduler.reqs[msg.rid] = scheduler.planner.came(req)
+        req.elsewhere = True
+        return req

@@ -1,0 +1,89 @@
+"""Says what would fit into the KV pool, and what would become free. Takes and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from .kv_pool import KVPool
+from .memory_terms import NO_RESERVE, Reserve
+from .req import Req, hold_of
+from .tiers import Tiers
+
+
+class KVRoom:
+    """Room in the pool."""
+
+    def __init__(self, pool: KVPool, tiers: Tiers) -> None:
+        self._pool = pool
+        self._host = tiers.host
+
+    def needs(self, reqs: Iterable[Req]) -> Reserve:
+        """Return what requests without memory take if none of it is found cached."""
+        slots = window_pages = rows = 0
+        for req in reqs:
+            slots += self._pool.pages_up(req.known_len)
+            window_pages += self._pool.windows.needs(req.most_tokens)
+            rows += 1
+        return Reserve(slots, window_pages, rows)
+
+    def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
+        """Return whether ``KVMemory.admit`` would succeed, if ``given`` were free besides.
+
+        Errs on the side of False.
+        """
+        pool = self._pool
+        if pool.free_rows + given.rows <= reserve.rows:
+            return False
+        short = reserve.window_pages + pool.end.window_pages_leaving - given.window_pages
+        if not pool.windows.can_promise(req.most_tokens, short):
+            return False
+        return pool.pages_up(req.known_len) + reserve.slots <= pool.obtainable + given.slots
+
+    def may_become(self, req: Req, tokens: int) -> bool:
+        """Return whether the window pages reserved for the request suffice for ``tokens`` tokens."""
+        return req.hold is None or req.hold.window.promised >= self._pool.windows.needs(tokens)
+
+    def could_promise_one_more(self, req: Req, given: int = 0) -> bool:
+        """Return whether window pages suffice for the request and a long one besides, if ``given`` more were free."""
+        windows = self._pool.windows
+        return windows.can_promise(req.most_tokens, windows.most + self._pool.end.window_pages_leaving - given)
+
+    def growable(self, reqs: list[Req]) -> list[Req]:
+        """Return the requests that can grow without waiting for a hand-over to release their windows."""
+        windows = self._pool.windows
+        if not windows.kept:
+            return reqs
+        holds = [hold_of(req) for req in reqs]
+        able = windows.growable([hold.window for hold in holds], [hold.kv_len for hold in holds])
+        return [req for req, is_able in zip(reqs, able, strict=True) if is_able]
+
+    def is_pinned(self, req: Req) -> bool:
+        """Return whether another user, a hand-over or a migration, keeps the memory after the request releases it."""
+        return hold_of(req).pins > 1
+
+    def private_len(self, req: Req) -> int:
+        """Return how many tokens of memory are freed with the request.
+
+        These are the cached ones that no other request pins, and all that follow.
+        """
+        hold = hold_of(req)
+        if self.is_pinned(req):
+            return 0
+        own = itertools.takewhile(lambda node: node.lock_ref <= 1, hold.node.path_up())
+        return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
+
+    def kept_len(self, req: Req) -> int:
+        """Return how many of its first tokens need no recompute if the request is retracted."""
+        if not hold_of(req).verified:
+            return 0
+        pages = min(req.computed, req.known_len) // self._pool.page_size
+        return min(pages, self._host.num_pages) * self._pool.page_size
+
+    def gives(self, reqs: Iterable[Req]) -> Reserve:
+        """Return at least what would be freed if these requests released their memory."""
+        given = NO_RESERVE
+        for req in (req for req in reqs if not self.is_pinned(req)):
+            slots = self._pool.pages_up(self.private_len(req))
+            given = given.plus(Reserve(slots, hold_of(req).window.committed, rows=1))
+        return given

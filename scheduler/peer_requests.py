@@ -1,0 +1,98 @@
+"""What hand-overs and migrations do with requests: one of their phases runs on a peer."""
+
+from __future__ import annotations
+
+from ..messages.moves import ReqMoved
+from ..messages.outputs import Phase, TokenLogprob
+from .req import Req, ReqState, Route
+from .runs_requests import RunsRequests
+
+
+class PeerRequests:
+    """Moves requests between the states of their hand-overs, and from and to other instances."""
+
+    def __init__(self, scheduler: RunsRequests) -> None:
+        self._scheduler = scheduler
+
+    # --- hand-overs ---
+
+    def may_compute_ahead(self, req: Req) -> bool:
+        """Return whether a request may compute before its hand-over's peer asks for it.
+
+        It may while nothing else waits or runs, so it delays no other request. If it has to start over, its prompt is
+        cached.
+        """
+        busy = len(self._scheduler.planner.waiting) or self._scheduler.planner.running
+        return not (busy or self._scheduler.options.disable_radix_cache or req.wants_input_logprobs)
+
+    def take_back(self, req: Req) -> None:
+        """Set an outgoing request without memory back to bootstrapping: its peer does not want its KV for now."""
+        self._scheduler.planner.forget(req.rid)
+        self._scheduler.tiers.store.forget(req.rid)
+        req.state = ReqState.BOOTSTRAPPING
+        req.times.ready = 0.0
+        req.phases.enter(Phase.QUEUE, self._scheduler.now, at="decode")
+
+    def start_over(self, req: Req) -> None:
+        """Release a request's memory and reset it to the state before its prefill.
+
+        What it computed of its prompt stays cached.
+        """
+        self._scheduler.planner.forget(req.rid)
+        self._scheduler.memory.finish(req)
+        req.start_over(self._scheduler.now)
+
+    def take_first_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Take an incoming request's first token, which comes ahead of its KV. It may end the request."""
+        req.append(token, logprob)
+        # The KV of the whole prompt will be here. It is cached for others, if it arrives, even if the request ends now.
+        req.computed = req.prompt_len
+        self._scheduler.on_newest_token(req, token, now)
+
+    def start_landed(self, req: Req, now: float) -> None:
+        """Start decoding an incoming request: its KV has arrived and was verified."""
+        req.computed = req.prompt_len
+        self._scheduler.planner.start_landed(req, now)
+
+    def recompute(self, req: Req, now: float) -> None:
+        """Compute here what is not cached of an incoming request: its KV will not come."""
+        self._scheduler.planner.forget(req.rid)
+        if req.hold is not None:
+            self._scheduler.memory.finish(req)
+        req.route, req.computed = Route.LOCAL, 0
+        self._scheduler.enqueue(req, now)
+
+    def compute_here(self, req: Req, now: float) -> None:
+        """Compute an incoming request's prompt here after all, in the memory that was taken for its KV."""
+        req.route = Route.LOCAL
+        req.times.ready = now
+        self._scheduler.planner.begin(req, now)
+
+    # --- migration ---
+
+    def hold_back(self, req: Req) -> None:
+        """Plan no more steps of a request. It stands still once the steps under way are done: ``pending`` is 0 then."""
+        self._scheduler.forks.forget(req)
+        self._scheduler.planner.forget(req.rid)
+
+    def go_on(self, req: Req) -> None:
+        """Continue a request here that was held back."""
+        if not req.is_ended:
+            self._scheduler.planner.go_on(req)
+
+    def leave_moved(self, req: Req, where: ReqMoved) -> None:
+        """End a request that continues elsewhere. Its client gets all pending output first, then the new location."""
+        self._scheduler.tell(req)
+        self._scheduler.leave(req, ReqState.MOVED)
+        self._scheduler.outbox.answer(where)
+
+    def start_moved(self, req: Req, now: float) -> None:
+        """Continue a migrated request: all of its output is known, and its KV is here as far as it was handed over."""
+        req.elsewhere = False
+        req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
+        req.untold_logprobs = list(req.logprobs)
+        if req.hold is not None and self._scheduler.memory.extend(req):
+            self._scheduler.planner.start_landed(req, now)
+        else:
+            self.recompute(req, now)
+        self._scheduler.tell(req)

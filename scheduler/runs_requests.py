@@ -1,0 +1,64 @@
+"""The scheduler's interface to its own parts that admit requests, and that move them between instances."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..messages.outputs import FinishReason
+from ..messages.worker import WorkerReady
+from ..runtime.disaggregation_options import DisaggregationMode
+from .admission_gate import AdmissionGate
+from .counters import Counters
+from .deadlines import Deadlines
+from .estimator import Estimator
+from .forks import Forks
+from .handover import Handovers
+from .kv_memory import KVMemory
+from .options import SchedulerOptions
+from .outbox import Outbox
+from .planner import StepPlanner
+from .req import Req, ReqState
+from .tiers import Tiers
+
+
+class RunsRequests(Protocol):
+    """The scheduler, as these parts see it; ``Scheduler`` describes the attributes."""
+
+    options: SchedulerOptions
+    worker: WorkerReady
+    outbox: Outbox
+    tiers: Tiers
+    memory: KVMemory
+    planner: StepPlanner
+    estimator: Estimator
+    reqs: dict[str, Req]
+    forks: Forks
+    counters: Counters
+    deadlines: Deadlines
+    gate: AdmissionGate
+    handovers: Handovers
+    draining: bool
+    now: float
+
+    @property
+    def role(self) -> DisaggregationMode:
+        """Work that this instance is offered now."""
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a request in tokens, prompt and output."""
+
+    def enqueue(self, req: Req, now: float) -> None:
+        """Queue a request that is to compute its prompt here."""
+
+    def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
+        """End a request and tell its client ``finish``."""
+
+    def leave(self, req: Req, state: ReqState) -> None:
+        """Remove a request from every queue and release its memory; nothing is sent."""
+
+    def tell(self, req: Req) -> None:
+        """Send a request's pending output, if there is any."""
+
+    def on_newest_token(self, req: Req, token: int, now: float) -> None:
+        """Count a token that was just appended."""
