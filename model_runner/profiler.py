@@ -28,7 +28,7 @@ from ..messages.profiling import (
     StopProfile,
 )
 from ..messages.worker import ForwardStep, StepResult
-from ..runtime.layers_done import LayersDone
+from ..runtime.layers_done import NOT_COUNTED, PassProgress
 from ..runtime.trusted_path import make_private_folder
 from .options import WorkerOptions
 
@@ -61,7 +61,7 @@ class ProfiledSteps:
     def __init__(self, steps: StepRunner) -> None:
         self._steps = steps
 
-    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+    def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """See ``StepRunner``."""
         with record_function(step.summary):
             return self._steps.launch(step, done)

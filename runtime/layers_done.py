@@ -55,6 +55,26 @@ class LayersDone:
         elif count % MARKED_LAYERS == 0:
             self._marks.append(_Mark(count, self.mark()))
 
+    def mark_by(self, mark: Callable[[], Callable[[], bool]]) -> None:
+        """Have layers counted when a device has computed them; see ``mark``."""
+        self.mark = mark
+
     def finish(self) -> None:
         """Mark all layers as finished, because the pass has ended."""
         self._count.value = ALL
+
+
+class NotCounted:
+    """Progress of a pass that pushes no pages: its layers are not counted."""
+
+    address = None
+
+    def launched(self, count: int) -> None:
+        """Do nothing."""
+
+    def mark_by(self, mark: Callable[[], Callable[[], bool]]) -> None:
+        """Do nothing."""
+
+
+PassProgress = LayersDone | NotCounted
+NOT_COUNTED = NotCounted()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class ForwardBatch:
     """[R, C] int32: row × position → slot. Never written by the model."""
     logit_indices: Tensor
     """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
-    done: LayersDone | None = None
-    """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
+    done: PassProgress = NOT_COUNTED
+    """Counts the layers with KV that the pass has written, for the push of their pages; host memory only."""
     prompt_lens: list[int] | None = None
     """[B]: of each entry's row, how many tokens are the request's prompt: those behind were generated, also where they
     are computed once more. None: entries of one token are generated ones, longer ones a prompt's.

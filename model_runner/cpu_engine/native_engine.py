@@ -140,7 +140,7 @@ class NativeEngine:
             None if batch.window_pages is None else batch.window_pages.data_ptr(),
             self.ropes.tables,
             logits.data_ptr(),
-            None if batch.done is None else batch.done.address,
+            batch.done.address,
         )
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")

@@ -6,7 +6,7 @@ import msgspec
 
 from ...messages.channel import encode
 from ...messages.worker import CaptureGraphs, ForwardStep
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..steps.step_runner import Launched, Model, StepRunner
 from .host_ranks import LeadRank
 from .watch import end_after_watch
@@ -27,7 +27,7 @@ class LeadingSteps(StepRunner):
         place = lead.place
         self._world = lead.join() if place.rank == 0 and place.nodes > 1 else None
 
-    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+    def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """See the base class."""
         # Pages are pushed by rank 0, which sees every rank's heads.
         told = msgspec.structs.replace(step, pushes=[]) if step.pushes else step

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ...messages.worker import ForwardStep
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..sampling.row_params import RowParams
 
 
@@ -38,7 +38,7 @@ class RequestTables(NamedTuple):
 class CommonSteps(Protocol):
     """Computes steps in one call where it can."""
 
-    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+    def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
         """Compute ``step``, counting layers ``done``. Its ``new_rows`` and ``slot_deltas`` are applied already.
 
         Return None, with nothing changed, if the step has to go the general way.
@@ -49,7 +49,7 @@ class CommonSteps(Protocol):
 class _GeneralSteps:
     """Leaves every step to the general way."""
 
-    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+    def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
         """See ``CommonSteps``."""
         return None
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..cpu_engine.library import check_size, load_library
 from ..cpu_engine.structs import StepTables
 from .common_steps import Chosen, RequestTables
 
 if TYPE_CHECKING:
     from ...messages.worker import ForwardStep
-    from ...runtime.layers_done import LayersDone
     from ..cpu_engine.native_model import NativeModel
 
-_LEFT, _NO_MEMORY = -1, -2
+_LEFT, _OUT_OF_MEMORY = -1, -2
 
 
 class NativeSteps:
@@ -49,7 +49,7 @@ class NativeSteps:
         self._finite = np.empty(rows, dtype=np.bool_)
         self._results = (self._tokens.ctypes.data, self._finite.ctypes.data)
 
-    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+    def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
         """Compute ``step``; see ``CommonSteps``.
 
         Return None for a step that asks for more than tokens, or contradicts itself or the tables.
@@ -63,7 +63,6 @@ class NativeSteps:
             return None
         self._engine.check_size(tokens)
         ropes = self._engine.ropes
-        counter = None if done is None else done.address
         count = self._run(
             self._handle,
             entries,
@@ -73,10 +72,10 @@ class NativeSteps:
             ropes.tables,
             ropes.positions,
             *self._results,
-            counter,
+            done.address,
         )
         if count == _LEFT:
             return None
-        if count == _NO_MEMORY:
+        if count == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for a pass of {tokens} tokens")
         return Chosen(self._tokens[:count].tobytes(), self._finite[:count])

@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...messages.worker import ForwardStep, SendPages, StepResult
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, LayersDone, PassProgress
 from ..page_mover import PageMover
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Steps(Protocol):
     """The part of ``StepRunner`` that the queue calls."""
 
-    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+    def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """See ``StepRunner``."""
         ...
 
@@ -80,8 +80,8 @@ class StepQueue:
 
     def launch(self, step: ForwardStep) -> None:
         """Launch the step, and start pushing its pages if it has any to push."""
-        done = self._push(step) if step.pushes else None
-        self._open.append(_Open(self._steps.launch(step, done), [] if done is None else [done]))
+        ends = [self._push(step)] if step.pushes else []
+        self._open.append(_Open(self._steps.launch(step, ends[0] if ends else NOT_COUNTED), ends))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its result. At least one step must be open."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
 
 from ...messages.worker import ForwardStep
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..models.decoder import LayerForward
 from .step_runner import Launched, StepRunner
 
@@ -81,7 +81,7 @@ class _Ranged(StepRunner):
     def _range(self, name: str) -> AbstractContextManager[Any]:
         return make_range(name, self._device.torch)
 
-    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+    def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         with self._range(step.summary):
             return super().launch(step, done)
 

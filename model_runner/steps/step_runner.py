@@ -34,7 +34,7 @@ from torch import Tensor
 from ...messages.base import pack_i32, unpack_i32
 from ...messages.outputs import TokenLogprob
 from ...messages.worker import ForwardStep, StepResult
-from ...runtime.layers_done import LayersDone
+from ...runtime.layers_done import NOT_COUNTED, PassProgress
 from ..batch.forward_batch import ForwardBatch
 from ..batch.step_arrays import DeviceArrays, StepArrays
 from ..batch.step_plan import StepPlan, plan_step, sampled_entries
@@ -178,7 +178,7 @@ class StepRunner:
         tables = RequestTables(self._req_to_token, self._rows.last_tokens, self._rows.table, self._window_pages)
         self._common = self._engine.common_steps(tables)
 
-    def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
+    def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> StepResult:
         """Launch the step and wait for it."""
         return self.collect(self.launch(step, done))
 
@@ -194,7 +194,7 @@ class StepRunner:
         self._graphs.drop()
 
     @torch.inference_mode()
-    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+    def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """Apply the step and have it computed, counting layers that are ``done``.
 
         Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books
@@ -251,7 +251,7 @@ class StepRunner:
             bad_entries=sorted(bad),
         )
 
-    def _launch_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> PendingStep:
+    def _launch_generally(self, step: ForwardStep, begin: float, done: PassProgress) -> PendingStep:
         plan, size, there = self._prepare(step)
         logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
         if self._queued is None or not self._queued.reads_halves:
@@ -275,9 +275,9 @@ class StepRunner:
         """Start copies of the results to the host."""
         return self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
 
-    def _compute(self, plan: StepPlan, there: DeviceArrays, done: LayersDone | None) -> Tensor:
-        if done is not None and self._device.beside:
-            done.mark = self._device.mark
+    def _compute(self, plan: StepPlan, there: DeviceArrays, done: PassProgress) -> Tensor:
+        if self._device.beside:
+            done.mark_by(self._device.mark)
         batch = ForwardBatch(
             input_ids=there.input_ids,
             positions=there.positions,

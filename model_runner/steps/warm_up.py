@@ -15,7 +15,7 @@ from .step_runner import StepRunner
 PROMPT_TOKENS = 64
 
 
-class _Piece(NamedTuple):
+class _WarmUpEntry(NamedTuple):
     """``q_len`` tokens of ``row``, from position ``start`` on."""
 
     row: int
@@ -25,12 +25,12 @@ class _Piece(NamedTuple):
 
 VARIANTS = (
     # One prompt, of a number of tokens that products have a tile of their own for: 16, 32, 64, 128, and more.
-    *((_Piece(0, 0, tokens),) for tokens in (16, 17, 33, 65, 129)),
+    *((_WarmUpEntry(0, 0, tokens),) for tokens in (16, 17, 33, 65, 129)),
     # One decode, and one beside one, two or three pieces of prompts.
-    (_Piece(0, 16, 1),),
-    *((_Piece(0, 16, 1), *(_Piece(row, 0, 5) for row in range(1, 1 + pieces))) for pieces in (1, 2, 3)),
+    (_WarmUpEntry(0, 16, 1),),
+    *((_WarmUpEntry(0, 16, 1), *(_WarmUpEntry(row, 0, 5) for row in range(1, 1 + pieces))) for pieces in (1, 2, 3)),
     # An odd number of prompts.
-    tuple(_Piece(row, 0, 7) for row in range(3)),
+    tuple(_WarmUpEntry(row, 0, 7) for row in range(3)),
 )
 """Steps that together ask for every variant of a GPU's kernels: Triton compiles one for each set of constants, of
 arguments that are 1 or multiples of 16, and of addresses that are multiples of 16.
@@ -49,7 +49,7 @@ def warm_up(
     rows = range(min(2, max_reqs))
     prompt_len = min(PROMPT_TOKENS, context_length - 2)
     for start, q_len in ((0, prompt_len), (prompt_len, 1), (prompt_len + 1, 1)):
-        result = _run(steps, [_Piece(row, start, q_len) for row in rows], prompt_len, page_size)
+        result = _run(steps, [_WarmUpEntry(row, start, q_len) for row in rows], prompt_len, page_size)
         if result.bad_entries:
             raise InvalidWeights("the model's first pass gave logits that are not finite; its weights are damaged")
     for entries in VARIANTS if every_variant else ():
@@ -57,7 +57,9 @@ def warm_up(
             _run(steps, entries, prompt_len, page_size)
 
 
-def _run(steps: StepRunner, entries: list[_Piece] | tuple[_Piece, ...], prompt_len: int, page_size: int) -> StepResult:
+def _run(
+    steps: StepRunner, entries: list[_WarmUpEntry] | tuple[_WarmUpEntry, ...], prompt_len: int, page_size: int
+) -> StepResult:
     """Run one step. Entries that begin a prompt begin a request, greedy ones and others by turns."""
     new = [entry.row for entry in entries if entry.start == 0]
     positions = np.concatenate([np.arange(entry.start, entry.start + entry.q_len) for entry in entries])

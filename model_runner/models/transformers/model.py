@@ -49,8 +49,7 @@ class PagedPass:
             raise RuntimeError(f"layer {layer} attended out of its turn")
         out = self._attention.forward(layer, q, k, v, spec)
         self._layers += 1
-        if self._batch.done is not None:
-            self._batch.done.launched(self._layers)
+        self._batch.done.launched(self._layers)
         return out
 
 
