@@ -124,7 +124,7 @@ class Arrivals:
         scheduler.counters.requests += 1
         return req
 
-    def admit_gift(self, msg: GenerateReq) -> Req | str:
+    def admit_kv_return(self, msg: GenerateReq) -> Req | str:
         """Add a request for the returned KV of a prompt that ran elsewhere; nothing is computed.
 
         Return a reason if refused.

@@ -33,8 +33,8 @@ from ...runtime.web.ports import is_loopback
 from ...scheduler.options import SchedulerOptions
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
-from .greeting import Greeting
 from .limits import HandoverLimits
+from .local_instance import LocalInstance
 from .membership import InstanceMembership
 from .migration.migration_source import MigrationSource
 from .migration.migration_target import MigrationTarget
@@ -71,7 +71,7 @@ class KVManager:
         self._now = 0.0
         self._interval_ms = int(options.disaggregation_heartbeat_interval * 1000)
         self._peers = Peers(
-            Greeting(epoch, scheduler.worker, options.disaggregation_transfer_backend),
+            LocalInstance(epoch, scheduler.worker, options.disaggregation_transfer_backend),
             (options.disaggregation_heartbeat_interval, options.disaggregation_heartbeat_timeout),
             network.port,
             network.find,

@@ -76,7 +76,7 @@ class KVSender:
     """Time at which the peer last got a progress report, or asked for the KV."""
 
 
-def landed_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
+def delivered_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
     """Return about how many of the pages of ``run``, of all groups, have landed with ``nbytes`` bytes."""
     total = sum(count * group.page_bytes for count, group in zip(run.counts, layout.groups, strict=True))
     return sum(run.counts) * nbytes // max(1, total)

@@ -7,7 +7,7 @@ from ...runtime.web.ports import means_this_host
 from ...scheduler.refusals import Refusal
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
-from .greeting import digest
+from .local_instance import digest
 from .network import Network
 from .peers import Peers
 

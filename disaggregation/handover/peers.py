@@ -51,8 +51,8 @@ from ...messages.worker import (
 from ...runtime.metrics import Metrics, counter, gauge
 from ..bootstrap.registration import Reached
 from .control.port import ControlPort, read_messages
-from .greeting import Greeting, digest
 from .kv_directions import KVDirections
+from .local_instance import LocalInstance, digest
 from .peer import Peer, PeerState, Reading, Spare
 from .peer_rights import PeerRights
 from .peer_table import PeerTable
@@ -88,7 +88,7 @@ class Peers:
 
     def __init__(
         self,
-        greeting: Greeting,
+        local: LocalInstance,
         heartbeat: tuple[float, float],
         port: ControlPort,
         find: Callable[[str, int], None],
@@ -97,13 +97,13 @@ class Peers:
         *,
         takes_moves: bool = True,
     ) -> None:
-        self._rights = PeerRights(greeting.epoch, takes_moves=takes_moves)
-        self._greeting = greeting
+        self._rights = PeerRights(local.epoch, takes_moves=takes_moves)
+        self._local = local
         self._interval, self._timeout = heartbeat
         self._port = port
         self._find = find
         self._to_worker = to_worker
-        self._directions = KVDirections(greeting.worker.backend_metadata, port, to_worker)
+        self._directions = KVDirections(local.worker.backend_metadata, port, to_worker)
         self._owner = owner
         self.table = PeerTable()
         self._numbers = itertools.count(1)
@@ -145,7 +145,7 @@ class Peers:
             self._gone(peer, f"the bootstrap server {host}:{port} gave no registration: {answer}")
             return
         epoch = answer.registration.epoch
-        if epoch == self._greeting.epoch:
+        if epoch == self._local.epoch:
             self._gone(peer, f"the bootstrap server {host}:{port} is this instance's own", 400)
             return
         known = self.table.known(epoch)
@@ -220,7 +220,7 @@ class Peers:
         """Assign the connection ``identity`` to ``peer``, and queue our Hello."""
         peer.connection = identity
         self.table.by_connection[identity] = peer
-        peer.unsent = [self._greeting.hello(peer.epoch, peer.number, dialling=dialling)]
+        peer.unsent = [self._local.hello(peer.epoch, peer.number, dialling=dialling)]
 
     def _settle(self, now: float) -> None:
         """Handle connections that have ended since the last call."""
@@ -238,7 +238,7 @@ class Peers:
 
     def _greet(self, identity: int, hello: Hello, now: float) -> None:
         own = self.table.by_connection.get(identity)
-        problem = self._greeting.problem(hello)
+        problem = self._local.problem(hello)
         if own is not None:
             self._answered(own, hello, problem, now)
             return
@@ -255,7 +255,7 @@ class Peers:
             return
         peer = self.table.known(hello.sender)
         if peer is not None and peer.state is PeerState.GREETING:
-            if self._greeting.epoch < hello.sender:
+            if self._local.epoch < hello.sender:
                 # Both have dialled, and our connection stands if it succeeds. The peer then closes this one.
                 peer.spare = Spare(identity, hello)
                 self._settle(now)
@@ -319,7 +319,7 @@ class Peers:
             peer.heard_at = now
         if isinstance(message, Hello):
             self._greet(identity, message, now)
-        elif message.epoch != self._greeting.epoch:
+        elif message.epoch != self._local.epoch:
             self._refusals.add(f"dropped {type(message).__name__} for epoch {message.epoch}, which is not this one's")
         elif isinstance(message, Heartbeat):
             return

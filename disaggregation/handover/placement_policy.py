@@ -58,7 +58,7 @@ class _Prefill:
         self.lag = Line(0.0, steepest=MOST_MS_A_PAGE)
 
 
-class _Place:
+class _Outcomes:
     """Statistics of prompts computed in one of the two places."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class PlacementPolicy:
         self.asks = threshold == "auto"
         self._least = FIXED[threshold] if threshold in FIXED else int(threshold)
         self._estimator = estimator
-        self.here, self.there = _Place(), _Place()
+        self.here, self.there = _Outcomes(), _Outcomes()
         self._own = Line(1.0)
         self._prefills: dict[str, _Prefill] = {}
 

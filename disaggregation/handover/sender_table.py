@@ -48,7 +48,7 @@ from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_AHEAD_BYTES, PROGRESS_SECONDS
 from .control.frames import LONG_FRAME_BYTES
-from .kv_sender import KVSender, SenderState, digest_of, landed_pages, timing_for_decode
+from .kv_sender import KVSender, SenderState, delivered_pages, digest_of, timing_for_decode
 from .limits import HandoverLimits
 from .peer import Peer
 from .peer_router import Handlers
@@ -86,7 +86,7 @@ class SenderTable:
         """Rooms with a request that ended before the decode's message came."""
         self._declined = Tombstones()
         """Rooms that a decode declined, before the client's request came, because it computes the prompt itself."""
-        self.foretelling = PrefillEstimates(scheduler.estimator, scheduler.tiers)
+        self.estimates = PrefillEstimates(scheduler.estimator, scheduler.tiers)
         self._over: dict[HandoverId, None] = {}
         """Latest hand-overs that ended or were refused here, oldest first. Late messages about them open no room."""
         self._now = 0.0
@@ -122,7 +122,7 @@ class SenderTable:
         sender.req = req
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
-        self.foretelling.tell(sender, now)
+        self.estimates.tell(sender, now)
 
     def handlers(self) -> Handlers:
         """Return the handlers of the messages that the receivers of KV send."""
@@ -144,7 +144,7 @@ class SenderTable:
         sender = self._opened(peer, msg.handover, 0, now)
         if sender is not None and sender.asks is None and sender.request is None:
             sender.asks = True
-            self.foretelling.tell(sender, now)
+            self.estimates.tell(sender, now)
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
         """End a room with a prompt that the decode computes itself. This is not a failure."""
@@ -225,7 +225,7 @@ class SenderTable:
         if sender is None:
             return
         sender.request = msg
-        self.foretelling.is_decided(sender)
+        self.estimates.is_decided(sender)
         self._try_start(sender, now)
 
     def on_withdraw(self, peer: Peer, msg: Withdraw, now: float) -> None:
@@ -372,7 +372,7 @@ class SenderTable:
         assert sender.run is not None
         sender.told_at = self._now
         computed = sender.run.end if sender.computed else sender.req.computed // self._page_size
-        pages = computed + landed_pages(self._scheduler.worker.layout, sender.run, sender.landed)
+        pages = computed + delivered_pages(self._scheduler.worker.layout, sender.run, sender.landed)
         sender.peer.send(Progress(sender.peer.epoch, sender.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
@@ -462,7 +462,7 @@ class SenderTable:
         self._now = now
         self._make_room(now)
         for sender in list(self.rooms.values()):
-            self.foretelling.tell(sender, now)
+            self.estimates.tell(sender, now)
             if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
             if sender.state is SenderState.PUSHING:
@@ -529,7 +529,7 @@ class SenderTable:
 
     def _close(self, sender: KVSender) -> None:
         del self.rooms[sender.room]
-        self.foretelling.is_decided(sender)
+        self.estimates.is_decided(sender)
         if sender.handover is not None:
             self._note_over(sender.handover)
 

@@ -18,7 +18,7 @@ import msgspec
 from pdserve.disaggregation.bootstrap.registration import Registration, decode_registration
 from pdserve.disaggregation.errors import LinkLost
 from pdserve.disaggregation.handover.control.port import ControlPort
-from pdserve.disaggregation.handover.greeting import digest
+from pdserve.disaggregation.handover.local_instance import digest
 from pdserve.messages.base import HandoverId
 from pdserve.messages.handover import Heartbeat, Hello, Invite
 from pdserve.runtime.cluster_secret import ClusterSecret

@@ -18,9 +18,9 @@ from pdserve.disaggregation.transfer.backends.handshake import (
     LENGTH,
     WIRE_VERSION,
     Greeting,
+    GreetingAnswer,
     Offer,
     OfferedGroup,
-    Verdict,
     frame,
 )
 from pdserve.disaggregation.transfer.backends.page_stream import ANSWER, BATCH
@@ -111,7 +111,12 @@ class DataPort:
             sock.settimeout(30)
             size = LENGTH.unpack(_exactly(sock, LENGTH.size))[0]
             _exactly(sock, size)
-            verdicts = (frame(Verdict()), frame(Verdict()), frame(Verdict("no\n")), frame(Verdict(means=b"x" * 60_000)))
+            verdicts = (
+                frame(GreetingAnswer()),
+                frame(GreetingAnswer()),
+                frame(GreetingAnswer("no\n")),
+                frame(GreetingAnswer(means=b"x" * 60_000)),
+            )
             sock.sendall(rng.choice((*verdicts, rng.randbytes(50), b"\xff\xff\xff\xff")))
             while True:
                 number, room, _, group, begin, end, count = BATCH.unpack(_exactly(sock, BATCH.size))

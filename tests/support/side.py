@@ -7,7 +7,7 @@ from typing import Any
 
 from pdserve.disaggregation.bootstrap.registration import Reached, Registration
 from pdserve.disaggregation.handover.control.port import ControlPort
-from pdserve.disaggregation.handover.greeting import Greeting, digest
+from pdserve.disaggregation.handover.local_instance import LocalInstance, digest
 from pdserve.disaggregation.handover.peer import Peer
 from pdserve.disaggregation.handover.peers import Peers
 from pdserve.messages.base import Message
@@ -47,7 +47,7 @@ class Side:
         self.asked: list[tuple[str, int]] = []
         self.now = 100.0
         self.peers = Peers(
-            Greeting(epoch, make_worker(f"pool of {epoch}".encode()), "tcp"),
+            LocalInstance(epoch, make_worker(f"pool of {epoch}".encode()), "tcp"),
             (0.3, 1.5),
             self.port,
             lambda host, port: self.asked.append((host, port)),

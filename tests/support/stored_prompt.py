@@ -46,7 +46,7 @@ def make_pair(kept=None, *, here=1.0, there=SLOW, lag_ms=0.0, **changes) -> Tier
     """
     pair = TieredPair(stored() if kept is None else kept, **({"disaggregation_threshold": "auto"} | changes))
     pair.decode.choice._estimator = Says(here)
-    pair.prefill.senders.foretelling._estimator = Says(ms=there)
+    pair.prefill.senders.estimates._estimator = Says(ms=there)
     for _ in range(100 if lag_ms else 0):
         for pages in (4, 40):
             pair.decode.choice.learn_lag("prefill", pages, lag_ms * pages / 1000, now=1.0)

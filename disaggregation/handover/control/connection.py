@@ -15,15 +15,15 @@ from typing import NamedTuple
 from ...errors import LinkLost, ProtocolBroken
 from ...wire.reactor import Reactor
 from ...wire.stream import MAX_TURN, Stream
+from .connection_cipher import ConnectionCipher
 from .frames import GREETING, KEY_BYTES, LENGTH, wrong_greeting
-from .session import Session
 
 FIRST_PIECE = 4096
 LONGEST_PIECE = 1 << 20
 UNREAD_AT_CLOSE = 64 << 10
 
 
-class Reading(NamedTuple):
+class ReadResult(NamedTuple):
     """Result of one read: a whole frame or None, and the number of bytes read."""
 
     frame: bytes | None
@@ -37,10 +37,10 @@ class ControlConnection:
     """
 
     def __init__(
-        self, sock: socket.socket, reactor: Reactor, session: Session, frame_limit: int, send_limit: int
+        self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, frame_limit: int, send_limit: int
     ) -> None:
         self.stream = Stream(sock)
-        self.session = session
+        self.cipher = cipher
         self._waiting: list[bytes] = []
         self.frame_limit = frame_limit
         self.send_limit = send_limit
@@ -58,7 +58,7 @@ class ControlConnection:
         self._left = 0
         self._frame: bytes | None = None
         self.stream.read([memoryview(self._greeting)], self._on_greeting)
-        self._queue(session.greeting)
+        self._queue(cipher.greeting)
         reactor.watch(sock, self, read=True, write=True)
 
     @property
@@ -66,7 +66,7 @@ class ControlConnection:
         """Memory of this connection's incomplete frame, in bytes."""
         return sum(map(len, self._pieces))
 
-    def read(self, budget: int = MAX_TURN) -> Reading:
+    def read(self, budget: int = MAX_TURN) -> ReadResult:
         """Read at most one frame and about ``budget`` bytes. Raises ``LinkLost`` when the connection has ended."""
         try:
             nbytes = self.stream.on_readable(budget)
@@ -77,7 +77,7 @@ class ControlConnection:
             raise self._write_broken or e from None
         self.flush()
         frame, self._frame = self._frame, None
-        return Reading(frame, nbytes)
+        return ReadResult(frame, nbytes)
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send what the kernel accepts, and queue the rest. Raises ``ProtocolBroken`` if the peer does not read."""
@@ -114,11 +114,11 @@ class ControlConnection:
         self._pieces.clear()
 
     def _seal(self) -> None:
-        """Seal and queue the waiting frames, if the session can seal."""
-        if not self.session.ready:
+        """Seal and queue the waiting frames, if the cipher can seal."""
+        if not self.cipher.ready:
             return
         for frame in self._waiting:
-            sealed = self.session.seal(frame)
+            sealed = self.cipher.seal(frame)
             self._queue(LENGTH.pack(len(sealed)), sealed)
         self._waiting.clear()
 
@@ -134,7 +134,7 @@ class ControlConnection:
         self.stream.read([memoryview(self._key)], self._on_key)
 
     def _on_key(self) -> None:
-        self.session.greeted(bytes(self._greeting + self._key))
+        self.cipher.greeted(bytes(self._greeting + self._key))
         self.greeted = True
         self._seal()
         self._read_prefix()
@@ -144,7 +144,7 @@ class ControlConnection:
 
     def _on_prefix(self) -> None:
         (length,) = LENGTH.unpack(self._prefix)
-        limit = self.frame_limit + self.session.overhead
+        limit = self.frame_limit + self.cipher.overhead
         if not 0 < length <= limit:
             raise ProtocolBroken(f"it announced a frame of {length} bytes: 1 to {limit} are taken here")
         self._left, self._received = length, 0
@@ -162,7 +162,7 @@ class ControlConnection:
         if self._left:
             self._read_piece()
             return
-        self._frame = self.session.open(b"".join(self._pieces))
+        self._frame = self.cipher.open(b"".join(self._pieces))
         self._pieces.clear()
         self._seal()
         self._read_prefix()

@@ -1,7 +1,8 @@
 """Wire format of a control connection, in both directions: a greeting, then frames.
 
 - Greeting: eight bytes that name the protocol, the framing version, and a key of this connection (or zeros).
-- Frame: its length in bytes, then a msgpack list of messages. With a cluster secret it is sealed (``session.py``).
+- Frame: its length in bytes, then a msgpack list of messages. With a cluster secret it is sealed
+  (``connection_cipher.py``).
 
 Numbers are little-endian, 32 bits. The messages have a version of their own, in ``Hello``.
 """
@@ -38,29 +39,29 @@ MESSAGES_A_TURN = 2048
 """Maximum number of messages read per tick."""
 
 
-class Frames(NamedTuple):
+class EncodedFrames(NamedTuple):
     """Encoded frames, and the messages that are ``too_long`` for any frame."""
 
     encoded: list[bytes]
     too_long: list[Message]
 
 
-def make_frames(messages: Sequence[Message], limit: int) -> Frames:
+def make_frames(messages: Sequence[Message], limit: int) -> EncodedFrames:
     """Encode messages in few frames of at most ``limit`` bytes and ``FRAME_MESSAGES`` messages each.
 
     A receiver ends a connection with longer ones.
     """
     if not messages:
-        return Frames([], [])
+        return EncodedFrames([], [])
     if len(messages) <= FRAME_MESSAGES:
         frame = encode(messages)
         if len(frame) <= limit:
-            return Frames([frame], [])
+            return EncodedFrames([frame], [])
         if len(messages) == 1:
-            return Frames([], list(messages))
+            return EncodedFrames([], list(messages))
     half = len(messages) // 2
     first, second = make_frames(messages[:half], limit), make_frames(messages[half:], limit)
-    return Frames(first.encoded + second.encoded, first.too_long + second.too_long)
+    return EncodedFrames(first.encoded + second.encoded, first.too_long + second.too_long)
 
 
 def greeting(key: bytes = NO_KEY, version: int = FRAMING_VERSION) -> bytes:

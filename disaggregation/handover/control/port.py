@@ -32,8 +32,8 @@ from ...wire import tcp_socket
 from ...wire.listener import BACKLOG, Listener
 from ...wire.reactor import Reactor
 from .connection import ControlConnection
+from .connection_cipher import ConnectionCipher
 from .frames import FRAME_MESSAGES, LONG_FRAME_BYTES, MESSAGES_A_TURN, SHORT_FRAME_BYTES, make_frames
-from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class _Accepted(ControlConnection):
     ``deadline``: latest time of a stranger's Hello. ``sends``: maximum frame size that the peer accepts, in bytes.
     """
 
-    def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int) -> None:
-        super().__init__(sock, reactor, session, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
+    def __init__(self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, identity: int) -> None:
+        super().__init__(sock, reactor, cipher, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
         self.identity = identity
         self.deadline = time.monotonic() + STRANGER_SECONDS
         self.sends = SHORT_FRAME_BYTES
@@ -92,8 +92,10 @@ class _Accepted(ControlConnection):
 class _Dialled(_Accepted):
     """A dialled connection, which is a peer's from the beginning. ``deadline``: latest time of the peer's greeting."""
 
-    def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int, place: str) -> None:
-        super().__init__(sock, reactor, session, identity)
+    def __init__(
+        self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, identity: int, place: str
+    ) -> None:
+        super().__init__(sock, reactor, cipher, identity)
         self.frame_limit, self.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
         self.deadline = time.monotonic() + DIAL_SECONDS
         self._place = place
@@ -103,7 +105,7 @@ class _Dialled(_Accepted):
             return f"its control port at {self._place} can't be used: {end}"
         if isinstance(end, ProtocolBroken):
             return f"the instance at {self._place} broke the protocol: {end}"
-        if self.session.unanswered:
+        if self.cipher.unanswered:
             return f"it hung up at {self._place} before it said anything: has it another --cluster-secret-file?"
         return "it closed the connection or died"
 
@@ -111,7 +113,7 @@ class _Dialled(_Accepted):
 class ControlPort:
     """Listener, strangers and peers of a control port. Raises ``OSError`` if it can't listen on ``host``.
 
-    ``port`` 0 takes a free one. ``keys``: keys of the cluster secret (``session.py``).
+    ``port`` 0 takes a free one. ``keys``: keys of the cluster secret (``connection_cipher.py``).
     """
 
     def __init__(self, host: str, port: int = 0, keys: Sequence[bytes] = ()) -> None:
@@ -150,8 +152,8 @@ class ControlPort:
             tcp_socket.tune(sock, SILENCE_SECONDS)
             tcp_socket.start_connecting(sock, address, port)
             place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-            session = Session(self._keys, dialled=True)
-            connection = _Dialled(sock, self._reactor, session, self._last_identity, place)
+            cipher = ConnectionCipher(self._keys, dialled=True)
+            connection = _Dialled(sock, self._reactor, cipher, self._last_identity, place)
         except OSError:
             sock.close()
             raise
@@ -284,8 +286,8 @@ class ControlPort:
             self._last_identity += 1
             try:
                 tcp_socket.tune(sock, SILENCE_SECONDS)
-                session = Session(self._keys, dialled=False)
-                connection = _Accepted(sock, self._reactor, session, self._last_identity)
+                cipher = ConnectionCipher(self._keys, dialled=False)
+                connection = _Accepted(sock, self._reactor, cipher, self._last_identity)
             except OSError as e:  # a connection that was reset already can't be set up
                 self.refusals.add(f"refused a connection: {e}")
                 sock.close()

@@ -53,7 +53,7 @@ from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ....scheduler.outbox import timing_at
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
-from ..kv_sender import digest_of, landed_pages
+from ..kv_sender import delivered_pages, digest_of
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
 from ..peer_router import Handlers, ignore
@@ -73,11 +73,11 @@ AGAIN_SECONDS = 1.0
 """Seconds before a request that could not migrate tries the next instance."""
 
 
-GIFT_SECONDS = 10.0
+KV_RETURN_SECONDS = 10.0
 """Time limit in seconds of a KV return. No client waits for it, and its pages are pinned here meanwhile."""
-MAX_GIFTS = 256
+MAX_KV_RETURNS = 256
 """Maximum number of KV returns under way."""
-ROWS_A_GIFT = 8
+ROWS_PER_KV_RETURN = 8
 """Running requests, of ``--max-running-requests``, for each KV return that may be under way."""
 SPARE_PAGES = 4
 """Obtainable pages for each running request, below which no KV return starts and offered ones are given up."""
@@ -128,7 +128,7 @@ class Migration:
     """Whether the peer aborted the transfer and waits for an ``AbortAck``."""
     reason: str = ""
     """Why the migration failed. Set in DRAINING."""
-    gift: bool = False
+    is_kv_return: bool = False
     """Whether this is a KV return: the request has finished, and only its KV is sent."""
 
 
@@ -149,8 +149,8 @@ class MigrationSource:
         """Bootstrap addresses that all requests migrate to, in rotation. Empty: they stay."""
         self._again_at: dict[str, float] = {}
         """Time of the next attempt, by the id of a request that could not migrate."""
-        self._gifts: list[Migration] = []
-        self._max_gifts = min(MAX_GIFTS, scheduler.options.max_running_requests // ROWS_A_GIFT)
+        self._kv_returns: list[Migration] = []
+        self._max_returns = min(MAX_KV_RETURNS, scheduler.options.max_running_requests // ROWS_PER_KV_RETURN)
         self.done = 0
         self.failed = 0
         self.given = 0
@@ -170,16 +170,18 @@ class MigrationSource:
             or computed <= req.prompt_len // self._page_size * self._page_size
         ):
             return
-        if len(self._gifts) >= self._max_gifts or self._scheduler.draining or self._memory_is_wanted():
+        if len(self._kv_returns) >= self._max_returns or self._scheduler.draining or self._memory_is_wanted():
             return
         assert where is not None
         peer = self._reach(where.host, where.port, self._now)
-        deadline = self._now + GIFT_SECONDS
-        move = Migration(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
+        deadline = self._now + KV_RETURN_SECONDS
+        move = Migration(
+            None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, is_kv_return=True
+        )
         # Enter the prefix cache here at once, not only when the KV return is complete.
         self._scheduler.memory.share(req, computed)
         move.hold = self._scheduler.memory.pinned.pin(req)
-        self._gifts.append(move)
+        self._kv_returns.append(move)
 
     def _memory_is_wanted(self) -> bool:
         """Return whether requests need the memory: one waits for it, or running ones may soon lack it.
@@ -190,7 +192,7 @@ class MigrationSource:
         waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.pool.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
 
-    def _offer_gift(self, move: Migration) -> None:
+    def _offer_return(self, move: Migration) -> None:
         req, peer = move.req, move.peer
         move.handover = HandoverId(peer.epoch, secrets.randbits(63), 0)
         move.state = MigrationState.OFFERED
@@ -238,12 +240,12 @@ class MigrationSource:
         self._now = now
         if self._targets:
             self._move_more(now)
-        if self._gifts and self._memory_is_wanted():
+        if self._kv_returns and self._memory_is_wanted():
             states = (MigrationState.REACHING, MigrationState.OFFERED)
-            for gift in [gift for gift in self._gifts if gift.state in states]:
-                self._fail(gift, "others need the memory")
-        for move in [*self._moves.values(), *self._gifts]:
-            if move.req.is_ended and not move.gift:
+            for returned in [returned for returned in self._kv_returns if returned.state in states]:
+                self._fail(returned, "others need the memory")
+        for move in [*self._moves.values(), *self._kv_returns]:
+            if move.req.is_ended and not move.is_kv_return:
                 self._fail(move, "the request has ended")
             elif move.state is MigrationState.REACHING:
                 self._when_reached(move, now)
@@ -257,8 +259,8 @@ class MigrationSource:
             move.peer = move.peer.same_as
         if move.peer.gone:
             self._fail(move, f"the instance can't be used: {move.peer.reason}")
-        elif move.peer.state is PeerState.OPEN and move.gift:
-            self._offer_gift(move)
+        elif move.peer.state is PeerState.OPEN and move.is_kv_return:
+            self._offer_return(move)
         elif move.peer.state is PeerState.OPEN and self._can_leave(move.req):
             self._offer(move, now)
 
@@ -332,7 +334,7 @@ class MigrationSource:
 
     def _mismatch(self, move: Migration, msg: TransferRequest, run: PageRun) -> str | None:
         req, skipped = move.req, msg.decode_prefix_len
-        if not move.gift and (req.hold is None or req.computed < move.kv_len):
+        if not move.is_kv_return and (req.hold is None or req.computed < move.kv_len):
             return "its memory was taken meanwhile, for other requests"
         if msg.prompt_len != move.kv_len or msg.prompt_digest != digest_of(req, move.kv_len):
             return "the other instance means another request"
@@ -349,7 +351,7 @@ class MigrationSource:
         if event.nbytes > move.landed:
             assert move.run is not None
             move.landed, move.deadline = event.nbytes, self._now + self._limits.transfer
-            pages = landed_pages(self._scheduler.worker.layout, move.run, move.landed)
+            pages = delivered_pages(self._scheduler.worker.layout, move.run, move.landed)
             move.peer.send(Progress(move.peer.epoch, event.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
@@ -374,7 +376,7 @@ class MigrationSource:
                 first = asked.decode_prefix_len // self._page_size
                 hashes = debug.told(move.req, first, move.kv_len // self._page_size)
             move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing, hashes))
-            if move.gift:
+            if move.is_kv_return:
                 self.given += 1
                 self._forget(move)
 
@@ -383,7 +385,7 @@ class MigrationSource:
         move = self._of(peer, msg.handover)
         if move is None:
             return
-        if move.gift:
+        if move.is_kv_return:
             return
         if move.state is MigrationState.LANDING or (move.state is MigrationState.OFFERED and not move.kv_len):
             move.state, move.frozen_at = MigrationState.FREEZING, self._now
@@ -464,7 +466,7 @@ class MigrationSource:
         return [m.hold for m in self._all() if m.hold is not None]
 
     def _all(self) -> Iterable[Migration]:
-        return {id(m): m for m in (*self._moves.values(), *self._gifts, *self._rooms.values())}.values()
+        return {id(m): m for m in (*self._moves.values(), *self._kv_returns, *self._rooms.values())}.values()
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """Return the open migrations for ``/transfers``."""
@@ -498,7 +500,7 @@ class MigrationSource:
         if move.state is MigrationState.DRAINING:
             return
         state, move.state, move.reason = move.state, MigrationState.DRAINING, reason
-        if move.gift:
+        if move.is_kv_return:
             log.debug("its KV is not given back: %s", reason, extra={"rid": move.req.rid})
         else:
             del self._moves[move.req.rid]
@@ -529,8 +531,8 @@ class MigrationSource:
     def _forget(self, move: Migration) -> None:
         if self._moves.get(move.req.rid) is move:
             del self._moves[move.req.rid]
-        if move.gift:
-            self._gifts.remove(move)
+        if move.is_kv_return:
+            self._kv_returns.remove(move)
         if move.handover is not None:
             self._rooms.pop(move.handover.room, None)
             if move.abort_asked:

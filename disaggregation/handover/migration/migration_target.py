@@ -145,7 +145,7 @@ class MigrationTarget:
             bootstrap=None,
         )
         if msg.keep:
-            return self._scheduler.arrivals.admit_gift(request)
+            return self._scheduler.arrivals.admit_kv_return(request)
         return self._scheduler.arrivals.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
 
     # --- Newcomer ---

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...errors import LinkLost
 from ...wire.stream import Stream
 from . import handshake
-from .handshake import Greeting, Verdict
+from .handshake import Greeting, GreetingAnswer
 from .link import IncomingLink, LinkPhase, OutgoingLink
 
 
@@ -19,11 +19,11 @@ def greet(link: OutgoingLink, epoch: str, then: Callable[[], None]) -> None:
     """
 
     def on_answer(body: bytearray) -> None:
-        verdict = handshake.decode_verdict(body)
-        if verdict.error:
-            raise LinkLost(f"peer {link.peer} refused the link: {verdict.error}")
+        answer = handshake.decode_answer(body)
+        if answer.error:
+            raise LinkLost(f"peer {link.peer} refused the link: {answer.error}")
         link.opened()
-        link.welcomed(verdict.means)
+        link.welcomed(answer.means)
         link.phase = LinkPhase.OPENING
         then()
 
@@ -51,7 +51,7 @@ def read_greeting(
         if error:
             # This few bytes always fit into the buffer of a new connection. A connection that is gone needs no answer.
             with contextlib.suppress(OSError):
-                link.stream.sock.send(handshake.frame(Verdict(error)))
+                link.stream.sock.send(handshake.frame(GreetingAnswer(error)))
             raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
         link.peer = greeting.writer
         means = link.welcome()

@@ -1,8 +1,8 @@
 """Handshake of a link: a writer's greeting to the owner of a pool, before any data.
 
 The receiver's ``Offer`` reaches the writer through the control plane. The writer sends a ``Greeting``, and the receiver
-answers with a ``Verdict``. Both are msgpack after a little-endian 32-bit length. The secret is random for each start of
-an instance. It keeps out writers without the offer, and writers with the offer of an earlier start.
+answers with a ``GreetingAnswer``. Both are msgpack after a little-endian 32-bit length. The secret is random for each
+start of an instance. It keeps out writers without the offer, and writers with the offer of an earlier start.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(max_length=64)]
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GreetingAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The receiver's answer. ``error`` is "" or the reason for a refusal; ``means`` describes how to write."""
 
     error: str = ""
@@ -68,7 +68,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _OFFER = msgspec.msgpack.Decoder(Offer)
 _GREETING = msgspec.msgpack.Decoder(Greeting)
-_VERDICT = msgspec.msgpack.Decoder(Verdict)
+_ANSWER = msgspec.msgpack.Decoder(GreetingAnswer)
 
 
 def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
@@ -103,7 +103,7 @@ def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
     return ""
 
 
-def frame(message: Greeting | Verdict) -> bytes:
+def frame(message: Greeting | GreetingAnswer) -> bytes:
     """Encode ``message`` with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
@@ -125,9 +125,9 @@ def decode_greeting(body: bytearray) -> Greeting:
         raise LinkLost(f"the greeting is malformed: {e}") from e
 
 
-def decode_verdict(body: bytearray) -> Verdict:
-    """Decode a verdict. Raises ``LinkLost`` for anything else."""
+def decode_answer(body: bytearray) -> GreetingAnswer:
+    """Decode an answer. Raises ``LinkLost`` for anything else."""
     try:
-        return decode(_VERDICT, body, MAX_BODY + MAX_MEANS)
+        return decode(_ANSWER, body, MAX_BODY + MAX_MEANS)
     except UndeclaredMessage as e:
         raise LinkLost(f"the answer to the greeting is malformed: {e}") from e

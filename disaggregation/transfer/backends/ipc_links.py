@@ -24,7 +24,7 @@ from .ipc_driver import DeviceCopy, Export, IpcDriver
 from .link import IncomingLink, OutgoingLink
 from .receive_buffers import Batch, ReceiveBuffers
 from .unix_address import DescriptorStream, process_of
-from .write_requests import WORD, Kind, WriteRequest, WriteRequestReader, WriteRequestWriter
+from .write_requests import WRITER_MESSAGE, LeaseMessage, WriteRequest, WriteRequestReader, WriteRequestWriter
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ MAX_HANDLE = 256
 MAX_DEVICE = 64
 
 
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The allocation that a pool lies in, and where in it."""
 
     handle: Annotated[bytes, Meta(min_length=1, max_length=MAX_HANDLE)]
@@ -46,7 +46,7 @@ class IpcMeans(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the owner tells a writer that it lets in."""
 
     device: Annotated[bytes, Meta(max_length=MAX_DEVICE)]
-    pools: Annotated[list[Pool], Meta(min_length=1, max_length=MAX_GROUPS)]
+    pools: Annotated[list[PoolHandle], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 _MEANS = msgspec.msgpack.Decoder(IpcMeans)
@@ -61,7 +61,7 @@ class _PoolReader(WriteRequestReader):
 
     def _on_word(self) -> None:
         is_first, self.maps = not self.maps, True
-        if is_first != (self._word[0] == Kind.MAPS):
+        if is_first != (self._word[0] == LeaseMessage.MAPS):
             raise LinkLost("the peer does not say first that it maps the pool, or says it again")
         if is_first:
             self.read()
@@ -73,7 +73,7 @@ class _PoolReader(WriteRequestReader):
         return bool(self._begun)
 
     def _begin(self, batch: Batch) -> None:
-        self._give_leave(Kind.POOL, batch, 0, len(batch.pages))
+        self._give_leave(LeaseMessage.POOL, batch, 0, len(batch.pages))
 
     def _on_written(self, batch: Batch) -> bool:
         return True
@@ -113,7 +113,7 @@ class IpcReader(IncomingLink):
 
     def welcome(self) -> bytes:
         device, exports = self._export()
-        return msgspec.msgpack.encode(IpcMeans(device, [Pool(*export) for export in exports]))
+        return msgspec.msgpack.encode(IpcMeans(device, [PoolHandle(*export) for export in exports]))
 
     def opened(self) -> None:
         self.write_requests.read()
@@ -148,7 +148,7 @@ class IpcReader(IncomingLink):
 class _PoolWriter(WriteRequestWriter):
     """Has the driver write to the peer's pool, where it is mapped here."""
 
-    leave = Kind.POOL
+    leave = LeaseMessage.POOL
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class IpcWriter(OutgoingLink):
 
     def _say_that_it_maps(self) -> None:
         # At once, and as the first word: the owner must not miss it.
-        word = WORD.pack(Kind.MAPS, 0, 0, 0, 0, 0, 0, 0)
+        word = WRITER_MESSAGE.pack(LeaseMessage.MAPS, 0, 0, 0, 0, 0, 0, 0)
         try:
             is_said = self.stream.sock.send(word) == len(word)
         except OSError as e:

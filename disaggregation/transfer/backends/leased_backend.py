@@ -11,7 +11,7 @@ docs/disaggregation.md and tests/proofs describe the alternatives that were trie
 If the owner's pool is on a device, the library writes to slabs in its host memory. Only the slabs are opened to peers
 then, and the lease carries the messages about them (``leased_slabs.py``).
 
-    writer: dials ─▶ Greeting ────────────────▶ Verdict(means) ─▶ initiator, first contact ─▶ LinkUp
+    writer: dials ─▶ Greeting ────────────────▶ GreetingAnswer(means) ─▶ initiator, first contact ─▶ LinkUp
     owner:                  endpoint for it ────┘                    the lease ends ─▶ endpoint closed ─▶ LinkDown
 """
 
@@ -69,7 +69,7 @@ class EndpointInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _MEANS = msgspec.msgpack.Decoder(EndpointInfo)
 
 
-class Memory(NamedTuple):
+class MemoryRange(NamedTuple):
     """A memory range of this process to register with the library. ``device`` is None for host memory."""
 
     address: int
@@ -145,18 +145,20 @@ class LeasedBackend(SocketBackend):
         return super().register(groups)
 
     @property
-    def sources(self) -> list[Memory]:
+    def sources(self) -> list[MemoryRange]:
         """Memory that is written to peers, by group."""
         return [
-            Memory(group.region.address, group.region.nbytes, None if group.direct is None else group.direct.ordinal)
+            MemoryRange(
+                group.region.address, group.region.nbytes, None if group.direct is None else group.direct.ordinal
+            )
             for group in self.groups
         ]
 
     @property
-    def targets(self) -> list[Memory]:
+    def targets(self) -> list[MemoryRange]:
         """Memory that peers write to."""
         if self.slabs is not None:
-            return [Memory(self.slabs.address, len(self.slabs.memory))]
+            return [MemoryRange(self.slabs.address, len(self.slabs.memory))]
         return self.sources
 
     def note_checksums_in(self, peer: str, handover: HandoverId, landed: PageChecksums) -> None:

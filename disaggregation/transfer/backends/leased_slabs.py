@@ -18,7 +18,7 @@ from ....mem_cache.kv_pages.staging import Slabs
 from ...errors import LinkLost
 from .link import Link
 from .receive_buffers import Batch, ReceiveBuffers, StagedWrite
-from .write_requests import Kind, WriteRequest, WriteRequestReader, WriteRequestWriter
+from .write_requests import LeaseMessage, WriteRequest, WriteRequestReader, WriteRequestWriter
 
 
 class Filler(Protocol):
@@ -53,7 +53,7 @@ class SlabReader(WriteRequestReader):
         """Give the writer a slab for its next pages, or queue ``staged`` for one."""
         if self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn):
             assert staged.slab is not None
-            self._give_leave(Kind.SLAB, staged.batch, self._slabs.offset_of(staged.slab), len(staged.part))
+            self._give_leave(LeaseMessage.SLAB, staged.batch, self._slabs.offset_of(staged.slab), len(staged.part))
 
     def close(self) -> None:
         """Release all slabs of this link."""
@@ -77,7 +77,7 @@ class SlabReader(WriteRequestReader):
 class SlabWriter(WriteRequestWriter):
     """The writer's end of one link with slabs."""
 
-    leave = Kind.SLAB
+    leave = LeaseMessage.SLAB
 
     def __init__(self, link: Link, initiator: Filler, groups: Sequence[PageGroup], address: int, nbytes: int) -> None:
         """Create the writer's end. ``address`` and ``nbytes`` describe all slabs in the owner's process."""

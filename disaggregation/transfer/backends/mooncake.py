@@ -30,7 +30,7 @@ from ....mem_cache.kv_pages.region import RegionError
 from ...errors import LinkLost
 from ..page_write import PageWrite, paired_spans
 from .handshake import Offer
-from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory
+from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, MemoryRange
 
 ACCEPT_SECONDS = 0.02
 FIRST_SECONDS = 0.001
@@ -77,7 +77,7 @@ class MooncakeBackend(LeasedBackend):
         return _MooncakeCourier(self.place, self.groups, self.sources, means, self.wake)
 
 
-def _make_engine(place: str, memory: Sequence[Memory]) -> Any:
+def _make_engine(place: str, memory: Sequence[MemoryRange]) -> Any:
     engine = _LIBRARY.TransferEngine()
     code = engine.initialize(place, "P2PHANDSHAKE", "tcp", "")
     for address, nbytes, _ in memory:
@@ -101,7 +101,7 @@ def _limit_accept(port: int) -> None:
 
 
 class _MooncakeDoor(Endpoint):
-    def __init__(self, place: str, targets: Sequence[Memory]) -> None:
+    def __init__(self, place: str, targets: Sequence[MemoryRange]) -> None:
         self._engine = _make_engine(place, targets)
         self.end = f"{place}:{self._engine.get_rpc_port()}".encode()
 
@@ -115,7 +115,7 @@ class _MooncakeCourier(Initiator):
         self,
         place: str,
         groups: Sequence[PageGroup],
-        sources: Sequence[Memory],
+        sources: Sequence[MemoryRange],
         means: EndpointInfo,
         wake: Callable[[], None],
     ) -> None:

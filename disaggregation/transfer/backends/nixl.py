@@ -35,7 +35,7 @@ from ...errors import LinkLost
 from ..page_write import PageWrite
 from .base import Capabilities, Completion
 from .handshake import Offer
-from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, Memory
+from .leased_backend import CONTACT_BYTES, Endpoint, EndpointInfo, Initiator, LeasedBackend, MemoryRange
 
 TRANSPORTS = "tcp"
 PLUGIN = "UCX"
@@ -90,7 +90,7 @@ class NixlBackend(LeasedBackend):
         return _NixlCourier(self.epoch, self.groups, self.sources, means, offer)
 
 
-def _make_agent(epoch: str, memory: Sequence[Memory]) -> Any:
+def _make_agent(epoch: str, memory: Sequence[MemoryRange]) -> Any:
     try:
         name = f"{epoch}/{secrets.token_hex(8)}"
         agent = _LIBRARY.nixl_agent(name, _LIBRARY.nixl_agent_config(backends=[], enable_prog_thread=False))
@@ -108,7 +108,7 @@ def kind_of(device: int | None) -> str:
 
 
 class _NixlDoor(Endpoint):
-    def __init__(self, epoch: str, targets: Sequence[Memory]) -> None:
+    def __init__(self, epoch: str, targets: Sequence[MemoryRange]) -> None:
         self._agent = _make_agent(epoch, targets)
         self.end: bytes = self._agent.get_agent_metadata()
 
@@ -125,7 +125,7 @@ class _NixlDoor(Endpoint):
 
 class _NixlCourier(Initiator):
     def __init__(
-        self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[Memory], means: EndpointInfo, offer: Offer
+        self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[MemoryRange], means: EndpointInfo, offer: Offer
     ) -> None:
         self._groups = groups
         self._addresses = means.addresses

@@ -37,7 +37,7 @@ from .base import (
     WriteState,
 )
 from .greetings import greet, read_greeting
-from .handshake import Offer, Verdict
+from .handshake import GreetingAnswer, Offer
 from .link import IncomingLink, Link, LinkPhase, OutgoingLink, one_too_many, seconds_left
 from .offered_groups import check_no_devices, check_offer, check_regions, check_write, offered
 from .peer_links import FencedEpochs, PeerLinks
@@ -250,7 +250,7 @@ class SocketBackend(TransferBackend):
 
     def _on_greeted(self, link: IncomingLink, means: bytes) -> None:
         self._peers.setdefault(link.peer, PeerLinks()).incoming = link
-        self._send_welcome(link, handshake.frame(Verdict(means=means)))
+        self._send_welcome(link, handshake.frame(GreetingAnswer(means=means)))
         link.opened()
 
     def _why_not(self, writer: str) -> str:

@@ -27,21 +27,21 @@ from .grants import Writer
 from .link import Link
 from .receive_buffers import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, ReceiveBuffers
 
-WORD = struct.Struct("<BQQQHHHI")
+WRITER_MESSAGE = struct.Struct("<BQQQHHHI")
 """The writer's message: kind and batch; for a request also hand-over, group, layers and number of pages.
 
 The page numbers of a request follow.
 """
-NOTE = struct.Struct("<BQQI")
+OWNER_MESSAGE = struct.Struct("<BQQI")
 """The owner's message: kind and batch; for a leave also the offset (of a slab) and the number of pages."""
-MAX_WISHES = 1024
+MAX_REQUESTS = 1024
 """Maximum number of batches under way on a link. An honest writer's engine requests far fewer."""
 
 
-class Kind(IntEnum):
+class LeaseMessage(IntEnum):
     """Kind of a message on a lease."""
 
-    WISH = 1
+    REQUEST = 1
     WRITTEN = 2
     SLAB = 3
     LANDED = 4
@@ -57,7 +57,7 @@ class WriteRequestReader(ABC):
         self._link = link
         self._receive_buffers = receive_buffers
         self._stall_seconds = stall_seconds
-        self._word = bytearray(WORD.size)
+        self._word = bytearray(WRITER_MESSAGE.size)
         self._ungranted: dict[int, Batch] = {}
         self._begun: dict[int, Batch] = {}
 
@@ -105,19 +105,24 @@ class WriteRequestReader(ABC):
         self._begun.clear()
         self._ungranted.clear()
 
-    def _give_leave(self, kind: Kind, batch: Batch, place: int, count: int) -> None:
+    def _give_leave(self, kind: LeaseMessage, batch: Batch, place: int, count: int) -> None:
         """Let the writer write its next ``count`` pages, at offset ``place``."""
         self._say(kind, batch.number, place, count)
         self._link.stream.last_progress = time.monotonic()  # the stall limit counts from this leave
 
     def _on_word(self) -> None:
-        kind, number, room, attempt, group, begin, end, count = WORD.unpack(self._word)
-        if kind == Kind.WRITTEN:
+        kind, number, room, attempt, group, begin, end, count = WRITER_MESSAGE.unpack(self._word)
+        if kind == LeaseMessage.WRITTEN:
             self._on_written_word(number)
             return
         known = len(self._ungranted) + len(self._begun)
-        is_new = known < MAX_WISHES and number not in self._ungranted and number not in self._begun
-        if kind != Kind.WISH or not is_new or not 0 < count <= MAX_PAGES or group >= len(self._receive_buffers.pools):
+        is_new = known < MAX_REQUESTS and number not in self._ungranted and number not in self._begun
+        if (
+            kind != LeaseMessage.REQUEST
+            or not is_new
+            or not 0 < count <= MAX_PAGES
+            or group >= len(self._receive_buffers.pools)
+        ):
             raise LinkLost("the peer sent a malformed batch")
         pool, layers = self._receive_buffers.pools[group], LayerRange(begin, end)
         if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
@@ -132,7 +137,7 @@ class WriteRequestReader(ABC):
         try:
             check_pages(batch.pages, batch.pool.group.num_pages, "destination")
         except BadPages:
-            self._say(Kind.REFUSED, batch.number)
+            self._say(LeaseMessage.REFUSED, batch.number)
             return
         self._ungranted[batch.number] = batch
         self.granted()
@@ -143,12 +148,12 @@ class WriteRequestReader(ABC):
             raise LinkLost("the peer wrote what it had no leave for")
         if self._on_written(self._begun[number]):
             del self._begun[number]
-            self._say(Kind.LANDED, number)
+            self._say(LeaseMessage.LANDED, number)
 
-    def _say(self, kind: Kind, number: int, place: int = 0, count: int = 0) -> None:
-        if self._link.stream.queued >= MAX_WISHES:
+    def _say(self, kind: LeaseMessage, number: int, place: int = 0, count: int = 0) -> None:
+        if self._link.stream.queued >= MAX_REQUESTS:
             raise LinkLost("the peer does not read its answers")
-        self._link.stream.send([NOTE.pack(kind, number, place, count)])
+        self._link.stream.send([OWNER_MESSAGE.pack(kind, number, place, count)])
 
 
 @dataclass(slots=True)
@@ -176,13 +181,13 @@ class Mover(Protocol):
 class WriteRequestWriter(ABC):
     """The writer's end of one link. ``leave``: kind of the leave that the pool's owner gives."""
 
-    leave: ClassVar[Kind]
+    leave: ClassVar[LeaseMessage]
 
     def __init__(self, link: Link, mover: Mover, groups: Sequence[PageGroup]) -> None:
         self._link = link
         self._mover = mover
         self._groups = groups
-        self._note = bytearray(NOTE.size)
+        self._note = bytearray(OWNER_MESSAGE.size)
         self._write_requests: dict[int, WriteRequest] = {}
         self._next = 0
 
@@ -213,7 +218,9 @@ class WriteRequestWriter(ABC):
         handle = WriteHandle()
         self._write_requests[self._next] = WriteRequest(handle, pages)
         room, attempt = pages.handover.room, pages.handover.attempt
-        word = WORD.pack(Kind.WISH, self._next, room, attempt, pages.group, *pages.layers, len(pages.dst))
+        word = WRITER_MESSAGE.pack(
+            LeaseMessage.REQUEST, self._next, room, attempt, pages.group, *pages.layers, len(pages.dst)
+        )
         self._link.stream.send([word + pages.dst.astype(PAGE_NUMBER).tobytes()])
         self._next += 1
         return handle
@@ -224,7 +231,7 @@ class WriteRequestWriter(ABC):
             if request.writing is not None and self._mover.has_landed(request.writing):
                 request.writing = None
                 request.at += request.count
-                self._link.stream.send([WORD.pack(Kind.WRITTEN, number, 0, 0, 0, 0, 0, 0)])
+                self._link.stream.send([WRITER_MESSAGE.pack(LeaseMessage.WRITTEN, number, 0, 0, 0, 0, 0, 0)])
 
     def close(self, reason: str) -> None:
         """Fail all writes: the link has ended, for ``reason``."""
@@ -233,7 +240,7 @@ class WriteRequestWriter(ABC):
         self._write_requests.clear()
 
     def _on_note(self) -> None:
-        kind, number, place, count = NOTE.unpack(self._note)
+        kind, number, place, count = OWNER_MESSAGE.unpack(self._note)
         self.read()
         request = self._write_requests.get(number)
         if request is None or request.writing is not None:
@@ -245,8 +252,8 @@ class WriteRequestWriter(ABC):
             request.writing = self._start(request, place, count)
             return
         is_whole = request.at == len(request.pages.dst)
-        if not (kind == Kind.REFUSED or (kind == Kind.LANDED and is_whole)):
+        if not (kind == LeaseMessage.REFUSED or (kind == LeaseMessage.LANDED and is_whole)):
             raise LinkLost("the peer says what has no meaning here")
         del self._write_requests[number]
-        request.handle.state = WriteState.DONE if kind == Kind.LANDED else WriteState.FAILED
-        request.handle.error = "" if kind == Kind.LANDED else "the peer has no such pages"
+        request.handle.state = WriteState.DONE if kind == LeaseMessage.LANDED else WriteState.FAILED
+        request.handle.error = "" if kind == LeaseMessage.LANDED else "the peer has no such pages"

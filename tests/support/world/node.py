@@ -486,7 +486,7 @@ class Node:
                 f"{self.epoch}: at the end there are requests {sorted(self.open)}, rooms {rooms}, "
                 f"{in_use} tokens in use, pages granted {sorted(self.backend.granted)}"
             )
-        expected = self.manager.senders.foretelling.expected
+        expected = self.manager.senders.estimates.expected
         if expected != NOTHING:
             raise Violation(f"{self.epoch}: at the end it expects {expected} of decodes that it has told")
         self.check()

@@ -73,7 +73,7 @@ SKIPPED = frozenset(
         "_port",
         "_find",
         "_to_worker",
-        "_greeting",
+        "_local",
         "_numbers",
         "_attempts",
         "_peer_at",

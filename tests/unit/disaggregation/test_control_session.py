@@ -12,9 +12,9 @@ from support.machine import limit
 from support.processes import wait_until
 
 from pdserve.disaggregation.errors import ProtocolBroken
+from pdserve.disaggregation.handover.control.connection_cipher import SEAL_BYTES, ConnectionCipher
 from pdserve.disaggregation.handover.control.frames import LENGTH, greeting
 from pdserve.disaggregation.handover.control.port import STRANGER_BYTES, ControlPort
-from pdserve.disaggregation.handover.control.session import SEAL_BYTES, Session
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Heartbeat
 from pdserve.runtime.cluster_secret import ClusterSecret, RouterKeys
@@ -131,7 +131,7 @@ def replay(said: bytes) -> None:
 
 
 def sessions(ours=(OLD,), theirs=(OLD,)):
-    dialling, dialled = Session(list(ours), dialled=True), Session(list(theirs), dialled=False)
+    dialling, dialled = ConnectionCipher(list(ours), dialled=True), ConnectionCipher(list(theirs), dialled=False)
     dialling.greeted(dialled.greeting)
     dialled.greeted(dialling.greeting)
     return dialling, dialled
@@ -157,7 +157,7 @@ def test_each_connection_has_keys_of_its_own():
 
 def test_a_key_that_makes_the_secret_known_is_refused():
     """A point of small order gives all the same result."""
-    dialled = Session([OLD], dialled=False)
+    dialled = ConnectionCipher([OLD], dialled=False)
     with pytest.raises(ProtocolBroken, match="key is none"):
         dialled.greeted(greeting(b"\x01" + bytes(31)))
 
@@ -167,7 +167,7 @@ def test_a_sealed_frame_may_be_as_long_as_one_that_is_not(more, caplog):
     with contextlib.closing(ControlPort("127.0.0.1", keys=[OLD])) as port:
         stranger = ControlSocket(port.port, greet=False)
         announced = STRANGER_BYTES + SEAL_BYTES + more
-        stranger.send_bytes(Session([OLD], dialled=True).greeting + LENGTH.pack(announced) + b"x" * announced)
+        stranger.send_bytes(ConnectionCipher([OLD], dialled=True).greeting + LENGTH.pack(announced) + b"x" * announced)
         wait_until(lambda: not port.recv() and stranger.has_ended(), LIMIT, "it is hung up on")
         stranger.close()
     # Of the right length it is read, and then found to be sealed by nobody.
@@ -179,7 +179,7 @@ def test_a_sealed_frame_may_be_as_long_as_one_that_is_not(more, caplog):
 def test_a_frame_that_is_not_sealed_is_refused(caplog):
     with contextlib.closing(ControlPort("127.0.0.1", keys=[OLD])) as port:
         stranger = ControlSocket(port.port, greet=False)
-        stranger.send_bytes(Session([OLD], dialled=True).greeting + framed(encode(BEAT)))
+        stranger.send_bytes(ConnectionCipher([OLD], dialled=True).greeting + framed(encode(BEAT)))
         wait_until(lambda: not port.recv() and stranger.has_ended(), LIMIT, "it is hung up on")
         stranger.close()
     assert "another cluster secret" in caplog.text

@@ -28,7 +28,7 @@ from pdserve.disaggregation.transfer.backends.cuda_driver import CudaDriver, loa
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy
 from pdserve.disaggregation.transfer.backends.load import find_backend, make_backend
-from pdserve.disaggregation.transfer.backends.write_requests import WORD, Kind
+from pdserve.disaggregation.transfer.backends.write_requests import WRITER_MESSAGE, LeaseMessage
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.region import RegionError, allocate_region
 from pdserve.messages.base import pack_i32
@@ -229,7 +229,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("maps", [True, False])
 def test_the_end_of_a_connection_is_the_end_of_a_writer_that_maps_nothing_only(start, maps):
     owner = start("D")
-    said = WORD.pack(Kind.MAPS, *[0] * 7).hex() if maps else ""
+    said = WRITER_MESSAGE.pack(LeaseMessage.MAPS, *[0] * 7).hex() if maps else ""
     offer = msgspec.msgpack.decode(owner.metadata, type=Offer)
     greeting = frame(Greeting(WIRE_VERSION, "Q", "D", offer.secret)).hex()
     command = [sys.executable, "-c", STRANGER, offer.place, greeting, said]
@@ -254,7 +254,7 @@ class Writer:
         _, [self.let_go_fd], _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
 
     def say(self, kind, number=0, group=0, layers=(0, 1), pages=()):
-        word = WORD.pack(kind, number, 1, 1, group, *layers, len(pages))
+        word = WRITER_MESSAGE.pack(kind, number, 1, 1, group, *layers, len(pages))
         self.sock.sendall(word + np.array(pages, "<i4").tobytes())
 
     def close(self):
@@ -263,10 +263,10 @@ class Writer:
 
 
 WORDS = {
-    "not first that it maps": [{"kind": Kind.WISH, "pages": [1]}],
-    "that it maps, twice": [{"kind": Kind.MAPS}, {"kind": Kind.MAPS}],
-    "written without leave": [{"kind": Kind.MAPS}, {"kind": Kind.WRITTEN}],
-    "no group": [{"kind": Kind.MAPS}, {"kind": Kind.WISH, "group": 3, "pages": [1]}],
+    "not first that it maps": [{"kind": LeaseMessage.REQUEST, "pages": [1]}],
+    "that it maps, twice": [{"kind": LeaseMessage.MAPS}, {"kind": LeaseMessage.MAPS}],
+    "written without leave": [{"kind": LeaseMessage.MAPS}, {"kind": LeaseMessage.WRITTEN}],
+    "no group": [{"kind": LeaseMessage.MAPS}, {"kind": LeaseMessage.REQUEST, "group": 3, "pages": [1]}],
 }
 
 
@@ -284,7 +284,7 @@ def test_what_no_writer_says_ends_its_link_when_it_lets_go(start, what):
         writer.close()
 
 
-@pytest.mark.parametrize("said", [Kind.MAPS, Kind.WISH])
+@pytest.mark.parametrize("said", [LeaseMessage.MAPS, LeaseMessage.REQUEST])
 def test_a_writer_that_is_let_in_and_parted_with_may_still_say_that_it_maps(start, said):
     owner = start("D")
     writer = Writer(owner)

@@ -16,7 +16,12 @@ from support.staged_pools import held, slabs_of, staged_group
 
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.leased_backend import CONTACT_BYTES
-from pdserve.disaggregation.transfer.backends.write_requests import MAX_WISHES, NOTE, WORD, Kind
+from pdserve.disaggregation.transfer.backends.write_requests import (
+    MAX_REQUESTS,
+    OWNER_MESSAGE,
+    WRITER_MESSAGE,
+    LeaseMessage,
+)
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.region import RegionError
 from pdserve.messages.base import pack_i32
@@ -153,26 +158,26 @@ class Stranger:
         length = int.from_bytes(self.sock.recv(4, socket.MSG_WAITALL), "little")
         self.sock.recv(length, socket.MSG_WAITALL)
 
-    def request(self, number, pages, *, group=0, layers=(0, 1), count=None, kind=Kind.WISH):
-        word = WORD.pack(kind, number, 1, 1, group, *layers, len(pages) if count is None else count)
+    def request(self, number, pages, *, group=0, layers=(0, 1), count=None, kind=LeaseMessage.REQUEST):
+        word = WRITER_MESSAGE.pack(kind, number, 1, 1, group, *layers, len(pages) if count is None else count)
         self.sock.sendall(word + np.array(pages, "<i4").tobytes())
 
     def told(self):
-        return NOTE.unpack(self.sock.recv(NOTE.size, socket.MSG_WAITALL))
+        return OWNER_MESSAGE.unpack(self.sock.recv(OWNER_MESSAGE.size, socket.MSG_WAITALL))
 
 
 WORDS = {
     "no kind": lambda q: q.request(0, [1], kind=9),
-    "the owner's kind": lambda q: q.request(0, [1], kind=Kind.LANDED),
+    "the owner's kind": lambda q: q.request(0, [1], kind=LeaseMessage.LANDED),
     "no group": lambda q: q.request(0, [1], group=7),
     "no layers": lambda q: q.request(0, [1], layers=(1, 1)),
     "layers that are none": lambda q: q.request(0, [1], layers=(0, 2)),
     "no pages": lambda q: q.request(0, []),
     "more pages than any batch": lambda q: q.request(0, [], count=1 << 30),
-    "filled, and nothing was asked for": lambda q: q.request(0, [], kind=Kind.WRITTEN),
+    "filled, and nothing was asked for": lambda q: q.request(0, [], kind=LeaseMessage.WRITTEN),
     "the same batch again": lambda q: [q.request(0, [5]), q.request(0, [5])],
-    "more batches than any writer": lambda q: [q.request(i, [5]) for i in range(MAX_WISHES + 1)],
-    "filled before there was a slab": lambda q: [q.request(0, [5]), q.request(0, [], kind=Kind.WRITTEN)],
+    "more batches than any writer": lambda q: [q.request(i, [5]) for i in range(MAX_REQUESTS + 1)],
+    "filled before there was a slab": lambda q: [q.request(0, [5]), q.request(0, [], kind=LeaseMessage.WRITTEN)],
 }
 
 
@@ -195,7 +200,7 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
     stranger = Stranger(owner)
     owner.grant("Q", [1, 2, 3])
     stranger.request(0, [1, 2, 3])
-    assert stranger.told() == (Kind.SLAB, 0, 0, 2)
+    assert stranger.told() == (LeaseMessage.SLAB, 0, 0, 2)
     stranger.sock.close()
     assert owner.next() == PeerLinkDown("Q", 0)
     assert held(owner.engine) == 0
@@ -203,13 +208,13 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
 
 
 NOTES = {
-    "a slab behind the last": ((Kind.SLAB, 0, PAGE, 2), "does not have"),
-    "a slab for more pages than were asked for": ((Kind.SLAB, 0, 0, 4), "nobody asked for"),
-    "a slab for none": ((Kind.SLAB, 0, 0, 0), "nobody asked for"),
-    "landed before it was sent": ((Kind.LANDED, 0, 0, 0), "no meaning"),
-    "another batch": ((Kind.SLAB, 7, 0, 1), "was not sent"),
-    "the writer's kind": ((Kind.WISH, 0, 0, 0), "no meaning"),
-    "another kind of leave": ((Kind.POOL, 0, 0, 3), "no meaning"),
+    "a slab behind the last": ((LeaseMessage.SLAB, 0, PAGE, 2), "does not have"),
+    "a slab for more pages than were asked for": ((LeaseMessage.SLAB, 0, 0, 4), "nobody asked for"),
+    "a slab for none": ((LeaseMessage.SLAB, 0, 0, 0), "nobody asked for"),
+    "landed before it was sent": ((LeaseMessage.LANDED, 0, 0, 0), "no meaning"),
+    "another batch": ((LeaseMessage.SLAB, 7, 0, 1), "was not sent"),
+    "the writer's kind": ((LeaseMessage.REQUEST, 0, 0, 0), "no meaning"),
+    "another kind of leave": ((LeaseMessage.POOL, 0, 0, 3), "no meaning"),
 }
 
 
@@ -222,7 +227,7 @@ def test_what_no_owner_says_ends_the_link(start, what):
     [incoming] = owner.library._links
     # By the socket itself: the engine's thread has nothing to send meanwhile.
     note, why = NOTES[what]
-    incoming.stream.sock.sendall(NOTE.pack(*note))
+    incoming.stream.sock.sendall(OWNER_MESSAGE.pack(*note))
     assert writer.next() == PeerLinkDown("D", 1)
     assert why in writer.next().error
     assert owner.next() == PeerLinkDown("P", 1)

@@ -15,8 +15,8 @@ from support.side import LIMIT, Side, make_worker
 
 from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
 from pdserve.disaggregation.bootstrap.registration import Reached
-from pdserve.disaggregation.handover.greeting import Greeting
 from pdserve.disaggregation.handover.kv_directions import WORKER_SECONDS
+from pdserve.disaggregation.handover.local_instance import LocalInstance
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
 from pdserve.messages.handover import (
     Abort,
@@ -292,7 +292,7 @@ def test_what_a_peer_may_not_send_is_dropped(sides):
 def stranger_in_the_name_of(victim: Side) -> Side:
     """Make a side that claims the victim's epoch, and has a pool of its own."""
     stranger = Side(victim.epoch)
-    stranger.peers._greeting = stranger.peers._greeting._replace(worker=make_worker(b"the stranger's pool"))
+    stranger.peers._local = stranger.peers._local._replace(worker=make_worker(b"the stranger's pool"))
     return stranger
 
 
@@ -347,13 +347,13 @@ def test_a_hello_of_an_earlier_try_replaces_no_peer(sides):
     peer = a.ask_for(b)
     until(sides, lambda: peer.readable)
     late = Dialled("127.0.0.1", b.port.port)
-    late.send([a.peers._greeting.hello("b", peer.number, dialling=True)])
+    late.send([a.peers._local.hello("b", peer.number, dialling=True)])
     until(sides, lambda: late.recv() is None and late.ended)
     late.close()
     assert peer.readable
     assert b.gone == []
     again = Dialled("127.0.0.1", b.port.port)
-    again.send([a.peers._greeting.hello("b", peer.number + 1, dialling=True)])
+    again.send([a.peers._local.hello("b", peer.number + 1, dialling=True)])
     until(sides, lambda: again.recv() or b.gone)
     again.close()
     assert b.gone[0] == ("a", "it connected anew")
@@ -362,7 +362,7 @@ def test_a_hello_of_an_earlier_try_replaces_no_peer(sides):
 def test_nobody_learns_how_to_reach_a_pool_by_saying_hello(sides):
     a, b = sides
     stranger = Dialled("127.0.0.1", b.port.port)
-    stranger.send([a.peers._greeting.hello("b", 1, dialling=True), Invite("b", b"mine")])
+    stranger.send([a.peers._local.hello("b", 1, dialling=True), Invite("b", b"mine")])
     heard = []
     until([b], lambda: heard.extend(stranger.recv() or []) or any(isinstance(m, Welcome) for m in heard))
     stranger.close()
@@ -374,9 +374,9 @@ def test_one_that_keeps_what_lies_behind_windows_is_refused_by_one_that_does_not
     """As ranks do: the reason says which flags to look at."""
     kept = uniform_layout(16, 4, 1, 8, "float32", 4096)
     apart = uniform_layout(16, 2, 1, 8, "float32", 2048, window=32)
-    ours = Greeting("P", msgspec.structs.replace(make_worker(), layout=apart), "tcp")
-    theirs = Greeting("D", msgspec.structs.replace(make_worker(), layout=kept), "tcp")
+    ours = LocalInstance("P", msgspec.structs.replace(make_worker(), layout=apart), "tcp")
+    theirs = LocalInstance("D", msgspec.structs.replace(make_worker(), layout=kept), "tcp")
     problem = ours.problem(theirs.hello("P", 1, dialling=False))
     assert "instances D (1 groups of pages) and P (2 groups of pages)" in problem
     assert "--tp-size" in problem
-    assert ours.problem(Greeting("D", ours.worker, "tcp").hello("P", 1, dialling=False)) is None
+    assert ours.problem(LocalInstance("D", ours.worker, "tcp").hello("P", 1, dialling=False)) is None

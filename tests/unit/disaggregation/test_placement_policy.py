@@ -217,7 +217,7 @@ def test_of_many_that_ask_at_once_each_is_told_of_those_before():
     assert ask(6) == pytest.approx(told[1])
     for number in (1, 6):
         senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
-    assert senders.foretelling.expected == NOTHING
+    assert senders.estimates.expected == NOTHING
     run_until_idle(pair)
     assert_all_returned(pair)
 

@@ -25,7 +25,7 @@ from pdserve.disaggregation.transfer.backends.base import (
     WriteState,
 )
 from pdserve.disaggregation.transfer.backends.fake import FakeBackend
-from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, GreetingAnswer, Offer, OfferedGroup, frame
 from pdserve.disaggregation.transfer.backends.load import find_backend, make_backend
 from pdserve.disaggregation.transfer.backends.page_stream import BATCH
 from pdserve.disaggregation.transfer.backends.receive_buffers import MAX_PAGES
@@ -318,7 +318,7 @@ def test_a_shm_pool_that_may_shrink_is_not_mapped(make_node, sealed):
         writer.backend.connect("D", msgspec.msgpack.encode(offer))
         accepted, _ = listener.accept()
         with accepted:
-            socket.send_fds(accepted, [frame(Verdict())], [fd])
+            socket.send_fds(accepted, [frame(GreetingAnswer())], [fd])
             pump((writer,), lambda: writer.events)
     os.close(fd)
     if sealed:

@@ -444,11 +444,11 @@ def test_forks_of_one_that_ends_with_its_first_token_compute_the_prompt_one_afte
 def test_kv_that_comes_back_and_is_longer_than_the_context_is_refused() -> None:
     """Prefill and decode may have unlike ``--context-length``."""
     sim = SimInstance(make_options(max_total_tokens=512, handover="on"), context_length=64)
-    refusal = sim.scheduler.arrivals.admit_gift(make_generate("longer", list(range(65))))
+    refusal = sim.scheduler.arrivals.admit_kv_return(make_generate("longer", list(range(65))))
     assert isinstance(refusal, str)
     assert "holds at most 64" in refusal
     assert not sim.scheduler.reqs
-    fits = sim.scheduler.arrivals.admit_gift(make_generate("fits", list(range(64))))
+    fits = sim.scheduler.arrivals.admit_kv_return(make_generate("fits", list(range(64))))
     assert isinstance(fits, Req)
     planner = sim.scheduler.planner
     planner.claims.add_incoming(fits, 64, optional=True)

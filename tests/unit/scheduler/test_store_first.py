@@ -152,7 +152,7 @@ def test_a_prefill_answers_from_the_store():
 def test_a_prefill_s_forecast_counts_what_its_tiers_have():
     """What the store has it need not compute, nor what is in host memory: of the next request with this prompt."""
     pair = make_pair(disaggregation_threshold="auto", here=SLOW)
-    pair.prefill.senders.foretelling._estimator = pair.prefill.scheduler.estimator
+    pair.prefill.senders.estimates._estimator = pair.prefill.scheduler.estimator
     asked_of: list[int] = []
 
     def ms(req, uncached, now, expected=NOTHING):
@@ -336,7 +336,7 @@ def test_pages_that_have_just_landed_are_loaded_from_the_host_behind_their_copy_
     pair = make_pair(there=0.0)
     pair.submit("a", PROMPT, 1, max_new_tokens=3)
     until(pair, lambda: any(isinstance(m, VerifyPages) for m in pair.decode.to_transfer.messages), store=True)
-    pair.prefill.senders.foretelling._estimator = Says(ms=SLOW)
+    pair.prefill.senders.estimates._estimator = Says(ms=SLOW)
     turn = [*PROMPT, 1, 2, 3, 4, 5]
     pair.submit("b", turn, 2, max_new_tokens=3)
     receivers = pair.decode.receivers

@@ -36,7 +36,7 @@ class _Ciphers(NamedTuple):
     receiving: ChaCha20Poly1305
 
 
-class Session:
+class ConnectionCipher:
     """Sealing state of one connection.
 
     ``keys``: keys of the cluster's secrets, the current one first; empty without a secret. The dialling end uses the

@@ -15,7 +15,7 @@ def digest(metadata: bytes) -> str:
     return sha256(metadata).hexdigest()
 
 
-class Greeting(NamedTuple):
+class LocalInstance(NamedTuple):
     """Description of this instance for its peers."""
 
     epoch: str
