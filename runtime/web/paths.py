@@ -60,8 +60,8 @@ class PathFacts(NamedTuple):
     methods: tuple[str, ...]
     """Methods that an endpoint implements. HEAD is answered wherever GET is, OPTIONS everywhere."""
     endpoint: str
-    """Module in ``server/http/``, a colon, and the name of its ``Endpoint``. The module is empty if only routers have
-    the path.
+    """Module in ``server/http/``, a colon, and the name of its ``HttpEndpoint``. The module is empty if only routers
+    have the path.
     """
     does: str
     """Summary for the table of endpoints in docs/http-api.md."""

@@ -18,7 +18,7 @@ from ...runtime.web.paths import DELETE, GET, POST, PathFacts, Server
 from ...runtime.web.prometheus import MetricsPage
 from ..options import ServerOptions
 from .bodies.field_names import FieldNames
-from .endpoint import Endpoint
+from .endpoint import HttpEndpoint
 from .engine.bootstrap_gate import BootstrapGate
 from .engine.engine_client import EngineClient
 from .engine.health_check import HealthCheck
@@ -66,7 +66,7 @@ def make_app(
         version=version("pdserve"),
         started=int(time.time()),
     )
-    endpoints: dict[str, Endpoint] = {}
+    endpoints: dict[str, HttpEndpoint] = {}
     for facts in sorted(path_table(Server.INSTANCE).paths, key=lambda facts: METHOD_ORDER.index(facts.methods)):
         found = endpoints[facts.path] = load_endpoint(facts)
         methods, is_shown = list(facts.methods), found.answer is not None
@@ -76,8 +76,8 @@ def make_app(
     return guard(app, options, Server.INSTANCE, counts, epoch=epoch, own_admin_key=own_admin_key)
 
 
-def load_endpoint(facts: PathFacts) -> Endpoint:
+def load_endpoint(facts: PathFacts) -> HttpEndpoint:
     """Return the endpoint that a declaration names."""
     found = getattr(import_module(f".{facts.module}", __package__), facts.name)
-    assert isinstance(found, Endpoint), facts
+    assert isinstance(found, HttpEndpoint), facts
     return found

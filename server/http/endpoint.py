@@ -27,7 +27,7 @@ class QueryParameter(NamedTuple):
     required: bool = False
 
 
-class Endpoint(NamedTuple):
+class HttpEndpoint(NamedTuple):
     """A handler and the models of what it reads and answers. The OpenAPI page shows them."""
 
     handler: Handler
@@ -48,10 +48,10 @@ def endpoint(
     event: type[BaseModel] | None = None,
     query: Sequence[QueryParameter] = (),
     error: type[BaseModel] = ErrorAnswer,
-) -> Callable[[Handler], Endpoint]:
-    """Make an ``Endpoint`` of the decorated handler. See the fields of ``Endpoint``."""
+) -> Callable[[Handler], HttpEndpoint]:
+    """Make an ``HttpEndpoint`` of the decorated handler. See the fields of ``HttpEndpoint``."""
 
-    def decorate(handler: Handler) -> Endpoint:
-        return Endpoint(handler, answer, body, event, query, error)
+    def decorate(handler: Handler) -> HttpEndpoint:
+        return HttpEndpoint(handler, answer, body, event, query, error)
 
     return decorate

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..answers import MetricsText
-from ..endpoint import Endpoint, QueryParameter, endpoint
+from ..endpoint import HttpEndpoint, QueryParameter, endpoint
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
@@ -30,7 +30,7 @@ async def openapi_page(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-def make_openapi(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> Callable[[], dict[str, Any]]:
+def make_openapi(app: FastAPI, endpoints: Mapping[str, HttpEndpoint]) -> Callable[[], dict[str, Any]]:
     """Return the function to use as ``app.openapi``: it makes the page of the ``endpoints`` by path."""
     described = {path: known for path, known in endpoints.items() if known.answer is not None}
 
@@ -60,7 +60,7 @@ def make_openapi(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> Callable[[]
     return openapi
 
 
-def _describe(operation: dict[str, Any], path: Endpoint, ref_of: Mapping[Any, dict[str, Any]]) -> None:
+def _describe(operation: dict[str, Any], path: HttpEndpoint, ref_of: Mapping[Any, dict[str, Any]]) -> None:
     if path.body is not None:
         operation["requestBody"] = {"required": not path.body.may_be_left_out, "content": _json(ref_of[path.body])}
     good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
