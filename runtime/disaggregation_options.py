@@ -12,7 +12,7 @@ from typing import Literal
 
 from .cluster_secret import ClusterSecret, addresses
 from .options import flag, opt, section
-from .transfer_backends import TransferBackendName
+from .transfer_backends import TransferBackendName, describe_backends
 from .web.options import AccessOptions
 from .web.ports import is_loopback
 
@@ -92,11 +92,7 @@ class DisaggregationOptions(AccessOptions):
     )
     disaggregation_transfer_backend: TransferBackendName = opt(
         default="tcp",
-        help=(
-            "How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, "
-            "any host), cuda_ipc (from GPU to GPU of one host, or within one; not tried on a GPU yet), fake (moves "
-            "nothing, for tests)."
-        ),
+        help=f"How KV pages move: {describe_backends()}.",
     )
     kv_staging_size: float | None = opt(
         default=None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
 
@@ -79,6 +80,13 @@ BACKENDS = {
     "fake": BackendSpec("fake.FakeBackend", "moves nothing, for tests"),
 }
 """Every backend by its name, in the order of help texts."""
+
+
+def describe_backends() -> str:
+    """Return all names with their summaries, for a help text. Neighbours with the same summary share it."""
+    groups = groupby(BACKENDS, key=lambda name: BACKENDS[name].summary)
+    return ", ".join(f"{' and '.join(names)} ({summary})" for summary, names in groups)
+
 
 if TYPE_CHECKING:
     TransferBackendName = str
