@@ -122,7 +122,7 @@ def choose_channels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | 
     count = options.ds_heavy_channel_num or max(1, spec.head_dim // USUAL_SHARE)
     if count > spec.head_dim:
         raise UnsupportedModel(f"--ds-heavy-channel-num {count}: a key has {spec.head_dim} channels")
-    assert options.ds_channel_config_path is not None  # option_checks.py
+    assert options.ds_channel_config_path is not None  # SparsityOptions.problems
     return LabelChannels.of(read_channels(Path(options.ds_channel_config_path), spec), count)
 
 

@@ -166,7 +166,7 @@ def test_a_tokenizer_that_is_not_there_ends_the_process_with_what_to_do(name, tm
 def test_starting_up_imports_neither_torch_nor_transformers(module):
     code = (
         f"import sys, {module}, pdserve.server.tokenizer_process as t\n"
-        "from pdserve.runtime.options import ServerOptions\n"
+        "from pdserve.server.options import ServerOptions\n"
         "t.load_request_tokenizer(ServerOptions())\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
