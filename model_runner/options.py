@@ -29,73 +29,70 @@ class ComputeOptions:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         default="auto",
-        help="Type of weights and activations; auto takes bfloat16 (float16 on a GPU without it).",
+        help="Type of weights and activations. auto: bfloat16 (float16 on a GPU without it).",
     )
     quantization: Literal["auto", "none", "gguf", "int8", "int4", "packed", "w8a8"] = opt(
         default="auto",
         help=(
-            "Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, "
-            "int4); auto takes a GGUF file's own blocks, on every processor, unless dtype names a type. On a GPU "
-            "with Triton weights in FP8, AWQ, GPTQ and INT4 stay as the files have them (packed), which is auto's "
-            "choice there; w8a8 rounds activations to FP8, too, where weights are FP8, which is another model than "
-            "one whose activations are whole."
+            "Weights of linear layers. none: as --dtype. gguf: the blocks of a GGUF file. int8, int4: rounded at "
+            "start. packed: FP8, AWQ, GPTQ and INT4 as in the files (GPU with Triton). w8a8: FP8 weights with "
+            "activations rounded to FP8, which changes answers. auto: gguf for a GGUF file unless --dtype names a "
+            "type; packed where it is supported; else none."
         ),
     )
     quantized_activations: Literal["int16", "int8"] = opt(
         default="int16",
         help=(
-            "Whole numbers that a CPU rounds activations to before it multiplies them with quantised weights (gguf, "
-            "int8, int4). int16 is nearly exact; int8 takes half of the arithmetic and changes answers: its error "
-            "is larger than that of bfloat16. Without quantised weights nothing is rounded. Instances that differ "
-            "don't hand over."
+            "CPU only: integer type of activations in products with quantised weights (gguf, int8, int4). int16 is "
+            "nearly exact. int8 needs half of the arithmetic, with an error above that of bfloat16. Instances that "
+            "differ do not exchange KV."
         ),
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"] = opt(
         default="auto",
         help=(
-            "Type of the KV pool; auto takes the weights' type. Types of one byte (fp8_e4m3, fp8_e5m2, int8) have a "
-            "scale for each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is "
-            "short for."
+            "Type of the KV pool. auto: that of the weights. fp8_e4m3, fp8_e5m2, int8: one byte with a scale for "
+            "each head of each token, nearly twice as many tokens as bfloat16. bf16 means bfloat16."
         ),
     )
     device: Literal["auto", "cpu", "cuda"] = opt(
         default="auto",
-        help="cpu or cuda; auto takes cuda where there is one.",
+        help="cpu or cuda. auto: cuda if there is one.",
     )
     threads: int | None = opt(
         default=None,
         help=(
-            "Compute threads of the model worker; default: one for each physical core of one NUMA node, efficiency "
-            "cores left out, and no more than the control groups' CPU quota."
+            "Compute threads of the model worker. Default: one for each physical core of one NUMA node, without "
+            "efficiency cores, within the CPU quota of control groups."
         ),
         at_least=1,
     )
     cpus: str | None = opt(
         default=None,
         help=(
-            'Cores that the model worker\'s threads are bound to, like "0,2-3"; default: bound to none, they float '
-            "over those that --threads counts. With a GPU none is bound: they float over these."
+            'Cores to bind compute threads to, such as "0,2-3". Default: not bound; threads float over the cores '
+            "that --threads counts. With a GPU, threads float over these cores."
         ),
     )
     compute_nice: int | None = opt(
         default=None,
         help=(
-            "Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get "
-            "their cores. Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU."
+            "Niceness of compute threads, 0 to 19; higher values let other processes run first. Default: 0, and 10 "
+            "for a prefill that `pdserve up` starts beside decodes on a CPU."
         ),
     )
     attention_backend: AttentionBackendName = opt(
         default="auto",
         help=(
-            "Implementation of forward passes: cpu (compiled kernels), flashinfer and triton (on NVIDIA GPUs), "
-            "torch (reference); auto takes the best that runs here."
+            "Implementation of attention: cpu (compiled kernels), flashinfer and triton (NVIDIA GPUs), torch "
+            "(reference). auto: the best one that runs here."
         ),
     )
     profile_dir: str | None = opt(
         default=None,
         help=(
-            "Folder for the traces of POST /start_profile, each profile in a folder of its own. Default: a folder "
-            "in the run directory, which is deleted at the end."
+            "Folder for traces of POST /start_profile, one folder for each profile. Default: a folder in the run "
+            "directory, which is deleted at the end."
         ),
         not_empty=True,
     )
@@ -103,7 +100,7 @@ class ComputeOptions:
         default=False,
         help=(
             "Name the phases of each step (prepare, forward, sample, copy) and the layers in NVTX ranges, for "
-            "Nsight, and in the traces of POST /start_profile. Without a GPU, in the latter alone. Layers in a CUDA "
+            "Nsight and for traces of POST /start_profile. Without a GPU, in the traces only. Layers in a CUDA "
             "graph have no names."
         ),
     )
@@ -126,35 +123,32 @@ class GpuOptions:
 
     base_gpu_id: int = opt(
         default=0,
-        help=(
-            "Which of the GPUs that this instance sees it computes on, counted from 0; its other ranks take the "
-            "next ones."
-        ),
+        help="First GPU of this instance, counted from 0 among visible GPUs; other ranks take the next ones.",
     )
     flashinfer_workspace_size: int = opt(
         default=384,
-        help="MiB of the GPU's memory that FlashInfer keeps partial results in.",
+        help="GPU memory for FlashInfer's partial results, in MiB.",
         at_least=1,
     )
     cuda_graph_bs: str | None = opt(
         default=None,
         help=(
-            "Batch sizes of decode steps to capture as CUDA graphs, with commas in between. Default: 1, 2, 4, the "
-            "multiples of 8 up to 128 and of 16 beyond."
+            "Comma-separated batch sizes of decode steps to capture as CUDA graphs. Default: 1, 2, 4, multiples of "
+            "8 up to 128, multiples of 16 beyond."
         ),
     )
     cuda_graph_max_bs: int | None = opt(
         default=None,
         help=(
-            "Largest of them where cuda_graph_bs does not say; default: max_running_requests, 256 at most. With "
-            "--tp-size graphs are captured only where one of the two is given."
+            "Largest captured batch size if --cuda-graph-bs is not given. Default: --max-running-requests, at most "
+            "256. With --tp-size, graphs are captured only if one of the two is given."
         ),
         at_least=1,
     )
-    disable_cuda_graph: bool = opt(default=False, help="Launch each kernel of a decode step by itself.")
+    disable_cuda_graph: bool = opt(default=False, help="Launch each kernel of a decode step separately.")
     fail_on_host_sync: bool = opt(
         default=False,
-        help="Fail where a step's launch waits for the GPU, which it must not: for tests.",
+        help="Fail if the launch of a step waits for the GPU. For tests.",
     )
 
     @property
@@ -184,27 +178,24 @@ class SparsityOptions:
     enable_double_sparsity: bool = opt(
         default=False,
         help=(
-            "In long requests, attend to few tokens: each generated token looks at a part of every key, its label, "
-            "and attends to those that score highest there. Prompts attend in full. An approximation, and with the "
-            "torch backend alone."
+            "Attend to few tokens in long requests: each generated token scores all tokens by a part of their keys "
+            "(labels) and attends to the highest. Prompts attend in full. An approximation; needs "
+            "--attention-backend torch."
         ),
     )
     ds_channel_config_path: str | None = opt(
         default=None,
-        help="File that says which channels of a model's keys are their labels, as pdserve calibrate writes it.",
+        help="File with the label channels of the model's keys, written by `pdserve calibrate`.",
     )
     ds_heavy_channel_num: int | None = opt(
         default=None,
-        help="Channels of a label; default: a quarter of a head's.",
+        help="Channels of a label. Default: a quarter of a head's.",
         at_least=1,
     )
-    ds_heavy_token_num: int = opt(default=256, help="Tokens that a generated token attends to, the last 16 among them.")
+    ds_heavy_token_num: int = opt(default=256, help="Tokens that a generated token attends to, including the last 16.")
     ds_sparse_decode_threshold: int = opt(
         default=4096,
-        help=(
-            "Generated tokens that see no more tokens than this attend to all of them, however many are chosen "
-            "otherwise."
-        ),
+        help="Number of visible tokens up to which a generated token attends to all of them.",
     )
 
     def problems(self) -> Iterator[str]:

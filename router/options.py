@@ -25,17 +25,14 @@ class RouterTargets:
 
     prefill: list[str] = opt(
         default_factory=list,
-        help=(
-            "Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; where the port is left out, the "
-            "instance's /health says it."
-        ),
+        help="Prefill instance: URL [BOOTSTRAP_PORT]; may be repeated. Default port: from the instance's /health.",
     )
-    decode: list[str] = opt(default_factory=list, help="URLs of decode instances.")
+    decode: list[str] = opt(default_factory=list, help="URL of a decode instance; may be repeated.")
     worker: list[str] = opt(
         default_factory=list,
         help=(
-            "URLs of unified instances, which serve whole requests. They share the load with the pairs: a request "
-            "goes to one that has fewer prompt tokens, or then fewer answers, under way."
+            "URL of a unified instance, which serves whole requests; may be repeated. Requests go to the side with "
+            "fewer pending prompt tokens, then with fewer running requests."
         ),
     )
 
@@ -47,65 +44,64 @@ class RoutingOptions:
 
     policy: RoutingPolicyName = opt(
         default="round_robin",
-        help="How an instance is chosen among the healthy ones, for prefill, decode and unified alike.",
+        help="How an instance is chosen among the healthy ones, for prefill, decode and unified instances alike.",
     )
     health_check_interval: float = opt(
         default=1.0,
         help=(
-            "Seconds between two health checks of a healthy instance; one that is down is asked four times as often."
+            "Seconds between health checks of a healthy instance. An instance that is down is checked four times as "
+            "often."
         ),
     )
     health_check_timeout: float = opt(default=3.0, help="Seconds that an instance may take to answer a health check.")
     hang_timeout: float = opt(
         default=15.0,
         help=(
-            "Seconds after which the requests of an instance that does not answer health checks, or says that it "
-            "hangs, are tried elsewhere, or fail."
+            "Seconds after which requests of an instance that does not answer health checks, or reports that it "
+            "hangs, are retried elsewhere or fail."
         ),
     )
     connect_timeout: float = opt(default=1.0, help="Seconds that an instance may take to accept a connection.")
     first_byte_timeout: float = opt(
         default=600.0,
         help=(
-            "Seconds that a stream may wait for its answer to begin; comments that keep it alive are no answer. An "
-            "answer that does not stream may take as long as it needs while health checks find its instance alive: "
-            "there this is the time since they last did."
+            "Seconds that a stream may wait for its first event; keep-alive comments do not count. For other "
+            "answers: seconds since a health check last found the instance alive."
         ),
     )
     idle_timeout: float = opt(
         default=120.0,
         help=(
-            "Seconds of silence in the middle of an answer, or of nothing but comments, after which it counts as lost."
+            "Seconds without data, or with keep-alive comments only, after which an answer that has begun counts as "
+            "lost."
         ),
     )
     retries: int = opt(
         default=2,
         help=(
-            "How often a request is sent again to other instances when an attempt fails before the answer has "
-            "begun. One that could not connect does not count."
+            "Maximum retries of a request at other instances if an attempt fails before the answer has begun. "
+            "Failed connections do not count."
         ),
     )
     retries_after_crash: int = opt(
         default=1,
         help=(
-            "How often of these after an instance took the request and died, which the request may have caused. A "
-            "request during which two instances died within a minute is refused with 502 for the rest of that "
-            "minute."
+            "Maximum retries after an instance died with the request, which may have caused it. A request during "
+            "which two instances died within a minute is refused with 502 for the rest of that minute."
         ),
     )
     retry_window: float = opt(
         default=1.5,
-        help=(
-            "Seconds after its first failure in which a request is tried again, or waits for an instance to come back."
-        ),
+        help="Seconds after its first failure in which a request is retried, or waits for an instance to come back.",
     )
-    max_body_bytes: int = opt(default=32 * 2**20, help="Longest request body; a longer one is answered with 413.")
+    max_body_bytes: int = opt(
+        default=32 * 2**20, help="Maximum size of a request body; a larger one is answered with 413."
+    )
     max_held_body_bytes: int = opt(
         default=2**30,
         help=(
-            "Bytes of bodies that running requests may hold, all together; a request that would need more is "
-            "answered with 503. Bodies of up to 64 KiB may take an eighth more. An API key that holds one may hold as "
-            "much as it leaves free."
+            "Maximum bytes of the bodies of running requests, all together; more are answered with 503. Bodies of "
+            "up to 64 KiB may take an eighth more. An API key may hold as much as it leaves free."
         ),
     )
 
@@ -132,35 +128,34 @@ class RoutingOptions:
 class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, LogOptions):
     """Options of ``pdserve router``."""
 
-    port: int = opt(default=8000, help="Port of the router's HTTP API.")
+    port: int = opt(default=8000, help="Port of the router's HTTP API; 0 takes a free one.")
     admin_key_file: str | None = opt(
         default=None,
         help=(
-            "File with the key that it takes to flush the caches and to abort what others asked for. Instances that "
-            "have the same one see it in the place of a client's key, with that key's name; without it, they see "
-            "the client's own. With a cluster secret they see none. Without it the only key is the admin's; without "
-            "one, a key is drawn at the start where there is a cluster secret, and the log says where it is."
+            "File with the admin key, which may flush caches and abort every request. Instances with the same key "
+            "recognise it; without it they see the client's own key, and with a cluster secret none. Without this "
+            "file, a single API key is also the admin key. Without any key, one is drawn at start if there is a "
+            "cluster secret, and the log names its file."
         ),
     )
     send_timeout: float = opt(
         default=60.0,
         help=(
-            "Seconds in which a client has to take some of what it is sent; else its connection is closed and its "
+            "Seconds without progress after which a connection to a client that does not read is closed, and its "
             "request ended."
         ),
     )
     cluster_secret_file: str | None = opt(
         default=None,
         help=(
-            "File with what instances know this router by: their secret, or better the key that `pdserve "
-            "router-key` makes of it, which does not make the router one of them. Needed where they are not on one "
-            "host."
+            "File with the router key that `pdserve router-key` derives from the cluster secret, or with the secret "
+            "itself. A router key cannot act as an instance. Needed if instances are on other hosts."
         ),
     )
-    drain_timeout: float = opt(default=30.0, help="Seconds that running answers have to finish after SIGTERM.")
+    drain_timeout: float = opt(default=30.0, help="Seconds for running answers to finish after SIGTERM.")
     metrics_without_key: bool = opt(
         default=False,
-        help="Answer /metrics and /metrics/targets without the API key; they tell how much is used, and where.",
+        help="Answer /metrics and /metrics/targets without an API key. They reveal how much is used, and where.",
     )
 
     def check(self) -> None:

@@ -28,64 +28,63 @@ class DisaggregationOptions(AccessOptions):
     disaggregation_mode: DisaggregationMode = opt(
         default="unified",
         help=(
-            "unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: "
-            "receive KV and generate."
+            "Role of this instance. unified: prefill and decode here. prefill: compute prompts and push their KV to "
+            "a decode. decode: receive KV and generate."
         ),
     )
     handover: Literal["auto", "on", "off"] = opt(
         default="auto",
         help=(
-            "Whether this instance exchanges KV with others: auto does in prefill and decode mode. A unified one "
-            "that does takes either leg of a request, the prefill's where the request names its own bootstrap "
+            "Whether this instance exchanges KV with others. auto: in prefill and decode mode. A unified instance "
+            'with "on" takes either leg of a request: the prefill leg if the request names its own bootstrap '
             "address."
         ),
     )
     insecure_cluster: bool = opt(
         default=False,
         help=(
-            "Exchange KV on other than a loopback address without a cluster secret: whoever reaches the ports can "
+            "Exchange KV on a non-loopback address without a cluster secret. Any host that reaches the ports can "
             "take part."
         ),
     )
     allow_bootstrap: str | None = opt(
         default=None,
         help=(
-            "Bootstrap servers, as HOST:PORT with commas in between, that any request may name: for routers that "
-            "don't know the secret. Without a secret, those on loopback addresses may be named by anybody."
+            "Comma-separated bootstrap servers (HOST:PORT) that any request may name, for routers without the "
+            "secret. Without a secret, requests may always name loopback addresses."
         ),
     )
     drain_to: str | None = opt(
         default=None,
         help=(
-            "Bootstrap servers, as HOST:PORT with commas in between, of instances that go on with the running "
-            "requests when this one is told to stop (SIGTERM). Without it, they are finished here."
+            "Comma-separated bootstrap servers (HOST:PORT) of instances that take over running requests on SIGTERM. "
+            "Default: requests finish here."
         ),
     )
     return_kv: bool = opt(
         default=False,
         help=(
-            "Send the KV of what was generated here back to the prefill instance that the prompt came from, so that "
-            "the next turn of a conversation finds it in the prefix cache there. A hand-over more for each request; "
-            "both instances need the same cluster secret."
+            "Send the KV of generated tokens back to the prefill, so that the next turn of a conversation finds it "
+            "in the prefix cache there. Costs one more transfer per request. Both instances need the same cluster "
+            "secret."
         ),
     )
     disaggregation_bootstrap_port: int | None = opt(
         default=None,
         help=(
-            "Port of this instance's bootstrap server, where others find it; default 8998 for a prefill, any free "
-            "one (0) for a unified instance. On a decode, whose own is always a free one: what a request means that "
-            "names no port."
+            "Port of this instance's bootstrap server. Default: 8998 for a prefill, a free one (0) for a unified "
+            "instance. On a decode: the port that a request without bootstrap_port means."
         ),
     )
     disaggregation_control_port: int = opt(
         default=0,
         help="Port for control messages between instances that exchange KV; 0 takes a free one.",
     )
-    disaggregation_data_port: int = opt(default=0, help="Port for their KV with the tcp backend; 0 takes a free one.")
+    disaggregation_data_port: int = opt(default=0, help="Port for KV with the tcp backend; 0 takes a free one.")
     advertise_host: str | None = opt(
         default=None,
         help=(
-            "Name or address that other instances reach this one at, where that is not --host (0.0.0.0, or behind a "
+            "Name or address by which other instances reach this one, if it differs from --host (0.0.0.0, or behind "
             "NAT)."
         ),
         not_empty=True,
@@ -97,47 +96,45 @@ class DisaggregationOptions(AccessOptions):
     kv_staging_size: float | None = opt(
         default=None,
         help=(
-            "Host memory that KV passes through on its way from and to a GPU, in GB; default 0.25. Half of it is "
-            "for what is sent and half for what arrives; a prompt may be longer. 0: peers write to the GPU's memory "
-            "itself, which nixl does (not tried on a GPU yet), and cuda_ipc always. On a CPU, where KV goes from "
-            "pool to pool, none is used unless more than 0 is given."
+            "Host memory for KV on its way from and to a GPU, in GB; half of it for each direction. Default 0.25. A "
+            "prompt may be larger. 0: peers write to GPU memory directly (nixl; cuda_ipc always does; not tried on "
+            "a GPU yet). On a CPU, pages move from pool to pool, and no staging is used unless this is above 0."
         ),
     )
     disaggregation_threshold: str = opt(
         default="auto",
         help=(
-            "Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one "
-            "of the two whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens "
-            "than that are not in its cache; always, the prefill; never, the decode. With auto on both, a prefill "
-            "with little to do serves whole requests where its decode is much slower, or hardly keeps its ITL "
-            "budget."
+            "Instance that computes a prompt if the request names a prefill; decided by the decode. auto: the one "
+            "with the lower estimated TTFT. N: the decode if fewer than N tokens are uncached there. always: the "
+            "prefill. never: the decode. With auto on both, an idle prefill serves whole requests if its decode is "
+            "much slower or close to its ITL budget."
         ),
     )
     disaggregation_ib_device: str | None = opt(
         default=None,
-        help="Accepted for SGLang's command lines; only an RDMA backend would use it.",
+        help="Accepted for compatibility with SGLang; unused without an RDMA backend.",
     )
     disaggregation_bootstrap_timeout: float = opt(
         default=30.0,
-        help="Seconds that either side waits for the other to turn up for a hand-over.",
+        help="Seconds that each side of a hand-over waits for the other to appear.",
         above=0,
     )
     disaggregation_transfer_timeout: float = opt(
         default=120.0,
         help=(
-            "Seconds that a hand-over may stand still once its prompt is being computed: no page lands, nothing is "
-            "computed."
+            "Seconds without progress (no page arrives, no token is computed) after which a hand-over fails once "
+            "its prompt is being computed."
         ),
         above=0,
     )
     disaggregation_queue_timeout: float = opt(
         default=300.0,
-        help="Seconds that a hand-over may wait for memory on the decode, or for its turn on the prefill.",
+        help="Seconds that a hand-over may wait for memory on the decode, or in the queue of the prefill.",
         above=0,
     )
     disaggregation_heartbeat_interval: float = opt(
         default=0.2,
-        help="Seconds between heartbeats of a prefill-decode pair.",
+        help="Seconds between heartbeats of two connected instances.",
         above=0,
     )
     disaggregation_heartbeat_timeout: float = opt(
@@ -147,11 +144,7 @@ class DisaggregationOptions(AccessOptions):
     )
     disable_handover_checksum: bool = opt(
         default=False,
-        help=(
-            "Take KV as it lands, without holding it against the sender's checksums: a page that a network, a "
-            "library or a fault of memory has changed goes into answers, and into the prefix cache, from which "
-            "others get it."
-        ),
+        help="Do not verify received KV by checksums. Damaged pages then reach answers and the prefix cache.",
     )
 
     @property

@@ -16,18 +16,22 @@ class LogOptions:
 
     drain_timeout: float = opt(
         default=30.0,
-        help="Seconds that running requests have to finish after SIGTERM.",
+        help="Seconds for running requests to finish after SIGTERM.",
         at_least=0,
     )
     allow_core_dumps: bool = opt(
         default=False,
         help=(
-            "Let the server's processes dump core, and let debuggers and profilers of its user attach. Both show "
+            "Allow core dumps of the server's processes, and debuggers and profilers of the same user. Both reveal "
             "keys and prompts."
         ),
     )
-    log_level: Literal["debug", "info", "warning", "error"] = opt(default="info", help="Least severe messages to log.")
-    log_format: Literal["text", "json"] = opt(default="text", help="text: a line for people. json: an object a line.")
+    log_level: Literal["debug", "info", "warning", "error"] = opt(
+        default="info", help="Lowest severity of logged messages."
+    )
+    log_format: Literal["text", "json"] = opt(
+        default="text", help="Format of the log. text: for people. json: one object per line."
+    )
 
 
 @section("Processes and logs", order=110)
@@ -35,7 +39,9 @@ class LogOptions:
 class ProcessOptions(LogOptions):
     """Options of the processes of an instance."""
 
-    watchdog_timeout: float = opt(default=60.0, help="Seconds that one step may take before /health says no.", above=0)
+    watchdog_timeout: float = opt(
+        default=60.0, help="Seconds that one step may take before /health reports a failure.", above=0
+    )
     startup_timeout: float = opt(default=300.0, help="Seconds that start-up may take.", above=0)
 
 

@@ -18,29 +18,29 @@ class RankOptions(DisaggregationOptions):
     tp_size: int = opt(
         default=1,
         help=(
-            "Tensor-parallel ranks, each a process with a part of every layer; --threads and --cpus are of all on "
-            "this host, and divided among them. Where the host has as many NUMA nodes, each rank takes one. On GPUs "
-            "(not tried on any yet) each rank has one of its own, and the instance exchanges no KV with others."
+            "Tensor-parallel ranks: processes with a part of every layer each. --threads and --cpus are divided "
+            "among the ranks of a host. Ranks take one NUMA node each if the host has enough. On GPUs (not tried "
+            "yet), each rank has a GPU, and the instance exchanges no KV."
         ),
         at_least=1,
     )
     nnodes: int = opt(
         default=1,
         help=(
-            "Hosts that the ranks are on, as many on each. Every host runs this command with a --node-rank of its "
-            "own; the first one answers."
+            "Hosts of the ranks, with equally many ranks each. Run this command on every host with its own "
+            "--node-rank; the first host serves requests."
         ),
         at_least=1,
     )
-    node_rank: int = opt(default=0, help="Which of them this is, from 0.")
+    node_rank: int = opt(default=0, help="Number of this host, from 0.")
     dist_init_addr: str | None = opt(
         default=None,
         help=(
-            "HOST:PORT on the first of several hosts, where the others meet it. Nothing there is encrypted or asks "
-            "for a secret, and they open other ports as well: a network between them that nobody else is in."
+            "HOST:PORT on the first host at which ranks of other hosts connect. This traffic is neither "
+            "authenticated nor encrypted, and uses further ports: use a network of its own."
         ),
     )
-    pp_size: int = opt(default=1, help="Accepted for SGLang's command lines, as 1: pipeline parallelism is not there.")
+    pp_size: int = opt(default=1, help="Accepted for compatibility with SGLang; must be 1.")
 
     @property
     def ranks_per_host(self) -> int:

@@ -23,108 +23,99 @@ DEFAULT_MAX_LOGPROBS = 1 << 18
 class ScheduleOptions(CacheOptions):
     """Options of the scheduler."""
 
-    max_running_requests: int = opt(default=256, help="Most requests that hold KV memory at once.", at_least=1)
+    max_running_requests: int = opt(default=256, help="Maximum requests that hold KV memory at a time.", at_least=1)
     max_queued_requests: int = opt(
         default=2048,
         help=(
-            "Most requests that wait; one more is answered with 429, and with when half of them should have had "
-            "their turn. Twice as many conversations may wait to be rendered by the chat template, half of them of "
-            "one API key."
+            "Maximum waiting requests; more are answered with 429 and an estimated Retry-After. Twice as many "
+            "conversations may wait for the chat template, half of them from one API key."
         ),
         at_least=1,
     )
     max_logprobs_per_request: int = opt(
         default=DEFAULT_MAX_LOGPROBS,
         help=(
-            "Maximum number of log-probabilities that one request may ask for: its answers x (scored prompt tokens "
-            "+ output tokens) x (1 + alternatives). A request for more is answered with 400, or 413 if only a batch "
-            "comes to more. A request without a limit of output tokens gets as many as fit."
+            "Maximum log-probabilities of one request: answers x (scored prompt tokens + output tokens) x (1 + "
+            "alternatives). More are a 400, or a 413 if only the whole batch exceeds it. A request without an "
+            "output limit gets as many tokens as fit."
         ),
         at_least=1,
     )
-    max_prefill_tokens: int = opt(default=8192, help="Most prompt tokens computed in one step.", at_least=1)
+    max_prefill_tokens: int = opt(default=8192, help="Maximum prompt tokens computed in one step.", at_least=1)
     chunked_prefill_size: int | None = opt(
         default=None,
         help=(
-            "Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. "
-            "Default 2048 on cuda, and on cpu 512, or less where a step in which nobody decodes would take more "
-            "than 250 ms."
+            "Maximum prompt tokens computed in one step; longer prompts are divided into chunks. -1: never divide. "
+            "Default: 2048 on cuda; 512 on cpu, or less if a step without decodes would take more than 250 ms."
         ),
     )
     mixed_chunk_size: int | None = opt(
         default=None,
         help=(
-            "The same for a step in which other requests decode, as they wait for it. Default: as "
-            "chunked_prefill_size; without an ITL budget on cpu 128, and 16 in decode mode. Below page_size a "
-            "prompt moves on within its pages."
+            "Maximum prompt tokens in a step with decodes. Default: --chunked-prefill-size; without an ITL budget "
+            "128 on cpu, 16 in decode mode there. May be below --page-size."
         ),
     )
     itl_budget_ms: float | None = opt(
         default=None,
         help=(
-            "Time that a step in which requests decode should take with the prompt tokens that ride along, in "
-            "milliseconds; or 1.5 times what the decodes take alone, where that is more. How many tokens that is, "
-            "is learned while serving. 0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 "
-            "on cuda."
+            "Target time in milliseconds of a step that computes prompt tokens beside decodes, or 1.5 times the "
+            "decodes alone if that is longer. The number of prompt tokens is learned while serving. 0, or "
+            "--chunked-prefill-size -1: no budget. Default: 40 on cpu, 0 on cuda."
         ),
     )
     ttft_target_ms: float | None = opt(
         default=None,
         help=(
-            "Time to the first token that requests should not exceed, in milliseconds. Where the request that has "
-            "waited longest is expected to exceed it, a step with prompts may take up to 6 times what one of a "
-            "single token takes, even if that is more than --itl-budget-ms. 0 switches it off. Default 3000 on cpu, "
-            "0 on cuda."
+            "Target time to first token in milliseconds. If the longest waiting request is expected to exceed it, "
+            "steps with prompts may take up to 6 times the time of a single token, even beyond --itl-budget-ms. 0: "
+            "no target. Default: 3000 on cpu, 0 on cuda."
         ),
     )
     schedule_policy: SchedulePolicyName = opt(
         default="auto",
         help=(
-            "Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s apart), srpf "
-            "(shortest remaining prefill first, between pieces of longer prompts too, none of which waits for what "
-            "comes later than 12 times its own time behind it), lpm (longest cached prefix first), dfs-weight (the "
-            "same depth first, where most requests share a prefix), lof (longest output first), random (by "
-            "random_seed), priority (fcfs within each priority, with --enable-priority-scheduling implied). auto "
-            "takes fcfs in decode mode, else srpf."
+            "Order of waiting requests: fcfs (arrival; prompts of a batch count as 0.1 s apart), srpf (shortest "
+            "remaining prefill, with aging: at most 12 times a prompt's own time), lpm (longest cached prefix), "
+            "dfs-weight (largest shared prefix, depth first), lof (longest output), random (by --random-seed), "
+            "priority (fcfs within each priority; implies --enable-priority-scheduling). auto: fcfs in decode mode, "
+            "else srpf."
         ),
     )
     enable_priority_scheduling: bool = opt(
         default=False,
-        help='Let the "priority" of requests count before the policy: higher values first, without it 0.',
+        help='Order requests by their "priority" before the policy, higher values first; 0 if a request has none.',
     )
-    schedule_low_priority_values_first: bool = opt(default=False, help="With priorities, lower values go first.")
+    schedule_low_priority_values_first: bool = opt(default=False, help="With priorities: lower values first.")
     priority_scheduling_preemption_threshold: int = opt(
         default=10,
         help=(
-            "With priorities, a request takes the memory of running ones whose priority is further below its own "
-            "than this."
+            "With priorities: a waiting request takes the memory of running requests with a priority that is lower "
+            "by more than this."
         ),
     )
     fair_scheduling: bool = opt(
         default=False,
         help=(
-            'Share the instance between those who compete for it: API keys, and below them the "user" that requests '
-            "name. Who has been given least goes next, and a queue that is full has room for a key that has less "
-            "than its part of it."
+            'Share the instance fairly between API keys, and within a key between the "user" names of its requests. '
+            "The one with the least service goes next. A full queue accepts requests of keys below their share."
         ),
     )
     schedule_conservativeness: float = opt(
         default=1.0,
         help=(
-            "Factor for the memory that is kept back for output, as it is foreseen from the lengths of earlier "
-            "ones: above 1 admits fewer requests to avoid retraction, below 1 more."
+            "Factor on the memory reserved for expected output. Above 1: fewer running requests, fewer retractions. "
+            "Below 1: more."
         ),
         above=0,
     )
-    disable_overlap_schedule: bool = opt(default=False, help="Plan a step only when the one before it is done.")
+    disable_overlap_schedule: bool = opt(default=False, help="Plan a step only after the previous one is done.")
     stream_interval: int = opt(
         default=1,
-        help=(
-            "A streaming client gets its first token at once, then news every so many tokens; the end always at once."
-        ),
+        help="Tokens between two events of a stream. The first token and the end are sent at once.",
         at_least=1,
     )
-    random_seed: int = opt(default=0, help="Seed of dummy weights.", at_least=0)
+    random_seed: int = opt(default=0, help="Seed of dummy weights and of --schedule-policy random.", at_least=0)
 
     @property
     def uses_priorities(self) -> bool:

@@ -18,36 +18,35 @@ class ApiOptions:
     cache_by_key: bool | None = opt(
         default=None,
         help=(
-            "Keep the cached prefixes of each key apart: how soon an answer begins, and how many of its tokens were "
-            "cached, then tells nothing of others' prompts. Default: where there are several keys, or an admin key; "
-            "=false for never."
+            "Separate the prefix cache by API key. Otherwise, response times and cached_tokens reveal whether "
+            "another key has sent the same prefix. Default: on with several keys or an admin key; =false turns it "
+            "off."
         ),
     )
     unknown_fields: Literal["warn", "refuse", "ignore"] = opt(
         default="warn",
         help=(
-            "What becomes of a request's fields that no API here knows: warn (ignored, named in the header "
-            "x-pdserve-ignored of the answer and once in the log), refuse (400, with the nearest name that exists), "
-            "ignore (silently)."
+            "Unknown fields in a request. warn: ignore them, name them in the response header x-pdserve-ignored and "
+            "once in the log. refuse: 400, with the nearest known name. ignore: ignore them silently."
         ),
     )
     sampling_defaults: Literal["model", "none"] = opt(
         default="model",
         help=(
-            "Where sampling parameters come from that a request leaves out: model (its generation_config.json, "
-            "where there is one), none (the API's own: temperature 1, nothing cut off)."
+            "Sampling parameters that a request leaves out. model: from generation_config.json, if there is one. "
+            "none: the API's defaults (temperature 1, no truncation)."
         ),
     )
     incremental_streaming_output: bool = opt(
         default=False,
         help=(
-            'Events of a /generate stream hold what is new, not everything so far; a request\'s "incremental" says '
-            "otherwise."
+            'Events of a /generate stream hold new text only, not the text so far. A request\'s "incremental" '
+            "overrides this."
         ),
     )
     metrics_aliases: Literal["none", "vllm", "sglang"] = opt(
         default="none",
-        help="Names that /metrics shows beside pdserve's own: those that the dashboards of vllm or sglang ask for.",
+        help="Additional metric names on /metrics, as the dashboards of vllm or sglang expect them.",
     )
 
 
@@ -59,20 +58,22 @@ class SessionOptions:
     kv_sessions_dir: str | None = opt(
         default=None,
         help=(
-            "A folder in which POST /kv/snapshot writes requests down, that go on after a restart or at another "
-            "instance that has it, too. Their KV goes to the third tier; without one it is computed again. Who may "
-            "write there is trusted."
+            "Folder for sessions, which POST /kv/snapshot writes and POST /kv/restore continues, also after a "
+            "restart or at another instance with the same folder. KV goes to the third tier; without one it is "
+            "recomputed. Users with write access are trusted."
         ),
     )
     kv_sessions_ttl: float = opt(
         default=168.0,
-        help="Hours after which a session is gone, and its KV may go from the store. A request may ask for less.",
+        help="Hours until a session expires. A request may ask for less.",
     )
     kv_sessions_size: float = opt(
         default=10.0,
-        help="Most GB that all sessions take together, with the KV that is kept for them.",
+        help="Maximum size of all sessions with their KV, in GB.",
     )
-    kv_sessions_quota: float = opt(default=2.0, help="The same of the sessions of one API key.")
+    kv_sessions_quota: float = opt(
+        default=2.0, help="Maximum size of the sessions of one API key with their KV, in GB."
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield a complaint for each wrong option."""

@@ -22,17 +22,17 @@ class ClusterOptionsError(ValueError):
 class ShapeOptions:
     """How many instances a cluster has, and what becomes of their processes."""
 
-    prefill: int = opt(default=1, help="How many prefill instances to start.")
-    decode: int = opt(default=1, help="How many decode instances to start.")
-    unified: int = opt(default=0, help="How many instances to start that serve whole requests.")
+    prefill: int = opt(default=1, help="Number of prefill instances.")
+    decode: int = opt(default=1, help="Number of decode instances.")
+    unified: int = opt(default=0, help="Number of unified instances, which serve whole requests.")
     max_restarts: int = opt(
         default=10,
-        help="How often in a minute a process that died is started again; one more death ends the cluster.",
+        help="Maximum restarts of a dead process within a minute; one more death ends the cluster.",
     )
     log_dir: str | None = opt(
         default=None,
         help=(
-            "Folder for one log file a process; default: all to stderr, each line after its process's name. A "
+            "Folder for one log file per process. Default: all to stderr, each line after its process's name. A "
             "folder of another user is refused, and so are links in it."
         ),
     )
@@ -47,15 +47,15 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
 
     host: str = opt(
         default="127.0.0.1",
-        help="Address that the router listens on; the instances always listen on 127.0.0.1.",
+        help="Address that the router listens on. Instances always listen on 127.0.0.1.",
         not_empty=True,
     )
     port: int = opt(default=8000, help="Port of the router's HTTP API; 0 takes a free one.")
     send_timeout: float = opt(
         default=60.0,
         help=(
-            "Seconds in which a client has to take some of what it is sent; else its connection is closed and its "
-            "request ended. The router has twice as long for what instances send it."
+            "Seconds without progress after which a connection to a client that does not read is closed, and its "
+            "request ended. The router's limit for reading from instances is twice as long."
         ),
         above=0,
     )
@@ -69,29 +69,28 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
     mem_fraction_static: float | None = opt(
         default=None,
         help=(
-            "Share of the device's memory for weights and KV pools of all instances together, split evenly; default "
+            "Share of device memory for weights and KV pools of all instances together, divided evenly. Default: "
             "0.88 on cuda, 0.3 on cpu."
         ),
     )
     threads: int | None = opt(
         default=None,
         help=(
-            "Compute threads of each model worker; default: one for each core that it is given, within the CPU quota."
+            "Compute threads of each model worker. Default: one for each core that it is given, within the CPU quota."
         ),
         at_least=1,
     )
     cpus: str | None = opt(
         default=None,
         help=(
-            'Cores that the model workers divide among themselves, like "0,2-3"; default: the physical cores this '
-            "process may use, efficiency cores left out. Under a CPU quota smaller than that they are bound to "
-            "none."
+            'Cores that the model workers divide among themselves, such as "0,2-3". Default: the physical cores '
+            "that this process may use, without efficiency cores. Under a smaller CPU quota, threads are not bound."
         ),
     )
-    startup_timeout: float = opt(default=300.0, help="Seconds that the whole cluster may take to start.", above=0)
+    startup_timeout: float = opt(default=300.0, help="Seconds that the start of the whole cluster may take.", above=0)
     drain_timeout: float = opt(
         default=10.0,
-        help="Seconds that running requests have to finish after Ctrl-C or SIGTERM; a second Ctrl-C doesn't wait.",
+        help="Seconds for running requests to finish after Ctrl-C or SIGTERM. A second Ctrl-C stops at once.",
         at_least=0,
     )
     disaggregation_mode: DisaggregationMode = opt(default="unified", help=HIDDEN)

@@ -22,79 +22,74 @@ class TierOptions(CacheOptions):
 
     enable_hierarchical_cache: bool = opt(
         default=False,
-        help="Keep computed prefixes in host memory as well, the second tier, when the KV pool has no room for them.",
+        help="Keep computed prefixes in host memory (the second tier) when they leave the KV pool.",
     )
-    hicache_ratio: float = opt(default=2.0, help="Size of the second tier as a multiple of the KV pool's.")
-    hicache_size: float = opt(default=0.0, help="The same in GB; 0: as --hicache-ratio says.")
+    hicache_ratio: float = opt(default=2.0, help="Size of the second tier as a multiple of the KV pool.")
+    hicache_size: float = opt(default=0.0, help="Size of the second tier in GB; 0: by --hicache-ratio.")
     hicache_folder: str | None = opt(
         default=None,
         help=(
-            "Where the second tier's file lies, which has no name and goes with the server; default: where the "
-            "system keeps temporary ones. It should be a disk, or memory that is free."
+            "Folder of the second tier's unnamed file: on a disk, or in memory that is free. Default: the system's "
+            "folder for temporary files."
         ),
     )
     hicache_host_dtype: Literal["auto", "int8"] = opt(
         default="auto",
         help=(
-            "How pages look in the second and third tier: as in the pool (auto), or rounded to int8, which takes "
-            "about half the memory, and what comes back is no longer exactly what was computed."
+            "Type of pages in the second and third tier. auto: as in the pool. int8: rounded, about half the size; "
+            "restored pages are then not exactly those that were computed."
         ),
     )
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = opt(
         default="write_through",
         help=(
-            "When a page goes to the second tier: as soon as it is computed (write_through), when it was found for "
-            "another request (write_through_selective), or when the pool gives it up (write_back)."
+            "When a page is copied to the second tier: when computed (write_through), when found by another request "
+            "(write_through_selective), or when evicted (write_back)."
         ),
     )
     hicache_io_backend: Literal["kernel", "direct"] = opt(
         default="kernel",
-        help="Accepted for SGLang's command lines: pages are copied by the processor here.",
+        help="Accepted for compatibility with SGLang: the processor copies pages.",
     )
     hicache_storage_backend: StoreName | None = opt(
         default=None,
-        help=(
-            "A third tier behind it, which outlives the server and may be shared by several: file (a folder) or "
-            "redis (Redis or Valkey)."
-        ),
+        help="Third tier, which outlives the server and can be shared: file (a folder) or redis (Redis or Valkey).",
     )
     hicache_storage_url: str | None = opt(
         default=None,
         help=(
-            "The folder, or redis://HOST:PORT/DB. Who may write to it is trusted, unless pages are sealed with a key."
+            "Folder, or redis://HOST:PORT/DB. Users with write access are trusted unless pages are sealed "
+            "(--hicache-storage-key-file)."
         ),
     )
     hicache_storage_url_file: str | None = opt(
         default=None,
-        help=(
-            "A file that holds --hicache-storage-url, for one with a password: arguments can be read by other users."
-        ),
+        help="File with --hicache-storage-url, for a URL with a password: other users can read arguments.",
     )
     hicache_storage_key_file: str | None = opt(
         default=None,
         help=(
-            "File with a secret that stored pages are sealed with, the same for all instances that share the store; "
-            "two lines while it changes. A page that was not written with it counts as not there. Pages are not "
-            "encrypted."
+            "File with a secret that seals stored pages, the same for all instances that share the store; two lines "
+            "while it changes. Pages without a valid seal count as missing. Pages are not encrypted."
         ),
     )
     hicache_storage_size: float = opt(
         default=10.0,
         help=(
-            "Most GB that the folder's pages take together; the longest unused go. Redis has a limit of its own "
-            "(maxmemory)."
+            "Maximum size of the folder's pages in GB; least recently used pages are removed. Redis has its own "
+            "limit (maxmemory)."
         ),
     )
     hicache_storage_timeout: float = opt(
         default=2.0,
-        help="Seconds of each wait for Redis. A store that fails three times in a row is left alone for a while.",
+        help="Timeout of each Redis operation in seconds. A store that fails three times in a row is paused.",
     )
     hicache_storage_prefetch_policy: Literal["auto", "best_effort", "wait_complete", "timeout"] = opt(
         default="auto",
         help=(
-            "How long a request waits for the third tier, 10 s at most: while that is expected to be sooner than "
-            "computing (auto), not at all (best_effort), until it has answered (wait_complete), or for 0.25 s and "
-            "0.1 s more per 1,000 tokens (timeout)."
+            "How long a request waits for the third tier, at most 10 s. auto: while that is expected to be faster "
+            "than computing. best_effort: not at all. wait_complete: until it has answered. timeout: 0.25 s, and "
+            "0.1 s more per 1,000 tokens."
         ),
     )
 

@@ -16,98 +16,87 @@ class AccessOptions:
 
     host: str = opt(
         default="127.0.0.1",
-        help="Address to listen on. Other than a loopback address only when you say so.",
+        help="Address to listen on.",
         not_empty=True,
     )
-    port: int = opt(default=30000, help="Port of the HTTP API.")
+    port: int = opt(default=30000, help="Port of the HTTP API; 0 takes a free one.")
     api_key: str | None = opt(
         default=None,
         help=(
-            'When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read '
-            "arguments: better in the variable PDSERVE_API_KEY, or in a file."
+            'API key that requests must send as "Authorization: Bearer KEY", except for /health. Other users of the '
+            "host can read arguments: prefer the variable PDSERVE_API_KEY or --api-key-file."
         ),
         not_empty=True,
     )
     api_key_file: str | None = opt(
         default=None,
-        help=(
-            "File with a key a line, or a name and a key: one for each user, who can't abort what another asked for."
-        ),
+        help="File with one API key per line, or a name and a key. A key cannot abort requests of another key.",
     )
     admin_key_file: str | None = opt(
         default=None,
         help=(
-            "File with the key that it takes to end or change this server, to flush the cache and to abort what "
-            "others asked for. Without it the only key is the admin's; without one, a key is drawn at the start, "
-            "and the log says where."
+            "File with the admin key, which may end or change this server, flush the cache, and abort every "
+            "request. Without it, a single API key is also the admin key; without any key, one is drawn at start, "
+            "and the log names its file."
         ),
     )
     no_keys: bool = opt(
         default=False,
-        help=(
-            "Ask nobody for a key although --host is no loopback address: whoever reaches it may use this server. "
-            "Where keys are given, they are asked for all the same."
-        ),
+        help="Do not ask for keys although --host is not a loopback address. Keys that are given are still required.",
     )
     cluster_secret_file: str | None = opt(
         default=None,
-        help=(
-            "File with the secret that this cluster's instances and routers know each other by; two lines while it "
-            "changes."
-        ),
+        help="File with the secret of this cluster, the same for all instances. Two lines while the secret changes.",
     )
     allowed_hosts: str | None = opt(
         default=None,
         help=(
-            "Names, with commas in between, that clients may call this server by in their Host header where it "
-            "listens on a loopback address and asks for no key; * for any. Without it: localhost and loopback "
-            "addresses."
+            "Comma-separated names that clients may use in the Host header if the server listens on a loopback "
+            "address without keys; * for any. Default: localhost and loopback addresses."
         ),
     )
     allowed_origins: str | None = opt(
         default=None,
         help=(
-            "Origins, with commas in between, whose web pages may use this server from a browser, like "
-            "https://chat.example.org; * for any. Without it: none but its own."
+            "Comma-separated origins of web pages that may use this server from a browser, such as "
+            "https://chat.example.org; * for any. Default: only its own."
         ),
     )
     trusted_proxies: str | None = opt(
         default=None,
         help=(
-            "Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who "
-            "a client is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none."
+            "Comma-separated addresses and networks of reverse proxies with a trusted X-Forwarded-For, such as "
+            "10.0.0.7,192.168.0.0/16. Used for logs only. Default: none."
         ),
     )
     send_timeout: float = opt(
         default=120.0,
         help=(
-            "Seconds in which a client has to take some of what it is sent; else its connection is closed and its "
-            "request ended. An instance's is to be longer than its router's, whose clients are the slow ones."
+            "Seconds without progress after which a connection to a client that does not read is closed, and its "
+            "request ended. Set it higher than the router's --send-timeout."
         ),
         above=0,
     )
     keep_alive_timeout: float = opt(
         default=75.0,
         help=(
-            "Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps "
-            "its own."
+            "Seconds to keep an idle client connection open. Set it higher than the same timeout of a proxy in front."
         ),
         above=0,
     )
     max_concurrent_requests: int = opt(
         default=8192,
         help=(
-            "Most requests that are served at once; one more is answered with 503. Health checks, metrics and the "
-            "admin's orders don't count. /abort_request and /health_generate have a count of their own, with the "
-            "same limit."
+            "Maximum requests served at a time; more are answered with 503. Health checks, metrics and admin "
+            "requests do not count. /abort_request and /health_generate have a separate count with the same limit."
         ),
         at_least=1,
     )
     metrics_without_key: bool = opt(
         default=False,
-        help="Answer /metrics without the API key; it tells how much is used.",
+        help="Answer /metrics without an API key. It reveals how much is used.",
     )
-    disable_access_log: bool = opt(default=False, help="Log no line for each request that was answered.")
+    disable_access_log: bool = opt(default=False, help="Do not log a line for each response.")
 
     def problems(self) -> Iterator[str]:
         """Yield a complaint for each wrong option."""
