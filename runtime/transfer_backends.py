@@ -49,6 +49,8 @@ class BackendSpec:
     Memory that went back to the system would come again at other physical pages, and peers would write to the old ones.
     So such a pool keeps its size.
     """
+    moves_nothing: bool = False
+    """Whether pages are not moved at all: for tests."""
     check: Callable[[BackendOptions], Iterator[str]] = _nothing
     """Yield a complaint for each option of the instance that does not work with the backend."""
 
@@ -77,7 +79,7 @@ BACKENDS = {
         stays_on_devices=True,
         check=_check_cuda_ipc,
     ),
-    "fake": BackendSpec("fake.FakeBackend", "moves nothing, for tests"),
+    "fake": BackendSpec("fake.FakeBackend", "moves nothing, for tests", moves_nothing=True),
 }
 """Every backend by its name, in the order of help texts."""
 

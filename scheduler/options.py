@@ -12,7 +12,7 @@ from ..model_files.options import ModelOptions
 from ..runtime.options import opt, section
 from ..runtime.process_options import ChildOptions
 from ..runtime.rank_options import RankOptions
-from .policy_registry import SchedulePolicyName, reads_cache
+from .policy_registry import SchedulePolicyName, implies_priorities, reads_cache
 
 DEFAULT_MAX_LOGPROBS = 1 << 18
 """About 5 MB in messages and 80 MiB in the HTTP process: 32k tokens with 7 alternatives each, 12k with 20."""
@@ -120,7 +120,7 @@ class ScheduleOptions(CacheOptions):
     @property
     def uses_priorities(self) -> bool:
         """Whether the priorities of requests count."""
-        return self.enable_priority_scheduling or self.schedule_policy == "priority"
+        return self.enable_priority_scheduling or implies_priorities(self.schedule_policy)
 
     def problems(self) -> Iterator[str]:
         """Yield a complaint for each wrong option."""

@@ -16,6 +16,8 @@ class PolicySpec(NamedTuple):
     """Module of ``policies/`` and class."""
     reads_cache: bool = False
     """Whether it orders requests by their cached prefixes, so that it needs a prefix cache."""
+    implies_priorities: bool = False
+    """Whether the priorities of requests count with it, as with ``--enable-priority-scheduling``."""
 
 
 POLICIES = {
@@ -26,7 +28,7 @@ POLICIES = {
     "lof": PolicySpec("by_key.LongestOutputFirst"),
     "random": PolicySpec("by_key.Random"),
     # First come, first served within each priority, which ``WaitingQueue`` handles.
-    "priority": PolicySpec("by_key.FirstComeFirstServed"),
+    "priority": PolicySpec("by_key.FirstComeFirstServed", implies_priorities=True),
 }
 AUTO = "auto"
 """Choose by the mode in which the instance starts."""
@@ -41,3 +43,8 @@ else:
 def reads_cache(name: str) -> bool:
     """Return whether the policy ``name`` orders requests by their cached prefixes."""
     return name in POLICIES and POLICIES[name].reads_cache
+
+
+def implies_priorities(name: str) -> bool:
+    """Return whether the priorities of requests count with the policy ``name``."""
+    return name in POLICIES and POLICIES[name].implies_priorities

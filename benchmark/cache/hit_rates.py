@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ...mem_cache.eviction_policies import EvictionPolicyName
 from ...mem_cache.pages import floor_to_page
 from ...messages.base import I32
 from ...scheduler.options import SchedulerOptions
 from ..prompts import TokenRange
 from ..schedule.virtual_instance import NEVER, Job, VirtualInstance
 from ..trace import TraceReplay, read_trace
-from .options import CacheBenchOptions, EvictionPolicy
+from .options import CacheBenchOptions
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class HitRate:
     ``share`` is the part of all different tokens that fits the pool. ``rate`` is the part of prompt tokens with a hit.
     """
 
-    policy: EvictionPolicy
+    policy: EvictionPolicyName
     share: float
     pool_tokens: int
     rate: float
@@ -75,7 +76,7 @@ def totals(jobs: list[Job], page_size: int) -> TraceTotals:
 
 
 def hit_rate(
-    options: CacheBenchOptions, policy: EvictionPolicy, share: float, jobs: list[Job], different: int
+    options: CacheBenchOptions, policy: EvictionPolicyName, share: float, jobs: list[Job], different: int
 ) -> HitRate:
     """Run the trace once. Requests that do not fit the pool by themselves are left out, and not counted."""
     page = options.page_size

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from ...mem_cache.eviction_policies import EvictionPolicyName
 from ..errors import BenchOptionsError
-
-EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "priority", "slru"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class CacheBenchOptions:
     trace: Path | None = None
     num_requests: int | None = None
     length_scale: float = 1 / 32
-    policies: list[EvictionPolicy] = field(default_factory=lambda: ["lru", "lfu", "fifo", "mru", "slru"])
+    policies: list[EvictionPolicyName] = field(default_factory=lambda: ["lru", "lfu", "fifo", "mru", "slru"])
     pool_share: list[float] = field(default_factory=lambda: [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
     plot: Path | None = None
     output_json: Path | None = None

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ...scheduler.policy_registry import POLICIES
 from ..errors import BenchOptionsError
 
-Policy = Literal["fcfs", "srpf", "lpm", "dfs-weight", "lof", "random"]
+if TYPE_CHECKING:
+    TracePolicyName = str
+else:
+    TracePolicyName = Literal[tuple(name for name, spec in POLICIES.items() if not spec.implies_priorities)]
+"""A policy that orders the requests of a trace, which have no priorities."""
 Rule = Literal["forecast", "ratio"]
 
 
@@ -56,7 +61,7 @@ class ScheduleBenchOptions:
 
     trace: Path | None = None
     num_requests: int | None = None
-    policies: list[Policy] = field(default_factory=lambda: ["fcfs", "srpf"])
+    policies: list[TracePolicyName] = field(default_factory=lambda: ["fcfs", "srpf"])
     admission: list[Rule] = field(default_factory=lambda: ["forecast"])
     prefill_only: bool = False
     length_scale: float = 1 / 16

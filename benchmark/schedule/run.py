@@ -13,7 +13,7 @@ from ...scheduler.options import SchedulerOptions
 from ..errors import BenchError
 from ..prompts import TokenRange
 from ..trace import TraceReplay, read_trace
-from .options import Policy, Rule, ScheduleBenchOptions
+from .options import Rule, ScheduleBenchOptions, TracePolicyName
 from .ratio import RatioAdmission
 from .virtual_instance import NEVER, Job, Outcome, VirtualInstance, ttft_ms
 
@@ -28,7 +28,7 @@ class Result:
     ``plan_us`` is the scheduler's own time per step, by this machine's clock.
     """
 
-    policy: Policy
+    policy: TracePolicyName
     admission: Rule
     short_mean: float
     short_p99: float
@@ -75,7 +75,7 @@ def run_schedule_bench(options: ScheduleBenchOptions) -> int:
     return 0
 
 
-def _run(options: ScheduleBenchOptions, policy: Policy, rule: Rule, jobs: list[Job]) -> Result:
+def _run(options: ScheduleBenchOptions, policy: TracePolicyName, rule: Rule, jobs: list[Job]) -> Result:
     server = SchedulerOptions(
         schedule_policy=policy,
         schedule_conservativeness=options.conservativeness,
@@ -113,7 +113,7 @@ def _use_ratio(instance: VirtualInstance, conservativeness: float) -> None:
 
 
 def _result(
-    policy: Policy, rule: Rule, instance: VirtualInstance, outcomes: list[Outcome], start: float, took: float
+    policy: TracePolicyName, rule: Rule, instance: VirtualInstance, outcomes: list[Outcome], start: float, took: float
 ) -> Result:
     ttft = ttft_ms(outcomes, start)
     lengths = np.array([len(o.job.prompt) for o in outcomes])

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ...runtime.transfer_backends import BACKENDS
 from ..errors import BenchOptionsError
 
-TransferBackendName = Literal["tcp", "shm", "nixl", "mooncake"]
+HOST_BACKENDS = tuple(name for name, spec in BACKENDS.items() if not spec.stays_on_devices and not spec.moves_nothing)
+"""Transfer backends that move pages of host memory, which is what is measured here."""
+
+if TYPE_CHECKING:
+    HostBackendName = str
+else:
+    HostBackendName = Literal[HOST_BACKENDS]
 Contiguity = Literal["scattered", "adjacent"]
 
 
@@ -37,7 +44,7 @@ class TransferBenchOptions:
         File for the results: what each round measured.
     """
 
-    backends: list[TransferBackendName] = field(default_factory=lambda: ["tcp", "shm", "nixl", "mooncake"])
+    backends: list[HostBackendName] = field(default_factory=lambda: list(HOST_BACKENDS))
     page_bytes: list[int] = field(default_factory=lambda: [65536, 368640, 737280])
     request_mib: list[float] = field(default_factory=lambda: [1.0, 16.0, 64.0])
     contiguity: list[Contiguity] = field(default_factory=lambda: ["scattered", "adjacent"])

@@ -10,7 +10,7 @@ from rich.console import Console
 from .cases import Case, PageLists, cases_of, pages_of
 from .contestant import Contestant, LeftOut
 from .messages import MEMCPY, How, Way
-from .options import TransferBackendName, TransferBenchOptions
+from .options import HostBackendName, TransferBenchOptions
 from .pools import SharedPools
 from .process import SideError
 from .results import CaseResult, Round, TransferResults
@@ -19,7 +19,7 @@ LIBRARIES = ("nixl", "mooncake")
 """Backends whose library can be measured alone."""
 
 
-def ways_of(backends: list[TransferBackendName]) -> list[Way]:
+def ways_of(backends: list[HostBackendName]) -> list[Way]:
     """Return the ways to measure: these backends, and what they are compared with."""
     ways = [MEMCPY]
     for name in backends:
