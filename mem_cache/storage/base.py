@@ -43,6 +43,20 @@ class StoreUsage(NamedTuple):
     evicted_pages: int
 
 
+class StoreRequest(NamedTuple):
+    """Where and how a store keeps pages."""
+
+    url: str
+    """What ``--hicache-storage-url`` says, never empty."""
+    page_bytes: int
+    limit: int
+    """Maximum bytes of the pages together, for a store that evicts them itself."""
+    timeout: float
+    """Maximum seconds of one wait for a server."""
+    framing: Framing | None = None
+    """Framing of stored pages. Without one, pages have a checksum."""
+
+
 class PageStore(ABC):
     """Pages of ``page_bytes`` by hash (``page_hash.py``). Calls block; they come from one thread at a time."""
 

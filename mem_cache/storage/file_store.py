@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...runtime.trusted_path import distrust, make_private_folder
-from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
+from .base import PageStore, StoreFull, StoreMisconfigured, StoreRequest, StoreUnavailable, StoreUsage
 from .frame import SUFFIXES, BadFrame, Framing
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -307,3 +307,8 @@ def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[i + 1 :]]
         count -= buffer.nbytes
     return []
+
+
+def open_file_store(request: StoreRequest) -> FileStore:
+    """Open the store in a folder. Raises ``StoreMisconfigured``."""
+    return FileStore(Path(request.url), request.page_bytes, request.limit, request.framing)

@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
+from .base import PageStore, StoreFull, StoreMisconfigured, StoreRequest, StoreUnavailable, StoreUsage
 from .frame import BadFrame, Framing
 
 BATCH_BYTES = 16 << 20
@@ -113,3 +113,8 @@ class RedisStore(PageStore):
         # What the library says may name the URL's password.
         pool = self._client.connection_pool.connection_kwargs
         return StoreUnavailable(f"Redis at {pool.get('host')}:{pool.get('port')}: {type(error).__name__}")
+
+
+def open_redis_store(request: StoreRequest) -> RedisStore:
+    """Prepare the connection to a server, which need not be there yet. Raises ``StoreMisconfigured``."""
+    return RedisStore(request.url, request.page_bytes, request.timeout, request.framing)

@@ -1,16 +1,46 @@
-"""Stores by name, imported only when chosen."""
+"""The registry of stores of KV pages, which ``--hicache-storage-backend`` names.
+
+To add one, write its class, and a function that opens it, in a file of this folder and add a line to ``STORES``. The
+file is imported only when its store is chosen.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...runtime.cluster_secret import KeyRing
-from .base import PageStore, StoreMisconfigured
+from .base import PageStore, StoreMisconfigured, StoreRequest
 from .frame import Framing
 
-StoreName = Literal["file", "redis"]
-INSTALL_REDIS = "--hicache-storage-backend redis needs the redis client: pip install 'pdserve[redis]'"
+
+class StoreSpec(NamedTuple):
+    """One store."""
+
+    path: str
+    """Module of this folder, and function that opens the store."""
+    example: str
+    """A URL of such a store, for messages."""
+    needs: str | None = None
+    """What the store needs beside pdserve itself, and how to get it. None: it needs nothing."""
+
+
+STORES = {
+    "file": StoreSpec("file_store.open_file_store", "/var/cache/pdserve"),
+    "redis": StoreSpec(
+        "redis_store.open_redis_store",
+        "redis://127.0.0.1:6379/0",
+        needs="the redis client: pip install 'pdserve[redis]'",
+    ),
+}
+"""Every store by its name, in the order of help texts."""
+
+if TYPE_CHECKING:
+    StoreName = str
+else:
+    StoreName = Literal[tuple(STORES)]
+"""A name in ``STORES``. The command line shows and checks these choices; a type checker can't read them."""
 
 
 def make_store(
@@ -23,20 +53,19 @@ def make_store(
 
     Raises ``StoreMisconfigured``.
     """
+    spec = STORES[name]
     if not url:
-        example = "/var/cache/pdserve" if name == "file" else "redis://127.0.0.1:6379/0"
-        raise StoreMisconfigured(f"--hicache-storage-backend {name} needs --hicache-storage-url, like {example}")
+        raise StoreMisconfigured(f"--hicache-storage-backend {name} needs --hicache-storage-url, like {spec.example}")
     framing: Framing | None = None
     if ring is not None:
         from .sealed_frame import Sealed
 
         framing = Sealed(ring)
-    if name == "file":
-        from .file_store import FileStore
-
-        return FileStore(Path(url), page_bytes, limit, framing)
+    module, function = spec.path.split(".")
     try:
-        from .redis_store import RedisStore
+        open_store: Callable[[StoreRequest], PageStore] = getattr(import_module(f".{module}", __package__), function)
     except ImportError as e:
-        raise StoreMisconfigured(INSTALL_REDIS) from e
-    return RedisStore(url, page_bytes, timeout, framing)
+        if spec.needs is None:
+            raise
+        raise StoreMisconfigured(f"--hicache-storage-backend {name} needs {spec.needs}") from e
+    return open_store(StoreRequest(url, page_bytes, limit, timeout, framing))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pdserve.benchmark.errors import BenchOptionsError
+from pdserve.mem_cache.storage.registry import StoreName
 
 MOST_TURN_TOKENS = 128
 """Maximum tokens that a turn adds to a conversation: its answer, and the next question."""
@@ -47,7 +48,7 @@ class TierBenchOptions:
 
     measure: Literal["resume", "agents", "pair"] = "resume"
     model_path: str = "smollm2"
-    store: Literal["file", "redis"] = "file"
+    store: StoreName = "file"
     url: str = ""
     tokens: list[int] = field(default_factory=lambda: [1024, 4096, 7168])
     repeat: int = 3
