@@ -19,7 +19,7 @@ import pytest
 from support.machine import limit
 from support.processes import ONE_THREAD, Pair, free_ports, freeze, launched, pd_pair, wait_until
 
-from pdserve.disaggregation.handover.kv_manager import LEASE_SECONDS
+from pdserve.disaggregation.handover.membership import LEASE_SECONDS
 
 DECODES = ["worker", "scheduler", "detokenizer", "supervisor"]
 OTHERS = ["tokenizer", "http"]
