@@ -70,7 +70,8 @@ class PoolCopies:
 
     def new_ms(self) -> float:
         """Return the milliseconds of the copies added since the last call."""
-        return self.pace.new_ms(self._sealed + len(self._before) + len(self._after))
+        total = self._sealed + len(self._before) + len(self._after)
+        return self.pace.new_ms(total) if total else 0.0
 
     def on_copied(self, event: PagesCopied) -> None:
         """Note that the worker has made copies."""

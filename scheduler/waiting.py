@@ -148,7 +148,12 @@ class WaitingQueue:
         """
         for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
-            yield from self._in_turn(self._turns.get(rank, []), computing_only)
+            turns = self._turns.get(rank, [])
+            # A tenant that is alone needs no turns. Without fair shares, every step passes here.
+            if len(turns) == 1 and self._lanes.get(turns[0].lane) == turns[0].number:
+                yield from self.policy.order(turns[0].number, computing_only=computing_only)
+            else:
+                yield from self._in_turn(turns, computing_only)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Return those of ``others``, waiting or begun, that go before ``req``: see the policy.
