@@ -18,7 +18,7 @@ import orjson
 from ..runtime.web.client.client import RESEND_IDLE_SECONDS, header_lines, request_head
 from ..runtime.web.client.connection import Connection, Headers
 from ..runtime.web.client.errors import ClientError, ConnectionGone
-from ..runtime.web.client.pool import Origin, Pool
+from ..runtime.web.client.pool import ConnectionPool, Origin
 from .errors import RequestError
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -47,7 +47,7 @@ class _TimedConnection(Connection):
 
 
 class _Exchange:
-    """One request and its answer: what a ``Receiver`` is. ``text``: a body that no sink took."""
+    """One request and its answer: what a ``ResponseReceiver`` is. ``text``: a body that no sink took."""
 
     def __init__(self, connection: _TimedConnection, sink: BodySink | None) -> None:
         self.text = bytearray()
@@ -67,18 +67,18 @@ class _Exchange:
                 self._connection.close()
 
     def take_head(self, status: int, headers: Headers) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         self._status = status
 
     def take_body(self, data: bytes) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         if self._status == 200 and self._sink is not None:
             self._sink.feed(data, self._connection.now)
         else:
             self.text += data
 
     def take_end(self, error: ClientError | None) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         if self._done.done():
             return
         if error is None:
@@ -101,7 +101,7 @@ class HttpClient:
         if api_key:
             headers.append((b"authorization", f"Bearer {api_key}".encode()))
         self._headers = header_lines(headers)
-        self._pool = Pool(Origin.of(base_url), lambda: _TimedConnection(clock), CONNECT_TIMEOUT_SECONDS)
+        self._pool = ConnectionPool(Origin.of(base_url), lambda: _TimedConnection(clock), CONNECT_TIMEOUT_SECONDS)
 
     async def get_json(self, path: str) -> Any:
         """Return the JSON that GET ``path`` answers; raises ``RequestError``."""

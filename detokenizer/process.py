@@ -41,16 +41,16 @@ class DetokenizerOptions(ModelOptions, ChildOptions):
     """Every option that this process reads."""
 
 
-class Routed(NamedTuple):
+class DetokenizerOutput(NamedTuple):
     """Messages that one frame resulted in, by receiver."""
 
     to_scheduler: list[StopReq]
     to_http: list[Message]
 
 
-def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed:
+def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> DetokenizerOutput:
     """Turn a frame's tokens into text and keep the order of everything."""
-    routed = Routed([], [])
+    routed = DetokenizerOutput([], [])
     for message in messages:
         if isinstance(message, TokenBatch):
             step = detokenizer.process(message)
@@ -67,7 +67,7 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed
     return routed
 
 
-def deliver(detokenizer: Detokenizer, routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> None:
+def deliver(detokenizer: Detokenizer, routed: DetokenizerOutput, scheduler: SendsMessages, http: SendsMessages) -> None:
     """Send the messages of ``route``. A request with text too large for a frame ends, and the scheduler is told so."""
     scheduler.send(*routed.to_scheduler)
     for rid in send_or_explain(http, routed.to_http):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pdserve.server.http.bodies.fields import Body
 from pdserve.server.http.bodies.unserved import ANYTHING, IGNORED
 from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
-from pdserve.server.http.openai.schemas import ChatBody, CompletionBody, Message, StreamOptions, TextPart
+from pdserve.server.http.openai.schemas import ChatBody, ChatMessageBody, CompletionBody, StreamOptions, TextPart
 
 PAGE = Path(__file__).with_name("http-api.md")
 BEGIN = "<!-- Written by `make docs` from server/http/*/schemas.py: edit those. -->"
@@ -36,7 +36,7 @@ APIS = (
     Api("`/generate`", ((GenerateBody, ""), (SamplingParamsBody, "in `sampling_params`: "))),
 )
 INSIDE = (
-    Api("`messages[]`", ((Message, ""),)),
+    Api("`messages[]`", ((ChatMessageBody, ""),)),
     Api("`messages[].content[]`", ((TextPart, ""),)),
     Api("`stream_options`", ((StreamOptions, ""),)),
 )

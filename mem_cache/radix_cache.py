@@ -45,7 +45,7 @@ class Path(NamedTuple):
     slots: I32
 
 
-class Origin(NamedTuple):
+class PageOrigin(NamedTuple):
     """Where pages that enter the tree come from: what their node must know of the request that computed them.
 
     ``hashes``: of all the pages; empty if the tree is to compute those that it needs.
@@ -137,7 +137,7 @@ class RadixCache(BasePrefixCache):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
-        self._extend(self._root, path, self._key(tokens), slots, Origin(extra_key, priority, self._now))
+        self._extend(self._root, path, self._key(tokens), slots, PageOrigin(extra_key, priority, self._now))
         self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
@@ -211,7 +211,7 @@ class RadixCache(BasePrefixCache):
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
-        origin = Origin(hold.extra_key, hold.priority, hold.created, self._named(hold, start, key))
+        origin = PageOrigin(hold.extra_key, hold.priority, hold.created, self._named(hold, start, key))
         self._extend(hold.node, path, key, row[start:end], origin)
         self._raise_priority(path.nodes, hold.priority)
         self._lock(path.nodes)
@@ -456,7 +456,7 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         return upper
 
-    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, origin: Origin) -> None:
+    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, origin: PageOrigin) -> None:
         """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
         known = path.slots.size
         if known == len(slots):

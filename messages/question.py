@@ -1,7 +1,7 @@
 """Questions that HTTP asks another process of the instance, their answers, and the one form of refusal.
 
 A question's class names the type of its answer: ``class RoleReq(Question[RoleResult])``. Any question may be answered
-by ``Refused`` instead. ``routes.py`` declares every question and answer to the channels by itself, so a new one is
+by ``RefusedAnswer`` instead. ``routes.py`` declares every question and answer to the channels by itself. A new one is
 declared nowhere else.
 """
 
@@ -36,7 +36,7 @@ class TextQuestion(Question[A], Generic[A]):
     """Base of the questions about text and tokens, which the tokenizer process answers itself."""
 
 
-class Refused(Answer):
+class RefusedAnswer(Answer):
     """Answer to a question that cannot be answered as asked."""
 
     status: int

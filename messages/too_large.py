@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .base import Message
 from .channel import FrameTooLarge, SendsMessages
 from .outputs import ReqError, TextBatch, TokenBatch
-from .question import Answer, Refused
+from .question import Answer, RefusedAnswer
 from .requests import ForkedReq, GenerateReq
 from .sessions import ResumeReq
 from .text import Decoded, Encoded
@@ -49,7 +49,7 @@ def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
     if isinstance(message, Decoded):
         return [Decoded(error=text, id=message.id)]
     if isinstance(message, Answer):
-        return [Refused(STATUS, text, id=message.id)]
+        return [RefusedAnswer(STATUS, text, id=message.id)]
     return [ReqError(rid, STATUS, text, "request_too_large") for rid in rids_of(message)]
 
 

@@ -18,7 +18,7 @@ from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import ClientError
 from .errors import parse_error
 from .fleet import Fleet
-from .instance import HealthState, Instance, Told, ToldIdentity
+from .instance import HealthReport, HealthState, Instance, ReportedIdentity
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
@@ -112,7 +112,7 @@ class HealthMonitor:
         return f"/health says {answer.status}{said}", hangs
 
 
-def _told(body: bytes) -> Told:
+def _told(body: bytes) -> HealthReport:
     """Read what an instance reports about itself.
 
     The result is empty unless it is a pdserve of this version. An invalid pace is left out.
@@ -122,10 +122,10 @@ def _told(body: bytes) -> Told:
     except UndeclaredMessage:
         pass
     try:
-        return Told(**msgspec.structs.asdict(decode(_IDENTITY, body, MAX_TOLD_BYTES)))
+        return HealthReport(**msgspec.structs.asdict(decode(_IDENTITY, body, MAX_TOLD_BYTES)))
     except UndeclaredMessage:
-        return Told()
+        return HealthReport()
 
 
-_TOLD = msgspec.json.Decoder(Told)
-_IDENTITY = msgspec.json.Decoder(ToldIdentity)
+_TOLD = msgspec.json.Decoder(HealthReport)
+_IDENTITY = msgspec.json.Decoder(ReportedIdentity)

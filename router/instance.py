@@ -50,7 +50,7 @@ MAX_MS = 1e6
 """Longest time that a report may estimate, in milliseconds."""
 
 
-class ToldPace(Pace, frozen=True, forbid_unknown_fields=False):
+class ReportedPace(Pace, frozen=True, forbid_unknown_fields=False):
     """A ``Pace`` in a report. The instance may be of another version, so other fields are ignored."""
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class ToldPace(Pace, frozen=True, forbid_unknown_fields=False):
             raise ValueError("a pace out of bounds")
 
 
-class ToldIdentity(Identity, frozen=True, forbid_unknown_fields=False):
+class ReportedIdentity(Identity, frozen=True, forbid_unknown_fields=False):
     """An ``Identity`` in a report. Other fields are ignored."""
 
     def __post_init__(self) -> None:
@@ -71,10 +71,10 @@ class ToldIdentity(Identity, frozen=True, forbid_unknown_fields=False):
             raise ValueError("no port")
 
 
-class Told(ToldIdentity, frozen=True, forbid_unknown_fields=False):
+class HealthReport(ReportedIdentity, frozen=True, forbid_unknown_fields=False):
     """An instance's report about itself in ``/health``."""
 
-    pace: ToldPace | None = None
+    pace: ReportedPace | None = None
 
 
 class Asked(Protocol):
@@ -97,7 +97,7 @@ class Instance:
     """Role given by the options. A member of pairs can change it by its own report."""
     bootstrap_port: int | None = None
     """Bootstrap port of a prefill, if the options give one."""
-    told: Told = field(default_factory=Told)
+    told: HealthReport = field(default_factory=HealthReport)
     """Last report of the instance about itself."""
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
@@ -180,7 +180,7 @@ class Instance:
             return True
         return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
-    def learn(self, told: Told, answers: int | None = None) -> str | None:
+    def learn(self, told: HealthReport, answers: int | None = None) -> str | None:
         """Take in an instance's report about itself; return why it cannot play its role, None if it can.
 
         ``answers`` is the number of its answers when it was asked. None: the number of now.
@@ -201,7 +201,7 @@ class Instance:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
         return None
 
-    def _take_role(self, before: Told) -> None:
+    def _take_role(self, before: HealthReport) -> None:
         """Take over the role that the instance reports.
 
         An instance that reports "unified" can be either leg of a pair. It keeps the role that the options give it,

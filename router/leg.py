@@ -13,10 +13,10 @@ import time
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from ..runtime.web.client.answer import Answer
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.client.errors import AnswerTooLong, CannotConnect, ClientError, ConnectionGone
 from ..runtime.web.client.events import EventBuffer
+from ..runtime.web.client.response import ClientResponse
 from ..runtime.web.sse import EVENT_END
 from .errors import (
     SUCCESS,
@@ -61,7 +61,7 @@ class Leg:
         self._client = client
         self._fleet = fleet
         self._limits = limits
-        self._answer: Answer | None = None
+        self._answer: ClientResponse | None = None
         self._events = EventBuffer()
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
@@ -98,7 +98,7 @@ class Leg:
         self._given_up = f"{self.instance} hangs: {reason}"
         self._task.cancel()
 
-    async def open(self, path: str, body: Body, headers: Headers, *, streams: bool) -> Answer:
+    async def open(self, path: str, body: Body, headers: Headers, *, streams: bool) -> ClientResponse:
         """Send the request and wait for the answer's head.
 
         The head of a stream (``streams``) has to come within ``LegLimits.first_byte`` seconds. The head of a whole
@@ -189,7 +189,7 @@ class Leg:
             raise self._silent(self._patience, "said nothing but that it is alive")
 
     @property
-    def _begun(self) -> Answer:
+    def _begun(self) -> ClientResponse:
         assert self._answer is not None, "open() comes first"
         return self._answer
 

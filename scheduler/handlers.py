@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..messages.base import Message
-from ..messages.question import Answer, Question, Refused
+from ..messages.question import Answer, Question, RefusedAnswer
 from .outbox import Outbox
 
 A = TypeVar("A", bound=Answer)
@@ -30,7 +30,7 @@ MARK = "_handles"
 
 def answers(
     kind: type[Question[A]],
-) -> Callable[[Callable[[S, Q, float], A | Refused | None]], Callable[[S, Q, float], A | Refused | None]]:
+) -> Callable[[Callable[[S, Q, float], A | RefusedAnswer | None]], Callable[[S, Q, float], A | RefusedAnswer | None]]:
     """Mark the method that answers questions of this type."""
     return receives(kind)
 

@@ -9,7 +9,7 @@ from typing import get_args
 from ..messages.control import Drain
 from ..messages.error_codes import STARTING
 from ..messages.outputs import ReqError
-from ..messages.question import Question, Refused
+from ..messages.question import Question, RefusedAnswer
 from ..messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler
 from ..messages.sessions import ReleaseReq, ResumeReq
@@ -37,9 +37,9 @@ class LoadingInstance:
         self._start(worker, now)
 
     @receives(*QUESTIONS)
-    def refuse_question(self, question: Question[Refused], now: float) -> Refused:
+    def refuse_question(self, question: Question[RefusedAnswer], now: float) -> RefusedAnswer:
         """Refuse any question."""
-        return Refused(503, LOADING)
+        return RefusedAnswer(503, LOADING)
 
     @receives(GenerateReq, ForkedReq)
     def refuse_request(self, message: GenerateReq | ForkedReq, now: float) -> None:

@@ -12,7 +12,7 @@ MOST_OPTIONAL = 8
 """Maximum optional claims in the queue's order, and so tried in one tick."""
 
 
-class _Place(NamedTuple):
+class _ClaimKey(NamedTuple):
     """Sort key among optional claims. ``number`` differs, so requests are not compared."""
 
     rank: int
@@ -30,8 +30,8 @@ class OptionalClaims:
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
-        self._places: dict[str, _Place] = {}
-        self._line: list[_Place] = []
+        self._places: dict[str, _ClaimKey] = {}
+        self._line: list[_ClaimKey] = []
         self._number = 0
 
     def __contains__(self, rid: str) -> bool:
@@ -40,7 +40,7 @@ class OptionalClaims:
     def add(self, req: Req) -> None:
         """Note that the claim of a request, which has just been queued, is optional."""
         self._number += 1
-        place = _Place(self._waiting.rank(req), req.times.turn, self._number, req)
+        place = _ClaimKey(self._waiting.rank(req), req.times.turn, self._number, req)
         self._places[req.rid] = place
         insort(self._line, place)
         if len(self._line) > MOST_OPTIONAL:

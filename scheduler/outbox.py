@@ -21,7 +21,7 @@ from ..messages.outputs import (
     Timing,
     TokenBatch,
 )
-from ..messages.question import Answer, Question, Refused
+from ..messages.question import Answer, Question, RefusedAnswer
 from ..messages.requests import GenerateReq
 from ..messages.too_large import send_or_explain
 from .req import Req
@@ -114,7 +114,7 @@ class Outbox:
         """Queue an answer for HTTP; it is sent after the tokens that were queued before."""
         self._to_detokenizer.append(message)
 
-    def reply(self, question: Question[A], answer: A | Refused) -> None:
+    def reply(self, question: Question[A], answer: A | RefusedAnswer) -> None:
         """Queue the answer to a question."""
         answer.id = question.id
         self.answer(answer)

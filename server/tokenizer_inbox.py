@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Parked:
+class _ParkedRequest:
     """A request that is parked at the place ``number``."""
 
     req: TokenizeReq
@@ -79,7 +79,7 @@ class TokenizerInbox:
         self._aside: OrderedDict[int, ToTokenizer] = OrderedDict()
         """Parked messages by their places, in the order of their arrival."""
         self._numbers = itertools.count()
-        self._parked: dict[str, _Parked] = {}
+        self._parked: dict[str, _ParkedRequest] = {}
         """Parked requests, by the rid of each of their answers."""
 
     def next_turn(self) -> Turn:
@@ -116,7 +116,7 @@ class TokenizerInbox:
         number = next(self._numbers)
         self._aside[number] = message
         if isinstance(message, TokenizeReq):
-            self._parked.update(dict.fromkeys(message.rids, _Parked(message, number)))
+            self._parked.update(dict.fromkeys(message.rids, _ParkedRequest(message, number)))
         return number
 
     def _abort(self, message: AbortReq, turn: Turn) -> None:

@@ -44,7 +44,7 @@ from .tokenizer_inbox import TokenizerInbox
 logger = logging.getLogger(__name__)
 
 
-class Routed(NamedTuple):
+class TokenizerOutput(NamedTuple):
     """What one round of messages gave, for each receiver."""
 
     to_scheduler: list[Message]
@@ -70,10 +70,10 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
 
 def route(
     tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer], rendered: Mapping[str, Rendered] = NOTHING_RENDERED
-) -> Routed:
+) -> TokenizerOutput:
     """Tokenize what is to be tokenized and keep the order of everything. ``rendered``: conversations, by rid."""
     answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)], rendered))
-    routed = Routed([], [], [])
+    routed = TokenizerOutput([], [], [])
     for message in messages:
         if isinstance(message, TokenizeReq):
             _route_request(routed, message, next(answers))
@@ -86,7 +86,7 @@ def route(
     return routed
 
 
-def _route_request(routed: Routed, req: TokenizeReq, answer: GenerateReq | ReqError) -> None:
+def _route_request(routed: TokenizerOutput, req: TokenizeReq, answer: GenerateReq | ReqError) -> None:
     if isinstance(answer, ReqError):
         logger.debug("refused: %s", shown(answer.message), extra={"rid": req.rid})
         routed.to_http.extend(msgspec.structs.replace(answer, rid=rid) for rid in req.rids)
@@ -95,7 +95,7 @@ def _route_request(routed: Routed, req: TokenizeReq, answer: GenerateReq | ReqEr
     routed.to_scheduler.append(ForkedReq(answer, req.forks) if req.forks else answer)
 
 
-def deliver(routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> None:
+def deliver(routed: TokenizerOutput, scheduler: SendsMessages, http: SendsMessages) -> None:
     """Send what ``route`` gave. A request that no frame to the scheduler can hold ends with the reason."""
     try:
         scheduler.send(*routed.to_scheduler)

@@ -1,4 +1,4 @@
-"""Where a running server is, and the key that it may ask for: what both commands of this folder are told."""
+"""Address and API key of a running server, as options of the commands in this folder."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ def bounded_protocol() -> type[H11Protocol]:
     """Make the protocol of one server. Its connections are counted together."""
     waiting: dict[_Bounded, None] = {}
 
-    class Protocol(_Bounded):
+    class BoundedServerProtocol(_Bounded):
         _waiting = waiting
 
-    return Protocol
+    return BoundedServerProtocol
 
 
 class _Bounded(H11Protocol):

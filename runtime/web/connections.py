@@ -30,7 +30,7 @@ IPV6_NETWORK_BYTES = 8
 """One host may have all addresses of a network of this prefix."""
 
 
-class Connection(Protocol):
+class ServerConnection(Protocol):
     """What ``Connections`` counts. ``network``: see ``network_of``."""
 
     network: str
@@ -59,8 +59,8 @@ class Connections:
         self._most = most
         self._max_waiting = min(max_waiting, max(1, most // 2))
         self._max_head_bytes = max_head_bytes
-        self._open: set[Connection] = set()
-        self._waiting: dict[str, dict[Connection, int]] = {}
+        self._open: set[ServerConnection] = set()
+        self._waiting: dict[str, dict[ServerConnection, int]] = {}
         """Waiting connections of each network, the oldest first, with the bytes of a head that each has sent."""
         self._refusals = RefusalLog(log, "connections")
         self.waiting = 0
@@ -77,19 +77,19 @@ class Connections:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(max(FEWEST, (files - RESERVED_FILES) // files_each))
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ServerConnection) -> None:
         """Note a new connection. It waits, or is ended if all others serve requests."""
         self._open.add(connection)
         self.wait(connection)
         while len(self._open) > self._most:
             self._end_longest(f"{self._most} are open, as the limit on open files (ulimit -n) allows")
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: ServerConnection) -> None:
         """Forget a closed connection."""
         self._open.discard(connection)
         self.serve(connection)
 
-    def wait(self, connection: Connection) -> None:
+    def wait(self, connection: ServerConnection) -> None:
         """Note that a connection waits for a request from now on."""
         self.serve(connection)
         self._waiting.setdefault(connection.network, {})[connection] = 0
@@ -97,7 +97,7 @@ class Connections:
         while self.waiting > self._max_waiting:
             self._end_longest(f"{self._max_waiting} wait for a request")
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: ServerConnection) -> None:
         """Note that a connection no longer waits."""
         network = self._waiting.get(connection.network)
         if network is None or (held := network.pop(connection, None)) is None:
@@ -107,7 +107,7 @@ class Connections:
         if not network:
             del self._waiting[connection.network]
 
-    def hold(self, connection: Connection, size: int) -> None:
+    def hold(self, connection: ServerConnection, size: int) -> None:
         """Count ``size`` more bytes of an incomplete head. If all heads have too many, the longest one is ended."""
         network = self._waiting.get(connection.network, {})
         if connection not in network:
@@ -123,7 +123,7 @@ class Connections:
         network = max(self._waiting.values(), key=len)
         self._end(next(iter(network)), f"{reason}, and it had waited longest of those of its network")
 
-    def _end(self, connection: Connection, reason: str) -> None:
+    def _end(self, connection: ServerConnection, reason: str) -> None:
         self.closed(connection)
         connection.end()
         self._refusals.add(f"one from {connection.network} was ended: {reason}")

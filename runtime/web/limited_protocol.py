@@ -52,11 +52,11 @@ SEND_SECONDS = 60.0
 def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:
     """Make the protocol of one server. Its ``connections`` are counted together."""
 
-    class Protocol(LimitedProtocol):
+    class LimitedServerProtocol(LimitedProtocol):
         _send_seconds = send_seconds
         _connections = connections
 
-    return Protocol
+    return LimitedServerProtocol
 
 
 def _last_words(status: int, reason: str, message: str) -> bytes:
@@ -83,7 +83,7 @@ class NotServed(Exception):
     """A client asks for what only a proxy does; ends its connection as ``TooMuch`` does."""
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """What a connection is waiting for from its client."""
 
     HEAD = auto()
@@ -101,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _connections: Connections
     network = ""
     _send_limit: SendLimit | None = None
-    _phase = Phase.IDLE
+    _phase = ConnectionPhase.IDLE
     _limit: asyncio.TimerHandle | None = None
     _over = False
     _framing_bytes = 0
@@ -116,13 +116,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         limit_socket(transport, self._send_seconds)
         self._send_limit = SendLimit(transport, self.loop, self._send_seconds)
-        self._enter(Phase.HEAD)
+        self._enter(ConnectionPhase.HEAD)
         self._watch()
         self.network = network_of(self.client[0] if self.client else "")
         self._connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._enter(Phase.IDLE)
+        self._enter(ConnectionPhase.IDLE)
         self._connections.closed(self)
         if self._send_limit is not None:
             self._send_limit.stop()
@@ -142,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._answering and not self.transport.is_closing():
             # Also if a body goes on after its answer: a connection that needs no key may not hold a place by that.
             self._connections.wait(self)
-            if self._phase is Phase.HEAD:
+            if self._phase is ConnectionPhase.HEAD:
                 self._connections.hold(self, self._framing_bytes + self._head_bytes)
 
     def end(self) -> None:
@@ -154,19 +154,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() and self._send_limit is not None:
             self._send_limit.reset()
             return
-        if self._phase is Phase.HEAD and not self.transport.is_closing():
+        if self._phase is ConnectionPhase.HEAD and not self.transport.is_closing():
             # uvloop writes at the end of its turn, or now if more waits than this limit.
             self.transport.set_write_buffer_limits(high=0)
             self.transport.write(NO_PLACE)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.IDLE:
-            self._enter(Phase.HEAD)
+        if self._phase is ConnectionPhase.IDLE:
+            self._enter(ConnectionPhase.HEAD)
         self._framing_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
-        if self._phase is Phase.HEAD:
+        if self._phase is ConnectionPhase.HEAD:
             self._connections.hold(self, len(data))
         if self._framing_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
@@ -190,7 +190,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._header_count = 0
-        self._enter(Phase.HEAD)
+        self._enter(ConnectionPhase.HEAD)
         if len(self.pipeline) >= MAX_QUEUED:
             self._exceed()
         super().on_message_begin()
@@ -203,13 +203,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_count += 1
         self._count_head(len(name) + len(value))
         # A trailer is no header: it comes when the request is served already.
-        if self._phase is Phase.HEAD:
+        if self._phase is ConnectionPhase.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
         self._connections.serve(self)
-        self._enter(Phase.BODY)
+        self._enter(ConnectionPhase.BODY)
         if self.parser.get_method() == b"CONNECT":
             # To the parser, what follows belongs to a tunnel.
             raise NotServed
@@ -229,7 +229,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         if self.parser.should_upgrade():
             return
-        self._enter(Phase.IDLE)
+        self._enter(ConnectionPhase.IDLE)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -258,7 +258,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, last_words: bytes = HEAD_TOO_LONG) -> None:
         """End the connection. An error in an answer, or before that of an earlier request, would be garbage."""
         if self._answering:
-            if self._phase is not Phase.BODY or self.pipeline or self.cycle.response_started:
+            if self._phase is not ConnectionPhase.BODY or self.pipeline or self.cycle.response_started:
                 self.transport.abort()
                 return
             self.cycle.disconnected = True
@@ -271,7 +271,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._send_limit is not None:
             self._send_limit.start()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: ConnectionPhase) -> None:
         self._phase = phase
         if self._limit is not None:
             self._limit.cancel()
@@ -279,17 +279,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Start the time limit of the phase that a read ended in: most requests come in one read and need no timer."""
-        if self._limit is None and self._phase is not Phase.IDLE and not self.transport.is_closing():
+        if self._limit is None and self._phase is not ConnectionPhase.IDLE and not self.transport.is_closing():
             self._body_bytes = 0
-            seconds = HEAD_SECONDS if self._phase is Phase.HEAD else BODY_SECONDS
+            seconds = HEAD_SECONDS if self._phase is ConnectionPhase.HEAD else BODY_SECONDS
             self._limit = self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         self._limit = None
         # The client isn't the slow one while we don't read. Stray bytes behind a request that is being answered don't
         # count against it either.
-        begun = self._answering and (self._phase is Phase.HEAD or self.cycle.response_started)
-        if begun or self.flow.read_paused or (self._phase is Phase.BODY and self._body_bytes >= MIN_BODY_BYTES):
+        begun = self._answering and (self._phase is ConnectionPhase.HEAD or self.cycle.response_started)
+        if (
+            begun
+            or self.flow.read_paused
+            or (self._phase is ConnectionPhase.BODY and self._body_bytes >= MIN_BODY_BYTES)
+        ):
             self._watch()
         elif not self.transport.is_closing():
             self.transport.abort()

@@ -13,7 +13,7 @@ from .path_guard import error_answer
 from .paths import Access, PathTable
 
 
-class Load(Enum):
+class LimitClass(Enum):
     """How a request counts against the limit."""
 
     FREE = auto()
@@ -37,12 +37,12 @@ class RequestLimit:
         self._app = app
         self._table = table
         self._limit = limit
-        self._running: Counter[Load] = Counter()
+        self._running: Counter[LimitClass] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, or refuse it before its body is read."""
-        load = self._load(scope) if scope["type"] == "http" else Load.FREE
-        if load is Load.FREE:
+        load = self._load(scope) if scope["type"] == "http" else LimitClass.FREE
+        if load is LimitClass.FREE:
             await self._app(scope, receive, send)
             return
         if self._running[load] >= self._limit:
@@ -55,12 +55,12 @@ class RequestLimit:
         finally:
             self._running[load] -= 1
 
-    def _load(self, scope: Scope) -> Load:
+    def _load(self, scope: Scope) -> LimitClass:
         facts = self._table.find(scope["path"])
         if facts is None:
-            return Load.WORK
+            return LimitClass.WORK
         if facts.access is Access.ADMIN and Caller.of(scope).is_admin:
-            return Load.FREE
+            return LimitClass.FREE
         if facts.is_poll and facts.access is not Access.USER:
-            return Load.FREE
-        return Load.APART if facts.is_poll or facts.ends_work else Load.WORK
+            return LimitClass.FREE
+        return LimitClass.APART if facts.is_poll or facts.ends_work else LimitClass.WORK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...messages.control import FlushCacheReq, FlushCacheResult
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ..feature import Feature
 from ..handlers import answers
 from ..scheduler import Scheduler
@@ -16,8 +16,8 @@ class CacheFlush(Feature):
         self._scheduler = scheduler
 
     @answers(FlushCacheReq)
-    def flush(self, question: FlushCacheReq, now: float) -> FlushCacheResult | Refused:
+    def flush(self, question: FlushCacheReq, now: float) -> FlushCacheResult | RefusedAnswer:
         """Drop every cached prefix, unless requests are running."""
         if running := len(self._scheduler.reqs):
-            return Refused(400, f"{running} requests are running; flush when the instance is idle")
+            return RefusedAnswer(400, f"{running} requests are running; flush when the instance is idle")
         return FlushCacheResult(self._scheduler.memory.flush())

@@ -12,7 +12,7 @@ from typing import Any
 from ...messages.control import MAX_TRANSFERS, RoleReq, RoleResult, Transfers, TransfersReq
 from ...messages.metrics import Family
 from ...messages.moves import MigrateReq, MigrateResult
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ...messages.worker import (
     PagesVerified,
     PeerAdmitted,
@@ -74,19 +74,19 @@ class HandoverFeature(Feature):
         return Transfers(len(rooms), rooms[:MAX_TRANSFERS])
 
     @answers(MigrateReq)
-    def migrate(self, question: MigrateReq, now: float) -> MigrateResult | Refused | None:
+    def migrate(self, question: MigrateReq, now: float) -> MigrateResult | RefusedAnswer | None:
         """Migrate a request. The answer follows when that is over."""
         if self._handovers.membership.refusal() is not None:
-            return Refused(409, NO_MIGRATION)
+            return RefusedAnswer(409, NO_MIGRATION)
         self._handovers.migrate(question, now)
         return None
 
     @answers(RoleReq)
-    def change_role(self, question: RoleReq, now: float) -> RoleResult | Refused:
+    def change_role(self, question: RoleReq, now: float) -> RoleResult | RefusedAnswer:
         """Change the instance's role, and tell peers."""
         role, before = self._scheduler.instance_role, self._scheduler.role
         if self._handovers.membership.refusal() is not None:
-            return Refused(409, ONLY_UNIFIED)
+            return RefusedAnswer(409, ONLY_UNIFIED)
         role.mode = question.role
         self._handovers.membership.register()
         log.info("role changed from %s to %s", before, question.role)

@@ -10,7 +10,7 @@ from typing import Any
 from ...messages.base import unpack_i32
 from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq, PagesHashed
 from ...messages.metrics import Family
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ...messages.worker import KVLayout
 from ..feature import Feature
 from ..handlers import answers, receives
@@ -30,13 +30,13 @@ class KVHashing(Feature):
         self._outbox = outbox
 
     @answers(KVHashesReq)
-    def ask(self, question: KVHashesReq, now: float) -> KVHashes | Refused | None:
+    def ask(self, question: KVHashesReq, now: float) -> KVHashes | RefusedAnswer | None:
         """Answer with the hashes of a prompt's cached pages once the worker has computed them.
 
         The pages count as used. Steps wait only for the hashing itself.
         """
         if not self._debug.enabled:
-            return Refused(501, NO_DEBUG)
+            return RefusedAnswer(501, NO_DEBUG)
         memory = self._memory
         size, tokens = memory.pool.page_size, unpack_i32(question.input_ids)
         # The tokens may be anything, and no more than the pool holds are cached: the rest must not hold up the loop.

@@ -37,7 +37,7 @@ from ...messages.memory import (
     ResumeMemory,
 )
 from ...messages.metrics import Family
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ...runtime.metrics import Metrics, gauge, read
 from ..feature import Feature
 from ..handlers import answers, receives
@@ -99,13 +99,13 @@ class MemorySaver(Feature):
         return max(0.0, self._until - now)
 
     @answers(MemoryReq)
-    def ask(self, order: MemoryReq, now: float) -> MemoryResult | Refused | None:
+    def ask(self, order: MemoryReq, now: float) -> MemoryResult | RefusedAnswer | None:
         """Begin with a release or resume order, or refuse it. The answer follows when the worker is done."""
         tags = self._meant(order)
         problem = self._problem(order, tags)
         if problem is not None:
             log.info("memory stays as it is (%s): %s", ORDERS[order.release], problem)
-            return Refused(409, problem)
+            return RefusedAnswer(409, problem)
         self._order, self._tags = order, tags
         if not order.release:
             self._tell_worker(ResumeMemory(tags), MemoryState.RESUMING)
@@ -146,7 +146,7 @@ class MemorySaver(Feature):
             self._scheduler.handovers.membership.open()
         log.info("%s of %s: %s", ORDERS[order.release], ", ".join(self._tags), changed.error or "done")
         done = MemoryResult(self.released, changed.nbytes, changed.seconds)
-        self._answer(order, Refused(503, changed.error) if changed.error else done)
+        self._answer(order, RefusedAnswer(503, changed.error) if changed.error else done)
 
     def status(self, now: float) -> dict[str, Any]:
         """See ``Feature``."""
@@ -212,10 +212,10 @@ class MemorySaver(Feature):
         assert order is not None
         self.state, self._until = MemoryState.HELD, math.inf
         self._scheduler.handovers.membership.open()
-        self._answer(order, Refused(409, why))
+        self._answer(order, RefusedAnswer(409, why))
 
-    def _answer(self, order: MemoryReq, result: MemoryResult | Refused) -> None:
-        if isinstance(result, Refused):
+    def _answer(self, order: MemoryReq, result: MemoryResult | RefusedAnswer) -> None:
+        if isinstance(result, RefusedAnswer):
             log.info("memory stays as it is (%s): %s", ORDERS[order.release], result.text)
         self._scheduler.outbox.reply(order, result)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ...runtime.machine.memory import Memory, host_memory
 from ..feature import Feature
 from ..handlers import answers, receives
@@ -66,10 +66,10 @@ class PoolResize(Feature):
         return max(0.0, self._until - now)
 
     @answers(ResizeReq)
-    def ask(self, order: ResizeReq, now: float) -> ResizeResult | Refused | None:
+    def ask(self, order: ResizeReq, now: float) -> ResizeResult | RefusedAnswer | None:
         """Resize the pool, now or as soon as possible, or refuse to. The answer follows when the memory is returned."""
         if (closed := self._scheduler.gate.refusal()) is not None:
-            return Refused(409, closed.message)
+            return RefusedAnswer(409, closed.message)
         problem = self._problem(order.max_total_tokens)
         if problem is not None:
             return problem
@@ -101,7 +101,7 @@ class PoolResize(Feature):
             memory.pool.end.settle()
             why = why or "requests use pages at the pool's end"
             text = f"{why}; try again later, or give it time (wait_s)"
-            self._scheduler.outbox.reply(order, Refused(409, text))
+            self._scheduler.outbox.reply(order, RefusedAnswer(409, text))
 
     @receives(PoolTrimmed)
     def on_trimmed(self, event: PoolTrimmed, now: float) -> None:
@@ -163,28 +163,30 @@ class PoolResize(Feature):
             if self._memory.room.may_become(req, len(req.token_ids) + 2):
                 req.limit_output(self._before)
 
-    def _problem(self, tokens: int) -> Refused | None:
+    def _problem(self, tokens: int) -> RefusedAnswer | None:
         worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options
         if self._order is not None:
-            return Refused(409, "a resize of the pool is under way; ask again when it is done")
+            return RefusedAnswer(409, "a resize of the pool is under way; ask again when it is done")
         if not self._scheduler.handovers.may_resize:
             backend = options.disaggregation_transfer_backend
             text = f"{backend} has registered the pool's memory as it is; use --disaggregation-transfer-backend tcp"
-            return Refused(409, text)
+            return RefusedAnswer(409, text)
         if worker.device != "cpu":
-            return Refused(409, f"a pool in {worker.device} memory can't be resized; use --device cpu")
+            return RefusedAnswer(409, f"a pool in {worker.device} memory can't be resized; use --device cpu")
         if options.nnodes > 1:
-            return Refused(409, "the pools of ranks on several hosts (--nnodes) can't be resized")
+            return RefusedAnswer(409, "the pools of ranks on several hosts (--nnodes) can't be resized")
         if tokens < memory.pool.page_size:
-            return Refused(400, f"max_total_tokens: {tokens} is less than a page ({memory.pool.page_size} tokens)")
+            return RefusedAnswer(
+                400, f"max_total_tokens: {tokens} is less than a page ({memory.pool.page_size} tokens)"
+            )
         if tokens > memory.pool.end.most:
             advice = "start with a larger --max-total-tokens-limit: what is not used takes no memory"
             text = f"max_total_tokens: {tokens} is more than the {memory.pool.end.most} that are reserved; {advice}"
-            return Refused(400, text)
+            return RefusedAnswer(400, text)
         more = (tokens - memory.pool.max_total_tokens) // memory.pool.page_size * worker.layout.page_bytes
         if more > 0 and more > (free := self._host().free):
             text = (
                 f"that takes {more / GIB:.2f} GiB more, and {free / GIB:.2f} GiB are free; free memory or ask for less"
             )
-            return Refused(409, text)
+            return RefusedAnswer(409, text)
         return None

@@ -29,7 +29,7 @@ from ...messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ..feature import Feature
 from ..handlers import answers, receives
 from ..outbox import Outbox
@@ -96,11 +96,11 @@ class Profiling(Feature):
         return self._newest_step() - self._first_step
 
     @answers(StartProfileReq)
-    def start(self, order: StartProfileReq, now: float) -> ProfileResult | Refused | None:
+    def start(self, order: StartProfileReq, now: float) -> ProfileResult | RefusedAnswer | None:
         """Start a profile, or refuse to. The answer follows when the worker records."""
         if self.state is not ProfileState.IDLE:
             text = f'a profile is {self.state} ("{self._running}"); end it with POST /stop_profile, or wait for its end'
-            return Refused(409, text)
+            return RefusedAnswer(409, text)
         self.state, self._order, self._first_step = ProfileState.STARTING, order, self._newest_step()
         self._outbox.to_worker(StartProfile(order.name, order.activities, order.with_stack, order.record_shapes))
         return None
@@ -113,8 +113,8 @@ class Profiling(Feature):
         if event.error:
             log.warning("no profile: %s", event.error)
             self.state, self._order = ProfileState.IDLE, None
-            self._outbox.reply(order, Refused(event.status, event.error))
-            self._answer_all(Refused(409, f"no profile runs: {event.error}"))
+            self._outbox.reply(order, RefusedAnswer(event.status, event.error))
+            self._answer_all(RefusedAnswer(409, f"no profile runs: {event.error}"))
             return
         log.info("a profile of up to %d steps is recorded into %s", order.num_steps, event.folder)
         self.state, self._began, self._until = ProfileState.RECORDING, now, now + MAX_SECONDS
@@ -125,7 +125,7 @@ class Profiling(Feature):
             self._end("request", now)
 
     @answers(StopProfileReq)
-    def stop(self, question: StopProfileReq, now: float) -> ProfileResult | Refused | None:
+    def stop(self, question: StopProfileReq, now: float) -> ProfileResult | RefusedAnswer | None:
         """End the profile: the answer follows when its files are there. If none runs, return the last one's answer."""
         if self.state is ProfileState.IDLE:
             return self._ended()
@@ -153,13 +153,13 @@ class Profiling(Feature):
         log.info("profile of %d steps in %s: %s", self._result.steps, self._result.folder, event.error or text)
         self._answer_all(self._ended())
 
-    def _ended(self) -> ProfileResult | Refused:
+    def _ended(self) -> ProfileResult | RefusedAnswer:
         """Return the answer to a question about the last profile."""
         if self._result is None:
-            return Refused(409, "no profile has run; POST /start_profile starts one")
-        return Refused(503, self._error) if self._error else msgspec.structs.replace(self._result)
+            return RefusedAnswer(409, "no profile has run; POST /start_profile starts one")
+        return RefusedAnswer(503, self._error) if self._error else msgspec.structs.replace(self._result)
 
-    def _answer_all(self, answer: ProfileResult | Refused) -> None:
+    def _answer_all(self, answer: ProfileResult | RefusedAnswer) -> None:
         for question in self._waiting:
             self._outbox.reply(question, msgspec.structs.replace(answer))
         self._waiting = []

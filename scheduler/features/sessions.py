@@ -18,7 +18,7 @@ from ...mem_cache.page_hash import prompt_hashes
 from ...messages.base import I32, unpack_i32
 from ...messages.moves import RunningRequest, problem_of
 from ...messages.outputs import ReqError
-from ...messages.question import Refused
+from ...messages.question import RefusedAnswer
 from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from ...messages.worker import WorkerReady
 from ..arrivals import Arrivals
@@ -44,7 +44,7 @@ NO_STORE = (
 )
 
 
-class RunsRequests(Protocol):
+class ServesSessions(Protocol):
     """Interface to the scheduler."""
 
     options: SchedulerOptions
@@ -61,7 +61,7 @@ class RunsRequests(Protocol):
 class SessionFeature(Feature):
     """Snapshots and resumed requests."""
 
-    def __init__(self, scheduler: RunsRequests) -> None:
+    def __init__(self, scheduler: ServesSessions) -> None:
         self._scheduler = scheduler
         self._outbox = scheduler.outbox
         self._worker = scheduler.worker
@@ -70,24 +70,24 @@ class SessionFeature(Feature):
     # --- snapshots ---
 
     @answers(SnapshotReq)
-    def snapshot(self, ask: SnapshotReq, now: float) -> SnapshotResult | Refused | None:
+    def snapshot(self, ask: SnapshotReq, now: float) -> SnapshotResult | RefusedAnswer | None:
         """Return a request's state. The answer follows when its KV is in the store, if there is one."""
         req = self._scheduler.reqs.get(ask.rid)
         known = KnownRequest.of(req) if req is not None else self._scheduler.ended_requests.get(ask.rid)
         # A rid may be reused by the next request, of another key, which may have been refused before it came here.
         if known is None or ask.key_name not in (None, known.msg.key_name):
             text = f"no request {ask.rid!r} runs here, or has ended lately"
-            return Refused(404, text)
+            return RefusedAnswer(404, text)
         if req is not None and req.route is Route.OUTGOING:
             text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
-            return Refused(409, text)
+            return RefusedAnswer(409, text)
         if known.weight > MAX_ENDED_TOKENS:
             text = "the request has more tokens or logprobs than a session holds; ask for fewer top_logprobs"
-            return Refused(413, text)
+            return RefusedAnswer(413, text)
         state = self._state(known, with_output=ask.with_output)
         problem = problem_of(state.running, self._worker.vocab_size)
         if problem is not None:
-            return Refused(409, f"the request can't be saved: {problem}")
+            return RefusedAnswer(409, f"the request can't be saved: {problem}")
         return self._save(ask, state, known, req, now)
 
     def _state(self, known: KnownRequest, *, with_output: bool) -> SessionState:

@@ -12,7 +12,7 @@ from ..req import Req, Route
 from .base import PolicyNeeds, SchedulePolicy
 
 
-class _Place(NamedTuple):
+class _SortKey(NamedTuple):
     """Sort key: ``key``, then the order of arrival."""
 
     key: tuple[float, float]
@@ -23,7 +23,7 @@ class _Line:
     """Requests of one lane, in order. Adding and removing costs a search and a move of pointers."""
 
     def __init__(self) -> None:
-        self.places: list[_Place] = []
+        self.places: list[_SortKey] = []
         self.reqs: list[Req] = []
 
 
@@ -32,7 +32,7 @@ class ByKey(SchedulePolicy):
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
-        self._places: dict[Req, tuple[int, _Place]] = {}
+        self._places: dict[Req, tuple[int, _SortKey]] = {}
         self._number = 0
 
     @abstractmethod
@@ -41,7 +41,7 @@ class ByKey(SchedulePolicy):
 
     def add(self, req: Req, lane: int) -> None:
         self._number += 1
-        place = _Place(self.key(req), self._number)
+        place = _SortKey(self.key(req), self._number)
         self._places[req] = lane, place
         line = self._lines.setdefault(lane, _Line())
         insort(line.places, place)

@@ -40,7 +40,7 @@ class ErrorAnswer(AnswerBody):
     error: ErrorDetail
 
 
-class Told(AnswerBody):
+class InstanceAnswer(AnswerBody):
     """What one instance answered to a router that asked all of them."""
 
     url: str

@@ -11,7 +11,7 @@ SMALL_MS = 0.5
 """Phases shorter than this are not shown."""
 
 
-class Answer:
+class StreamedAnswer:
     """Collects chunks, with the times at which text came (``clock``, in seconds)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,24 +7,24 @@ from typing import Any
 import msgspec
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """What is new of an answer's text."""
 
     content: str | None = None
 
 
-class Finish(msgspec.Struct, frozen=True):
+class OtherFinish(msgspec.Struct, frozen=True):
     """How an answer ended where OpenAI's ``finish_reason`` has no word for it."""
 
     type: str
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChunkChoice(msgspec.Struct, frozen=True):
     """``finish_reason`` is there once the answer has ended."""
 
-    delta: Delta = Delta()
+    delta: ChoiceDelta = ChoiceDelta()
     finish_reason: str | None = None
-    pdserve_finish: Finish | None = None
+    pdserve_finish: OtherFinish | None = None
 
     @property
     def ended_by(self) -> str | None:
@@ -38,7 +38,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """The server's own counts, in tokens."""
 
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class PhaseTime(msgspec.Struct, frozen=True):
+class PhaseReport(msgspec.Struct, frozen=True):
     """Milliseconds that a request spent in a phase, and the instance that spent them."""
 
     phase: str
@@ -54,26 +54,26 @@ class PhaseTime(msgspec.Struct, frozen=True):
     ms: float
 
 
-class Timing(msgspec.Struct, frozen=True):
+class TimingReport(msgspec.Struct, frozen=True):
     """Where the time of an answer went (docs/http-api.md#timing)."""
 
     total_ms: float
-    phases: list[PhaseTime]
+    phases: list[PhaseReport]
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """One event of the stream. ``timing``: pdserve's; another server may mean something else by the name."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: TokenUsage | None = None
     timing: Any = None
     error: Any = None
 
     @property
-    def own_timing(self) -> Timing | None:
+    def own_timing(self) -> TimingReport | None:
         """``timing`` where it is what pdserve sends."""
         try:
-            return msgspec.convert(self.timing, Timing | None)
+            return msgspec.convert(self.timing, TimingReport | None)
         except msgspec.ValidationError:
             return None
 

@@ -33,23 +33,23 @@ class ChatError(Exception):
     """The server can't be asked, or did not answer as it should; the message says what to do, in one line."""
 
 
-class Message(NamedTuple):
+class ChatTurn(NamedTuple):
     """One turn: ``role`` is "system", "user" or "assistant"."""
 
     role: str
     content: str
 
 
-class ModelCard(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """An entry of ``/v1/models``."""
 
     id: str
 
 
-class ModelList(msgspec.Struct, frozen=True):
+class ListedModels(msgspec.Struct, frozen=True):
     """``/v1/models``."""
 
-    data: list[ModelCard] = []
+    data: list[ListedModel] = []
 
 
 class ChatClient:
@@ -74,12 +74,12 @@ class ChatClient:
             answer = self._http.get("/v1/models", timeout=QUESTION_SECONDS)
             if answer.status_code != httpx.codes.OK:
                 raise ChatError(self._refusal(answer.status_code, answer.content))
-            models = decode(msgspec.json.Decoder(ModelList), answer.content, MAX_BYTES).data
+            models = decode(msgspec.json.Decoder(ListedModels), answer.content, MAX_BYTES).data
         if not models:
             raise ChatError(f"{self._url} lists no model; name one with --model")
         return models[0].id
 
-    def stream(self, model: str, messages: list[Message]) -> Generator[Chunk, None, None]:
+    def stream(self, model: str, messages: list[ChatTurn]) -> Generator[Chunk, None, None]:
         """Ask, and give each chunk as it comes; raises ``ChatError``, also in the middle of an answer."""
         body = {
             "model": model,

@@ -13,7 +13,7 @@ from ..access import AccessError, check_server_url, read_api_key
 from .client import ChatClient, ChatError
 from .options import ChatOptions
 from .screen import Screen
-from .session import End, Session
+from .session import ChatSession, End
 
 PROMPT = "> "
 EXIT_INTERRUPTED = 130
@@ -51,7 +51,7 @@ def _talk(options: ChatOptions, client: ChatClient, screen: Screen, is_terminal:
     model = options.model or client.first_model()
     if is_terminal:
         screen.note(f"{model} at {options.url}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-    session = Session(client, screen, model, options.system, goes_on=is_terminal)
+    session = ChatSession(client, screen, model, options.system, goes_on=is_terminal)
     end = session.run(_typed_line if is_terminal else _next_line)
     return EXIT_FAILED if end is End.FAILED else 0
 

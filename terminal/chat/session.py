@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import closing
 from enum import Enum, auto
 
-from .answer import Answer
-from .client import ChatClient, ChatError, Message
+from .answer import StreamedAnswer
+from .client import ChatClient, ChatError, ChatTurn
 from .screen import Screen
 
 HELP = """\
@@ -32,7 +32,7 @@ class End(Enum):
     FAILED = auto()
 
 
-class Session:
+class ChatSession:
     """See the module. ``run`` is the whole conversation."""
 
     def __init__(self, client: ChatClient, screen: Screen, model: str, system: str | None, *, goes_on: bool) -> None:
@@ -42,7 +42,7 @@ class Session:
         self._model = model
         self._system = system
         self._goes_on = goes_on
-        self._turns: list[Message] = []
+        self._turns: list[ChatTurn] = []
 
     def run(self, read_line: ReadLine) -> End:
         """Talk until ``read_line`` gives None or "/exit". Unless the session ``goes_on``, an error ends it as well.
@@ -90,9 +90,9 @@ class Session:
         return True
 
     def _ask(self, text: str) -> None:
-        question = Message("user", text)
-        system = [Message("system", self._system)] if self._system is not None else []
-        answer = Answer()
+        question = ChatTurn("user", text)
+        system = [ChatTurn("system", self._system)] if self._system is not None else []
+        answer = StreamedAnswer()
         try:
             with closing(self._client.stream(self._model, [*system, *self._turns, question])) as chunks:
                 for chunk in chunks:
@@ -105,5 +105,5 @@ class Session:
         self._screen.end_answer()
         # Templates want the roles to take turns, so a question without any answer is not kept.
         if answer.text or not answer.stopped:
-            self._turns += [question, Message("assistant", answer.text)]
+            self._turns += [question, ChatTurn("assistant", answer.text)]
         self._screen.note(answer.summary())

@@ -18,7 +18,7 @@ OURS = "pdserve "
 TITLE_CHARS = 60
 
 
-class Listener(NamedTuple):
+class ListeningProcess(NamedTuple):
     """A process that listens; ``title``: its command line, or what it calls itself."""
 
     pid: int
@@ -47,7 +47,7 @@ def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator
             yield ok("ports", f"{name} is free")
 
 
-def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
+def find_listener(port: int, proc: Path = Path("/proc")) -> ListeningProcess | None:
     """Find the process that listens on ``port``, at any address; None if it cannot be seen."""
     wanted = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     if not wanted:
@@ -56,7 +56,7 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
         try:
             if any(file.readlink().name in wanted for file in (folder / "fd").iterdir()):
                 title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return Listener(int(folder.name), title)
+                return ListeningProcess(int(folder.name), title)
         except OSError:
             # Another user's process, or one that has ended meanwhile.
             continue

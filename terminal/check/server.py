@@ -1,10 +1,9 @@
-"""A running server or router: is it there, is it healthy, what does it say of itself and of those behind it?"""
+"""Checks of a running server or router: whether it answers, its health, and the reports of its instances."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -13,7 +12,7 @@ from ...messages.decode import UndeclaredMessage, decode, shown
 from ...router.errors import parse_error
 from ..access import KEY_FLAG, decoder_says, key_headers
 from .finding import Finding, ok, problem, warning
-from .told import InstanceInfo, RoutedInstance, ServerTold
+from .server_info import InstanceReport, RoutedInstance, ServerReport
 
 TIMEOUT_SECONDS = 8.0
 """A router asks its instances first, and waits 5 s for each."""
@@ -24,24 +23,11 @@ TOPIC = "server"
 
 
 class Unanswered(Exception):
-    """No usable answer came; the finding says so."""
+    """A request without a usable response, with the finding to report."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.text)
         self.finding = finding
-
-
-class Answer(NamedTuple):
-    """``body`` as it came."""
-
-    status: int
-    body: bytes
-
-    @property
-    def message(self) -> str:
-        """What an error says."""
-        error = parse_error(self.body)
-        return shown(str(error["message"])) if error else f"status {self.status}"
 
 
 def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
@@ -50,27 +36,33 @@ def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
             health = ask(http, "/health")
-            if health.status == httpx.codes.OK:
+            if health.status_code == httpx.codes.OK:
                 yield ok(TOPIC, f"{url} is healthy")
             else:
-                yield problem(TOPIC, f"{url} is not healthy: {health.message}", "Its log says more.")
-            told = ask(http, "/server_info")
+                yield problem(TOPIC, f"{url} is not healthy: {error_message(health)}", "Its log says more.")
+            info = ask(http, "/server_info")
     except Unanswered as e:
         yield e.finding
         return
-    if told.status == httpx.codes.UNAUTHORIZED:
-        refused = "refuses the key" if api_key is not None else "needs a key to tell more"
+    if info.status_code == httpx.codes.UNAUTHORIZED:
+        refused = "refuses the key" if api_key is not None else "needs a key to report its state"
         yield problem(TOPIC, f"{url} {refused}", f"Name a file that holds it with {KEY_FLAG}.")
-    elif told.status != httpx.codes.OK:
-        yield problem(TOPIC, f"{url} does not tell about itself: {told.message}")
+    elif info.status_code != httpx.codes.OK:
+        yield problem(TOPIC, f"{url} does not report its state: {error_message(info)}")
     else:
-        yield from judge_answer(url, told.body)
+        yield from judge_answer(url, info.content)
 
 
-def ask(http: httpx.Client, path: str) -> Answer:
-    """Return the answer to GET ``path``; raises ``Unanswered``."""
+def error_message(response: httpx.Response) -> str:
+    """Return the message of an error response."""
+    error = parse_error(response.content)
+    return shown(str(error["message"])) if error else f"status {response.status_code}"
+
+
+def ask(http: httpx.Client, path: str) -> httpx.Response:
+    """Return the response to GET ``path``; raises ``Unanswered``."""
     try:
-        answer = http.get(path)
+        return http.get(path)
     except httpx.ConnectError as e:
         advice = "Start it, or check the host and port in --url."
         raise Unanswered(problem(TOPIC, f"nobody answers at {http.base_url} ({shown(str(e))})", advice)) from e
@@ -79,27 +71,26 @@ def ask(http: httpx.Client, path: str) -> Answer:
         raise Unanswered(problem(TOPIC, text, "It hangs or is overloaded; its log may say why.")) from e
     except httpx.RequestError as e:
         raise Unanswered(problem(TOPIC, f"{http.base_url} does not speak HTTP ({shown(str(e))})")) from e
-    return Answer(answer.status_code, answer.content)
 
 
 def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
     """Judge the body of ``/server_info``."""
     try:
-        told = decode(msgspec.json.Decoder(ServerTold), body, MAX_BYTES)
-        if told.router is None:
-            yield from judge_instance(url, decode(msgspec.json.Decoder(InstanceInfo), body, MAX_BYTES))
+        report = decode(msgspec.json.Decoder(ServerReport), body, MAX_BYTES)
+        if report.router is None:
+            yield from judge_instance(url, decode(msgspec.json.Decoder(InstanceReport), body, MAX_BYTES))
             return
     except UndeclaredMessage as e:
         yield warning(TOPIC, f"{url} is no pdserve server, or of another version: {decoder_says(e)}")
         return
-    if told.router.can_serve:
-        yield ok("router", f"{url} can serve, with {_counted(told.instances)}")
+    if report.router.can_serve:
+        yield ok("router", f"{url} can serve, with {_counted(report.instances)}")
     else:
         advice = "It needs a healthy prefill and a healthy decode, or a healthy worker."
-        yield problem("router", f"{url} can't serve, with {_counted(told.instances)}", advice)
-    for instance in told.instances:
+        yield problem("router", f"{url} can't serve, with {_counted(report.instances)}", advice)
+    for instance in report.instances:
         yield from judge_routed(instance)
-    yield from judge_likeness(told.instances)
+    yield from judge_likeness(report.instances)
 
 
 def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
@@ -112,15 +103,15 @@ def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
         yield warning(instance.role, text, "Look again in a moment.")
     if instance.info is None or not instance.info.role:
         if instance.state == "healthy":
-            yield warning(instance.role, f"{instance.url} is healthy, but does not tell about itself as pdserve does")
+            yield warning(instance.role, f"{instance.url} is healthy, but does not report its state as pdserve does")
         return
     if instance.role not in (instance.info.role, "worker"):
-        advice = f"Start it with --disaggregation-mode {instance.role}, or tell the router its true role."
+        advice = f"Start it with --disaggregation-mode {instance.role}, or give the router its true role."
         yield problem(instance.role, f"{name} says that it is {instance.info.role}", advice)
     yield from judge_instance(instance.url, instance.info)
 
 
-def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
+def judge_instance(url: str, info: InstanceReport) -> Iterator[Finding]:
     """Judge an instance's report about itself."""
     topic = info.role
     level = f", kernels at level {info.machine.kernel_level}" if info.machine.kernel_level else ""
@@ -141,37 +132,37 @@ def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
         yield from judge_handovers(url, info)
 
 
-def judge_handovers(url: str, info: InstanceInfo) -> Iterator[Finding]:
+def judge_handovers(url: str, info: InstanceReport) -> Iterator[Finding]:
     """Judge an instance's hand-overs and peers."""
-    told = info.disaggregation
-    assert told is not None
-    failed = told.sent.failed + told.received.failed
-    total = told.sent.done + told.received.done + failed
+    report = info.disaggregation
+    assert report is not None
+    failed = report.sent.failed + report.received.failed
+    total = report.sent.done + report.received.done + failed
     if failed > FEW * total:
         advice = "Clients that left meanwhile count, too. The logs of both sides name the others."
         yield warning(info.role, f"{url}: {failed} of {total} hand-overs failed", advice)
-    states = Counter(peer.state for peer in told.peers)
-    if not told.peers:
+    states = Counter(peer.state for peer in report.peers)
+    if not report.peers:
         yield ok(info.role, f"{url} knows no peer; they meet with their first request")
     elif set(states) == {"open"}:
-        peers = f"{len(told.peers)} peer{'s' * (len(told.peers) > 1)}"
+        peers = f"{len(report.peers)} peer{'s' * (len(report.peers) > 1)}"
         yield ok(info.role, f"{url} is linked to {peers}, {total} hand-overs")
-    for peer in told.peers:
+    for peer in report.peers:
         if peer.state != "open":
-            who = peer.bootstrap or peer.epoch
-            yield warning(info.role, f"{url}: the link to {shown(who)} is {shown(peer.state)}", "Its log says why.")
+            name = peer.bootstrap or peer.epoch
+            yield warning(info.role, f"{url}: the link to {shown(name)} is {shown(peer.state)}", "Its log says why.")
 
 
 def judge_likeness(instances: Sequence[RoutedInstance]) -> Iterator[Finding]:
     """Check that the instances of one router serve the same model, and that pairs can exchange KV."""
-    told = [instance.info for instance in instances if instance.info is not None and instance.info.role]
+    infos = [instance.info for instance in instances if instance.info is not None and instance.info.role]
     for what, values, advice in (
-        ("models", {info.model for info in told}, "A router's instances serve one model."),
-        ("versions of pdserve", {info.version for info in told}, "Update all of them."),
+        ("models", {info.model for info in infos}, "A router's instances serve one model."),
+        ("versions of pdserve", {info.version for info in infos}, "Update all of them."),
     ):
         if len(values) > 1:
             yield warning("router", f"its instances have different {what}: {', '.join(sorted(values))}", advice)
-    legs = [info for info in told if info.role in ("prefill", "decode")]
+    legs = [info for info in infos if info.role in ("prefill", "decode")]
     if len({info.fingerprint for info in legs}) > 1:
         advice = "Start both sides with the same model, --dtype, --quantization and --quantized-activations."
         yield problem("router", "prefill and decode instances have different weights: no pair can hand over", advice)

@@ -37,7 +37,7 @@ from pdserve.messages.outputs import (
     Timing,
 )
 from pdserve.messages.profiling import ProfileResult, StartProfileReq, StopProfileReq
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
@@ -77,10 +77,10 @@ class FakeEngine:
         self.mute = mute
         self.pong = Pong(True)
         self.end_aborted = True
-        self.flush_result: FlushCacheResult | Refused = FlushCacheResult(5)
+        self.flush_result: FlushCacheResult | RefusedAnswer = FlushCacheResult(5)
         self.transfers: list[dict] = []
-        self.snapshot: SnapshotResult | Refused = Refused(404, "unknown")
-        self.kv_hashes: KVHashes | Refused = Refused(501, "start it with --kv-debug")
+        self.snapshot: SnapshotResult | RefusedAnswer = RefusedAnswer(404, "unknown")
+        self.kv_hashes: KVHashes | RefusedAnswer = RefusedAnswer(501, "start it with --kv-debug")
         self.resumed: list[ResumeReq] = []
         self.errors: list[ReqError] = []
         self.sent: list[TokenizeReq] = []

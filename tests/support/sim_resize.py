@@ -6,7 +6,7 @@ from typing import Any
 
 from pdserve.messages.base import Message
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.features.pool_resize import PoolResize
 from pdserve.scheduler.handlers import Handlers
@@ -56,8 +56,10 @@ class Resized:
         if any(isinstance(m, TrimPool) for m in self.to_worker.messages):
             while self.work():
                 pass
-        answers = [m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult | Refused)]
-        self.answers[:] = [m for m in self.answers if not isinstance(m, ResizeResult | Refused)]
+        answers = [
+            m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult | RefusedAnswer)
+        ]
+        self.answers[:] = [m for m in self.answers if not isinstance(m, ResizeResult | RefusedAnswer)]
         for answer in answers:
             if answer in self.to_detokenizer.messages:
                 self.to_detokenizer.messages.remove(answer)

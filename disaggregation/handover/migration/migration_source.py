@@ -48,7 +48,7 @@ from ....messages.moves import (
     RunningRequest,
 )
 from ....messages.outputs import Timing
-from ....messages.question import Refused
+from ....messages.question import RefusedAnswer
 from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ....scheduler.outbox import timing_at
 from ....scheduler.req import Req, ReqState, Route
@@ -226,7 +226,7 @@ class MigrationSource:
         elif req.route is Route.OUTGOING:
             problem = f"request {ask.rid!r} is computed for another instance, and ends here by itself"
         if problem is not None:
-            self._scheduler.outbox.reply(ask, Refused(409, problem))
+            self._scheduler.outbox.reply(ask, RefusedAnswer(409, problem))
             return
         assert req is not None
         self._begin(ask, req, ask.host, ask.port, now)
@@ -488,7 +488,7 @@ class MigrationSource:
         move = self._rooms.get(handover.room)
         return move if move is not None and move.handover == handover and move.peer is peer else None
 
-    def _answer(self, move: Migration, answer: MigrateResult | Refused) -> None:
+    def _answer(self, move: Migration, answer: MigrateResult | RefusedAnswer) -> None:
         if move.question is not None:
             self._scheduler.outbox.reply(move.question, answer)
 
@@ -510,7 +510,7 @@ class MigrationSource:
             self._scheduler.peer_requests.go_on(move.req)
         if tell and move.handover is not None:
             move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
-        self._answer(move, Refused(409, reason))
+        self._answer(move, RefusedAnswer(409, reason))
         if self._targets and not move.req.is_ended:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
         if move.hold is not None and state is not MigrationState.PUSHING:

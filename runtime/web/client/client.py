@@ -10,10 +10,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ..cluster_auth import CHALLENGE_HEADER, PROOF_HEADER, PROOF_PATH, ClusterClient, digest_of
-from .answer import Answer
 from .connection import Connection, Headers
 from .errors import CannotConnect, ClientError, ConnectionGone
-from .pool import Origin, Pool, SocketOptions
+from .pool import ConnectionPool, Origin, SocketOptions
+from .response import ClientResponse
 
 MAX_WHOLE_BYTES = 64 << 20
 """Maximum bytes of an answer to a question, far more than any needs. It keeps a faulty server from taking all memory.
@@ -44,7 +44,7 @@ class _Server(NamedTuple):
     """``head``: what is the same in the heads of all requests to one server."""
 
     head: bytes
-    pool: Pool[Connection]
+    pool: ConnectionPool[Connection]
 
 
 class _Request(NamedTuple):
@@ -92,11 +92,11 @@ class HttpClient:
         silence: float | None = None,
         *,
         at_most_once: bool = False,
-    ) -> Answer:
+    ) -> ClientResponse:
         """Send a request to the server at ``url`` (``http://host:port``) and wait until its answer begins.
 
-        The caller must close the answer. ``silence``: see ``Answer``. Raises ``ClientError``, and ``ValueError`` for a
-        path or header that can't be sent.
+        The caller must close the answer. ``silence``: see ``ClientResponse``. Raises ``ClientError``. Raises
+        ``ValueError`` for a path or header that can't be sent.
 
         A server may close a kept connection (keep-alive timeout) while a request is on its way to it. Such a request
         is sent once more, on a new connection. The connection must have been idle for more than ``RESEND_IDLE_SECONDS``
@@ -155,7 +155,7 @@ class HttpClient:
         """Find out which instance the new ``connection`` leads to; raises ``CannotConnect``."""
         challenge = cluster.challenge()
         question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
-        answer = Answer(connection, lambda: None, self._connect_seconds)
+        answer = ClientResponse(connection, lambda: None, self._connect_seconds)
         try:
             async with asyncio.timeout(self._connect_seconds):
                 connection.ask([question.head(server)], answer)
@@ -179,11 +179,11 @@ class HttpClient:
     async def _ask(
         self,
         connection: Connection,
-        pool: Pool[Connection],
+        pool: ConnectionPool[Connection],
         message: Iterable[bytes | memoryview],
         silence: float | None,
-    ) -> Answer:
-        answer = Answer(connection, lambda: pool.give_back(connection), silence)
+    ) -> ClientResponse:
+        answer = ClientResponse(connection, lambda: pool.give_back(connection), silence)
         connection.ask(message, answer)
         try:
             await answer.head()
@@ -196,7 +196,7 @@ class HttpClient:
         server = self._servers.get(url)
         if server is None:
             host = urlsplit(url).netloc.rpartition("@")[2].encode("ascii")
-            pool = Pool(Origin.of(url), Connection, self._connect_seconds, self._socket_options)
+            pool = ConnectionPool(Origin.of(url), Connection, self._connect_seconds, self._socket_options)
             server = self._servers[url] = _Server(b"host: %b\r\n%b" % (host, self._headers), pool)
         return server
 

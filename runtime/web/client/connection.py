@@ -25,7 +25,7 @@ MAX_HEADERS = 128
 Headers = list[tuple[bytes, bytes]]
 
 
-class Receiver(Protocol):
+class ResponseReceiver(Protocol):
     """Takes an answer as it arrives. Called in the socket's callback: must neither wait nor raise."""
 
     def take_head(self, status: int, headers: Headers) -> None:
@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._receiver: Receiver | None = None
+        self._receiver: ResponseReceiver | None = None
         self._keeps = True
         self._paused = False
         self.epoch = b""
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         """Whether a request can be sent, or, while one is under way, whether another can follow."""
         return self._keeps and self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, message: Iterable[bytes | memoryview], receiver: Receiver) -> None:
+    def ask(self, message: Iterable[bytes | memoryview], receiver: ResponseReceiver) -> None:
         """Send a whole request, head and body, and let ``receiver`` take its answer. ``usable`` must hold."""
         assert self._transport is not None
         assert self._receiver is None, "one request at a time"

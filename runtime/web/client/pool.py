@@ -41,14 +41,14 @@ class Origin(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Kept(NamedTuple, Generic[C]):
+class IdleConnection(NamedTuple, Generic[C]):
     """A kept connection, and for how many seconds it was idle."""
 
     connection: C
     idle_seconds: float
 
 
-class Pool(Generic[C]):
+class ConnectionPool(Generic[C]):
     """Takes and gives connections to one server. ``make`` makes a new one; ``connect_seconds``: how long that may take.
 
     Of those that are kept, the one used last is taken first, so that what a burst has left over gets old and is closed.
@@ -65,16 +65,16 @@ class Pool(Generic[C]):
         self._idle: deque[tuple[float, C]] = deque()
         self._expiry: asyncio.TimerHandle | None = None
 
-    def take_kept(self) -> Kept[C] | None:
+    def take_kept(self) -> IdleConnection[C] | None:
         """Return the kept connection that was used last, None if there is none that is still open."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             since, connection = self._idle.pop()
             if connection.usable:
-                return Kept(connection, now - since)
+                return IdleConnection(connection, now - since)
         return None
 
-    def put_back(self, kept: Kept[C]) -> None:
+    def put_back(self, kept: IdleConnection[C]) -> None:
         """Return a connection that ``take_kept`` gave and that was not used."""
         self._idle.append((asyncio.get_running_loop().time() - kept.idle_seconds, kept.connection))
 

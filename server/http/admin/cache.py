@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.control import FlushCacheReq
-from ..answers import AnswerBody, Told, respond
+from ..answers import AnswerBody, InstanceAnswer, respond
 from ..endpoint import endpoint
 from ..engine.question_client import QuestionRefused
 from ..errors import ApiError
@@ -23,7 +23,7 @@ class Flushed(AnswerBody):
 
     success: Literal[True]
     flushed: int
-    instances: list[Told] = Field(default=[])
+    instances: list[InstanceAnswer] = Field(default=[])
 
 
 @endpoint(Flushed)

@@ -88,7 +88,7 @@ class StopProfileBody(Body):
     refuses_unknown: ClassVar[bool] = True
 
 
-class ProfileStarted(AnswerBody):
+class ProfileStartedAnswer(AnswerBody):
     """``POST /start_profile``: ``files`` will be there after ``num_steps`` steps, or ``seconds``, or a stop."""
 
     folder: str
@@ -98,7 +98,7 @@ class ProfileStarted(AnswerBody):
     seconds: float
 
 
-class ProfileStopped(AnswerBody):
+class ProfileStoppedAnswer(AnswerBody):
     """``POST /stop_profile``: the files of the profile that ended now or was the last, and their size in all."""
 
     folder: str
@@ -110,7 +110,7 @@ class ProfileStopped(AnswerBody):
     ended_by: Literal["num_steps", "time limit", "request"]
 
 
-@endpoint(ProfileStarted, body=StartProfileBody)
+@endpoint(ProfileStartedAnswer, body=StartProfileBody)
 async def start_profile(request: Request) -> Response:
     """Begin a profile; 409 while one runs, and for a name that is taken."""
     body = await parse_body(request, StartProfileBody)
@@ -122,7 +122,7 @@ async def start_profile(request: Request) -> Response:
         START_SECONDS,
     )
     return respond(
-        ProfileStarted(
+        ProfileStartedAnswer(
             folder=result.folder,
             files=result.files,
             activities=result.activities,
@@ -132,7 +132,7 @@ async def start_profile(request: Request) -> Response:
     )
 
 
-@endpoint(ProfileStopped, body=StopProfileBody)
+@endpoint(ProfileStoppedAnswer, body=StopProfileBody)
 async def stop_profile(request: Request) -> Response:
     """End the profile and name its files, or those of the last one; 409 where there has been none."""
     await parse_body(request, StopProfileBody)

@@ -68,7 +68,7 @@ def _as_api_error(error: _Error) -> ApiError:
     return ApiError(status, error.message, param=error.param, kind=error.type, code=error.code)
 
 
-class _Parked(NamedTuple):
+class _ParkedAnswer(NamedTuple):
     submission: Submission
     timer: asyncio.TimerHandle
 
@@ -91,7 +91,7 @@ class MovedAnswers:
         self._logprobs = logprobs
         self._keys = keys
         """Recognises genuine keys. None: any key may belong to an answer that is yet to come."""
-        self._parked: dict[str, _Parked] = {}
+        self._parked: dict[str, _ParkedAnswer] = {}
         self._awaited: dict[str, asyncio.Event] = {}
         self._relays: dict[str, _Relay] = {}
         self._away: set[str] = set()
@@ -114,7 +114,7 @@ class MovedAnswers:
                 self._look()
 
         timer = asyncio.get_running_loop().call_later(UNREAD_SECONDS, late)
-        self._parked[arrived.key] = _Parked(submission, timer)
+        self._parked[arrived.key] = _ParkedAnswer(submission, timer)
         if (awaited := self._awaited.pop(arrived.key, None)) is not None:
             awaited.set()
         return submission

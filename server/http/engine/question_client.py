@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ....messages.base import Message
-from ....messages.question import Answer, Question, Refused, TextQuestion, answer_type
+from ....messages.question import Answer, Question, RefusedAnswer, TextQuestion, answer_type
 from ....messages.text import Limits, LimitsReq
 from ..errors import ApiError
 
@@ -54,7 +54,7 @@ class QuestionClient:
             raise NoAnswer("tokenizer" if isinstance(question, TextQuestion) else "scheduler", seconds) from None
         finally:
             del self._waiting[question.id]
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedAnswer):
             raise QuestionRefused(answer.status, answer.text)
         if not isinstance(answer, answer_type(question)):
             raise TypeError(f"{type(question).__name__} was answered by {type(answer).__name__}")

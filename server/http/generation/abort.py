@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ....runtime.web.auth import NO_ADMIN_KEY
 from ....runtime.web.keys import ANYBODY, Caller
-from ..answers import AnswerBody, Told, respond
+from ..answers import AnswerBody, InstanceAnswer, respond
 from ..bodies.fields import Body, FieldError
 from ..bodies.unserved import ANYTHING, Unserved
 from ..endpoint import endpoint
@@ -40,7 +40,7 @@ class Aborted(AnswerBody):
 
     aborted: int
     legs: int = 0
-    instances: list[Told] = Field(default=[])
+    instances: list[InstanceAnswer] = Field(default=[])
 
 
 @endpoint(Aborted, body=AbortBody)

@@ -37,7 +37,7 @@ class PdserveFinish(AnswerBody):
     message: str
 
 
-class Envelope(AnswerBody):
+class OpenAIAnswer(AnswerBody):
     """The fields around choices."""
 
     id: str
@@ -69,7 +69,7 @@ class CompletionChoice(AnswerBody):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionAnswer(Envelope):
+class CompletionAnswer(OpenAIAnswer):
     """``POST /v1/completions``, and each event of its stream."""
 
     object: Literal["text_completion"]
@@ -116,7 +116,7 @@ class ChatChoice(AnswerBody):
     token_ids: list[int] | None = None
 
 
-class ChatAnswer(Envelope):
+class ChatAnswer(OpenAIAnswer):
     """``POST /v1/chat/completions``."""
 
     object: Literal["chat.completion"]
@@ -143,7 +143,7 @@ class ChatChunkChoice(AnswerBody):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Envelope):
+class ChatChunk(OpenAIAnswer):
     """An event of a streamed ``POST /v1/chat/completions``."""
 
     object: Literal["chat.completion.chunk"]

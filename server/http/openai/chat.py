@@ -44,7 +44,7 @@ async def chat_completions(request: Request) -> Response:
     logprobs = LogprobOptions(start_len=-1, top_num=body.top_logprobs) if body.logprobs else None
     plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state)
     names = TokenNames(body.return_tokens_as_token_ids) if body.logprobs else None
-    renderer = ChatRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), names)
+    renderer = ChatCompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), names)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)
 
 
@@ -56,7 +56,7 @@ def chat_of(body: ChatBody) -> Conversation:
     return read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
 
 
-class ChatRenderer(EnvelopeRenderer):
+class ChatCompletionRenderer(EnvelopeRenderer):
     """Writes messages, or deltas of them; ``names`` is None if no logprobs are wanted."""
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}

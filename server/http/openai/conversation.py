@@ -7,11 +7,14 @@ from typing import Any
 
 from ....messages.conversation import ChatMessage, Conversation
 from ....messages.packed_text import pack
-from .schemas import Message
+from .schemas import ChatMessageBody
 
 
 def read_conversation(
-    messages: Sequence[Message], add_generation_prompt: bool | None, continue_final_message: bool, args: dict[str, Any]
+    messages: Sequence[ChatMessageBody],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    args: dict[str, Any],
 ) -> Conversation:
     """Return the conversation of a body's messages.
 
@@ -24,7 +27,7 @@ def read_conversation(
     return Conversation(turns, add_generation_prompt, continue_final_message, args)
 
 
-def _turn(message: Message) -> ChatMessage:
+def _turn(message: ChatMessageBody) -> ChatMessage:
     # "developer" is OpenAI's newer word for "system"; chat templates know only "system".
     role = "system" if message.role == "developer" else message.role
     thought = message.reasoning_content

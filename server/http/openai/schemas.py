@@ -156,7 +156,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class ChatMessageBody(Body):
     """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
 
     unserved: ClassVar[Unserved] = CHAT_MESSAGE
@@ -185,12 +185,15 @@ class Message(Body):
         return "\n".join(part.text for part in self.content)
 
 
+ChatMessages = Annotated[list[ChatMessageBody], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(OpenAIBody):
     """``POST /v1/chat/completions``."""
 
     unserved: ClassVar[Unserved] = CHAT
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: ChatMessages
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False

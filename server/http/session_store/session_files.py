@@ -103,7 +103,7 @@ class Listed(NamedTuple):
     nbytes: int
 
 
-class Limits(NamedTuple):
+class SessionLimits(NamedTuple):
     """Limits on sessions, in bytes of files and of the KV kept for them: of all sessions (``total``), of one owner's
     (``quota``). ``ttl``: seconds.
     """
@@ -116,7 +116,7 @@ class Limits(NamedTuple):
 class SessionFiles:
     """Reads and writes the files of sessions. Every method raises ``SessionError``."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: SessionLimits) -> None:
         """Make the folder. Raises ``OSError``, and ``PermissionError`` if other users own it or may write to it."""
         self._folder, self.limits = folder, limits
         make_private_folder(folder)

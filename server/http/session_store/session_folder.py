@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ...options import ServerOptions
 from ..errors import ApiError
-from .session_files import Limits, SessionError, SessionFiles
+from .session_files import SessionError, SessionFiles, SessionLimits
 
 GB = 10**9
 HOUR = 3600.0
@@ -24,7 +24,7 @@ def open_sessions(options: ServerOptions) -> SessionFiles | None:
     """Open the folder that the options name; None if they name none. Raises ``SessionError``."""
     if options.kv_sessions_dir is None:
         return None
-    limits = Limits(
+    limits = SessionLimits(
         int(options.kv_sessions_size * GB), int(options.kv_sessions_quota * GB), options.kv_sessions_ttl * HOUR
     )
     try:

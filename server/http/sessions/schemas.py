@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..answers import AnswerBody, Told
+from ..answers import AnswerBody, InstanceAnswer
 from ..bodies.fields import Body, FieldError, PromptIds, Rid, TemplateArgs
 from ..native.schemas import SamplingParamsBody
-from ..openai.schemas import MAX_MESSAGES, Message
+from ..openai.schemas import ChatMessages
 from ..session_store.session_files import NAME, WANTED_NAME
 
 
@@ -33,7 +33,7 @@ class SnapshotBody(Body):
     rid: Rid | None = None
     text: Annotated[str, Field(min_length=1)] | None = None
     input_ids: PromptIds | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     sampling_params: SamplingParamsBody = SamplingParamsBody()
@@ -137,7 +137,7 @@ class Deleted(AnswerBody):
     """``DELETE /kv/sessions/{name}``; a router says where."""
 
     deleted: str
-    instances: list[Told] | None = None
+    instances: list[InstanceAnswer] | None = None
 
 
 class SlotAnswer(AnswerBody):

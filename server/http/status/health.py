@@ -22,7 +22,7 @@ from ..state import HttpState
 HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0
 
 
-class Ready(AnswerBody):
+class HealthAnswer(AnswerBody):
     """It can serve. ``warning``: what somebody should look after nonetheless. The rest says which instance it is."""
 
     status: Literal["ready"]
@@ -33,13 +33,13 @@ class Ready(AnswerBody):
     warning: str | None = None
 
 
-class Alive(AnswerBody):
+class LivenessAnswer(AnswerBody):
     """The HTTP process answers."""
 
     status: Literal["alive"]
 
 
-@endpoint(Ready)
+@endpoint(HealthAnswer)
 async def health(request: Request) -> Response:
     """200 when every process of the instance answers and it takes requests, else 503 with the reason."""
     verdict = await HttpState.of(request).health.verdict()
@@ -53,13 +53,13 @@ async def health(request: Request) -> Response:
     return json_response(answer | ({"warning": verdict.reason} if verdict.reason else {}))
 
 
-@endpoint(Alive)
+@endpoint(LivenessAnswer)
 async def livez(request: Request) -> Response:
     """200 while this process answers at all; says nothing about the others."""
-    return respond(Alive(status="alive"))
+    return respond(LivenessAnswer(status="alive"))
 
 
-@endpoint(Ready)
+@endpoint(HealthAnswer)
 async def health_generate(request: Request) -> Response:
     """200 when a token has really been generated within the time limit, else 503 with the reason."""
     engine = HttpState.of(request).engine
@@ -83,7 +83,7 @@ async def health_generate(request: Request) -> Response:
         return Response()
     finally:
         engine.end(submission)
-    return respond(Ready(status="ready"))
+    return respond(HealthAnswer(status="ready"))
 
 
 @endpoint(MetricsText)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
 from ..bodies.fields import Body, FieldError, OneOrMany, TemplateArgs, TokenIds
 from ..bodies.unserved import Unserved
-from ..openai.schemas import MAX_MESSAGES, Message
+from ..openai.schemas import ChatMessages
 
 MAX_CHARACTERS = 1 << 20
 MAX_IDS = 1 << 17
@@ -22,7 +22,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: OneOrMany[str] | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pdserve.messages.memory import ResizeResult
 from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from support.sim import NO_WINDOW, VOCAB, SimWindow, make_options, reference_output
 from support.sim_machine import Curve
 from support.world.node import Node, Stopped
@@ -393,7 +393,7 @@ class Campaign:
         """How every leg ended, whose instance lived; raises where one did not, or failed without a reason."""
         alive = {node.epoch for node in self._nodes()}
         for told in (told for node in self._nodes() for told in node.told):
-            self.moves[told.text if isinstance(told, Refused) else "moved"] += 1
+            self.moves[told.text if isinstance(told, RefusedAnswer) else "moved"] += 1
         # The prompt is computed again then, so that nothing else tells.
         if self._is_calm and any(node.mismatches for node in self._nodes()):
             raise Violation("KV that landed was not what was sent, although nothing went wrong")

@@ -25,7 +25,7 @@ from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.runtime.disaggregation_options import DisaggregationMode
@@ -206,9 +206,9 @@ class Node:
         self.tokens: dict[str, list[int]] = {}
         self.pool_sizes = [(world.now, self.scheduler.memory.pool.max_total_tokens)]
         """Sizes of the KV pool in tokens, each with the time from which it holds."""
-        self.sizes: list[ResizeResult | Refused] = []
+        self.sizes: list[ResizeResult | RefusedAnswer] = []
         """What became of the sizes that were asked for here."""
-        self.told: list[MigrateResult | Refused] = []
+        self.told: list[MigrateResult | RefusedAnswer] = []
         """How moves that were asked for here went."""
         self._moves: set[int] = set()
         """Numbers of the questions about them."""
@@ -406,9 +406,11 @@ class Node:
                 self.open.add(message.rid)
                 self.arrivals[message.rid] = message.arrival
                 self.world.answers[message.rid] = self.world.answers[message.rid.rpartition("@")[0]]
-            elif isinstance(message, MigrateResult) or (isinstance(message, Refused) and message.id in self._moves):
+            elif isinstance(message, MigrateResult) or (
+                isinstance(message, RefusedAnswer) and message.id in self._moves
+            ):
                 self.told.append(message)
-            elif isinstance(message, ResizeResult | Refused):
+            elif isinstance(message, ResizeResult | RefusedAnswer):
                 self.sizes.append(message)
             elif isinstance(message, TokenBatch):
                 for item in message.items:

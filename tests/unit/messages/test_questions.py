@@ -10,7 +10,7 @@ from pdserve.messages import routes
 from pdserve.messages.channel import encode
 from pdserve.messages.control import MAX_TRANSFERS, Ping, Pong, RoleReq, RoleResult, Transfers
 from pdserve.messages.decode import Codec
-from pdserve.messages.question import Answer, Question, Refused, TextQuestion, answer_type, subclasses
+from pdserve.messages.question import Answer, Question, RefusedAnswer, TextQuestion, answer_type, subclasses
 from pdserve.messages.text import Encoded, EncodeReq
 
 QUESTIONS = subclasses(Question)
@@ -28,7 +28,7 @@ def test_a_question_and_its_answer_are_declared_wherever_they_pass(question: typ
 
 def test_a_refusal_may_come_from_the_scheduler() -> None:
     for channel in (routes.ToDetokenizer, routes.ToHttp):
-        said = [Refused(409, "no", id=3), Transfers(MAX_TRANSFERS, [], id=4)]
+        said = [RefusedAnswer(409, "no", id=3), Transfers(MAX_TRANSFERS, [], id=4)]
         assert Codec(channel, 1 << 20).decode(encode(said)) == said
 
 

@@ -31,7 +31,7 @@ from pdserve.messages.profiling import (
     StopProfile,
     StopProfileReq,
 )
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, RowInit
 from pdserve.model_runner import profiler as profiler_module
@@ -45,8 +45,8 @@ from pdserve.runtime.python import python_command
 from pdserve.scheduler.features.profiling import MAX_SECONDS, ProfileState, Profiling
 from pdserve.scheduler.handlers import Handlers
 from pdserve.scheduler.outbox import Outbox
-from pdserve.server.http.admin.profiling import ProfileStarted as StartAnswer
-from pdserve.server.http.admin.profiling import ProfileStopped as StopAnswer
+from pdserve.server.http.admin.profiling import ProfileStartedAnswer as StartAnswer
+from pdserve.server.http.admin.profiling import ProfileStoppedAnswer as StopAnswer
 from pdserve.server.options import ServerOptions
 
 START = StartProfileReq("name", 4, id=1)
@@ -323,13 +323,13 @@ def test_traces_are_in_the_run_directory_unless_an_option_says_otherwise(tmp_pat
 
 def test_http_asks_and_answers() -> None:
     async def run(engine: FakeEngine) -> None:
-        async def ask(path: str, body: Any, result: ProfileResult | Refused) -> tuple[Any, Any]:
+        async def ask(path: str, body: Any, result: ProfileResult | RefusedAnswer) -> tuple[Any, Any]:
             answer = asyncio.create_task(engine.post(path, body))
             await engine.wait_for(lambda: bool(engine.questions))
             question: Any = engine.questions.pop()
             engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
             told = await answer
-            assert told.status_code == (result.status if isinstance(result, Refused) else 200), told.text
+            assert told.status_code == (result.status if isinstance(result, RefusedAnswer) else 200), told.text
             return msgspec.structs.replace(question, id=0), told.json()
 
         good = ProfileResult("/f/a", ["/f/a/x"], ["CPU"], 5, 60.0, 9, "request")
@@ -345,7 +345,7 @@ def test_http_asks_and_answers() -> None:
         assert other.name != asked.name
         asked, told = await ask("/stop_profile", {}, good)
         assert (asked, StopAnswer.model_validate(told).bytes) == (StopProfileReq(), 9)
-        _, told = await ask("/start_profile", {}, Refused(409, "a profile is recording"))
+        _, told = await ask("/start_profile", {}, RefusedAnswer(409, "a profile is recording"))
         assert told["error"]["message"] == "a profile is recording"
 
     with_engine(run, mute=True)

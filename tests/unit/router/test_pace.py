@@ -12,7 +12,7 @@ from support.sim import SimInstance
 from pdserve.messages.worker import MeasuredStep
 from pdserve.router.fleet import MOST_WAITING, Fleet, Pair
 from pdserve.router.health import _told
-from pdserve.router.instance import Answering, HealthState, Instance, Role, Told, ToldPace
+from pdserve.router.instance import Answering, HealthReport, HealthState, Instance, ReportedPace, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 from pdserve.scheduler.estimates.cost_model import StepShape
@@ -24,15 +24,15 @@ BODY = RequestBody.parse(b"{}")
 
 def pace(
     token_ms: float, stream_ms: float, budget_ms: float, decode_ms: float | None = None, room: int = 999
-) -> ToldPace:
-    return ToldPace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
+) -> ReportedPace:
+    return ReportedPace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
 
 
-def make_fleet(prefill: ToldPace | None, decode: ToldPace | None, worker=(), streams: int = 4) -> Fleet:
+def make_fleet(prefill: ReportedPace | None, decode: ReportedPace | None, worker=(), streams: int = 4) -> Fleet:
     fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"], worker=list(worker)))
     fleet.instances[1].answers = streams
     for instance, told in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
-        instance.learn(Told(pace=told))
+        instance.learn(HealthReport(pace=told))
         fleet.set_state(instance, HealthState.HEALTHY, "test")
     return fleet
 
@@ -84,7 +84,7 @@ def test_what_was_sent_since_counts():
     assert places[:2] == [decode] * 2
     assert set(places[2:6]) == {prefill}
     assert decode in places[6:]
-    decode.learn(Told(pace=pace(28, 2, 40)))  # a newer word has them in it
+    decode.learn(HealthReport(pace=pace(28, 2, 40)))  # a newer word has them in it
     assert decode.token_ms == 28
 
 
@@ -107,11 +107,11 @@ def test_a_worker_is_compared_with_who_would_serve():
 
 def test_what_came_while_it_was_asked_counts():
     instance = Instance("http://d", Role.DECODE, answers=9)
-    instance.learn(Told(pace=pace(20, 2, 40)), answers=5)
+    instance.learn(HealthReport(pace=pace(20, 2, 40)), answers=5)
     assert instance.token_ms == 28
     instance.answers = 0
     assert instance.token_ms == 10
-    instance.learn(Told(pace=pace(20, 9, 40)), answers=50)
+    instance.learn(HealthReport(pace=pace(20, 9, 40)), answers=50)
     assert instance.token_ms == 0  # no less than nothing
 
 
@@ -120,7 +120,7 @@ def test_a_pace_that_makes_no_sense_is_none_and_the_rest_is_heard(token_ms):
     numbers = f'"decode_ms": 1, "stream_ms": 1, "budget_ms": 1, "max_tokens": 1, "token_ms": {token_ms}'
     told = _told(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
     assert (told.epoch, told.role, told.bootstrap_port, told.pace) == ("e", "decode", 9000, None)
-    assert _told(b"[]") == Told()
+    assert _told(b"[]") == HealthReport()
 
 
 def test_a_request_that_moves_counts_where_it_is():

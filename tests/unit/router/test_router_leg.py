@@ -24,16 +24,16 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthState
 from pdserve.router.leg import Leg, LegLimits
 from pdserve.router.options import RouterOptions
-from pdserve.runtime.web.client.answer import Answer
 from pdserve.runtime.web.client.client import HttpClient
 from pdserve.runtime.web.client.connection import Connection
 from pdserve.runtime.web.client.errors import BadAnswer, CannotConnect, ClientError, ConnectionGone
+from pdserve.runtime.web.client.response import ClientResponse
 
 A, B = b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n'
 CRLF = b": ping\r\n\r\n"
 
 
-class Scripted(Answer):
+class Scripted(ClientResponse):
     """An answer whose body comes in ``pieces``, one a read; an exception is raised."""
 
     def __init__(self, pieces: list[bytes | Exception], status: int = 200) -> None:
@@ -53,11 +53,11 @@ class Scripted(Answer):
 
 
 class Client(HttpClient):
-    def __init__(self, outcome: Answer | Exception | None) -> None:
+    def __init__(self, outcome: ClientResponse | Exception | None) -> None:
         super().__init__([], 1.0)
         self.outcome = outcome
 
-    async def send(self, *args: object, silence: float | None = None, **kwargs: object) -> Answer:
+    async def send(self, *args: object, silence: float | None = None, **kwargs: object) -> ClientResponse:
         assert silence == 7.0
         if self.outcome is None:
             await asyncio.Event().wait()
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_as_its_instance_hangs_has_left():
 class Opened:
     """What came of one leg: its ``events``, the ``error`` that ended it, and what the fleet heard."""
 
-    def __init__(self, outcome: Answer | Exception | None, first_byte: float = 5.0) -> None:
+    def __init__(self, outcome: ClientResponse | Exception | None, first_byte: float = 5.0) -> None:
         self.fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
         [self.instance] = self.fleet.instances
         self.fleet.set_state(self.instance, HealthState.HEALTHY, "")
@@ -196,7 +196,7 @@ def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientErr
         (Scripted([A, TimeoutError()]), "went silent in the middle of its answer within 7 s"),
     ],
 )
-def test_silence_is_told_and_says_nothing_against_the_instance(outcome: Answer | None, says: str) -> None:
+def test_silence_is_told_and_says_nothing_against_the_instance(outcome: ClientResponse | None, says: str) -> None:
     leg = Opened(outcome, first_byte=0.01 if outcome is None else 5.0)
     assert isinstance(leg.error, InstanceSilentError)
     assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
@@ -246,7 +246,7 @@ class Slow(HttpClient):
     def __init__(self) -> None:
         super().__init__([], 1.0)
 
-    async def send(self, *args: object, **kwargs: object) -> Answer:
+    async def send(self, *args: object, **kwargs: object) -> ClientResponse:
         assert kwargs["at_most_once"]
         await asyncio.sleep(3600)
         return Scripted([b"{}"])

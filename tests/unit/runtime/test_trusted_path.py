@@ -22,13 +22,13 @@ from pdserve.runtime import trusted_path
 from pdserve.runtime.options import OptionError, check_options
 from pdserve.runtime.secret_files import warn_of_exposed_files
 from pdserve.runtime.trusted_path import distrust, make_private_folder, read_secret
-from pdserve.server.http.session_store.session_files import Limits, SessionFiles
+from pdserve.server.http.session_store.session_files import SessionFiles, SessionLimits
 from pdserve.server.log_folder import LogFolder, LogFolderError
 from pdserve.server.options import ServerOptions
 from pdserve.terminal.access import read_api_key
 from pdserve.terminal.check import kernels
 
-LIMITS = Limits(total=1 << 20, quota=1 << 20, ttl=60.0)
+LIMITS = SessionLimits(total=1 << 20, quota=1 << 20, ttl=60.0)
 PAGE = 64
 HASH = bytes(16)
 

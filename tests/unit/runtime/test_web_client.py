@@ -13,10 +13,10 @@ import pytest
 from support.jumping_loop import JumpingLoop, run_jumping
 
 from pdserve.runtime.web.client import client as client_module
-from pdserve.runtime.web.client.answer import Answer
 from pdserve.runtime.web.client.client import RESEND_IDLE_SECONDS, HttpClient
 from pdserve.runtime.web.client.errors import BadAnswer, CannotConnect, ConnectionGone
 from pdserve.runtime.web.client.pool import KEEP_SECONDS
+from pdserve.runtime.web.client.response import ClientResponse
 
 PEM = Path(__file__).parents[2] / "support" / "localhost.pem"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -300,7 +300,7 @@ def test_who_is_cancelled_drops_the_connection(begun: bool) -> None:
     asyncio.run(body())
 
 
-async def opened(server: Server, client: HttpClient, silence: float) -> Answer:
+async def opened(server: Server, client: HttpClient, silence: float) -> ClientResponse:
     answer = await client.send("GET", server.url, "/", silence=silence)
     assert await answer.read() == b"a"
     return answer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.runtime.web.client.answer import MAX_BUFFERED, Answer
 from pdserve.runtime.web.client.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, Headers
 from pdserve.runtime.web.client.errors import BadAnswer, ClientError, ConnectionGone
+from pdserve.runtime.web.client.response import MAX_BUFFERED, ClientResponse
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"content-length: 2\r\n\r\n"
@@ -222,11 +222,11 @@ def test_a_dropped_answer_is_heard_of_no_more() -> None:
 # --- what a task reads of it ---
 
 
-def reading(given_back: list[Connection]) -> tuple[Connection, Transport, Answer]:
+def reading(given_back: list[Connection]) -> tuple[Connection, Transport, ClientResponse]:
     """A connection whose answer has begun."""
     connection, transport = Connection(), Transport()
     connection.connection_made(transport)
-    answer = Answer(connection, lambda: given_back.append(connection), None)
+    answer = ClientResponse(connection, lambda: given_back.append(connection), None)
     connection.ask([b"x"], answer)
     connection.data_received(CHUNKED)
     return connection, transport, answer

@@ -25,7 +25,7 @@ from pdserve.mem_cache.tree_node import make_root
 from pdserve.messages.base import pack_i32
 from pdserve.messages.handover import FirstToken, TransferDone
 from pdserve.messages.kv_debug import HashPages, KVHashes, KVHashesReq, PagesHashed
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.device.choice import open_device
@@ -439,7 +439,7 @@ def told_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = Non
     sim.outbox.flush()
     sim.run_until_idle()
     sim._read()
-    [answer] = [a for a in sim.answers if isinstance(a, KVHashes | Refused)]
+    [answer] = [a for a in sim.answers if isinstance(a, KVHashes | RefusedAnswer)]
     sim.answers.clear()
     return answer
 

@@ -14,7 +14,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.memory import MemoryChanged, MemoryReq, MemoryResult, ReleaseMemory, ResumeMemory, Unreleasable
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sessions import ResumeReq, SessionState
 from pdserve.messages.tiers import CopyPages
 from pdserve.scheduler.features.memory_saver import PARTING_SECONDS, MemorySaver, MemoryState
@@ -64,7 +64,7 @@ class Rig:
     def answer(self) -> Any:
         """Flushes; what HTTP was told of memory, and what the worker was."""
         self.sim.outbox.flush()
-        told = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)]
+        told = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult | RefusedAnswer)]
         self.sim.to_detokenizer.messages.clear()
         assert len(told) <= 1
         return told[0] if told else None

@@ -14,7 +14,7 @@ from support.sim_resize import FREED, ResizedSim, ResizedTieredSim
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.features.memory_saver import MemorySaver, MemoryState
@@ -170,7 +170,7 @@ def test_the_end_empties_however_many_requests_come() -> None:
     sim = ResizedSim(make_options())
     busy(sim)
     assert sim.scheduler.memory.pool.end.is_held_behind(120)
-    assert sim.order(120) == Refused(409, AT_THE_END, id=3)
+    assert sim.order(120) == RefusedAnswer(409, AT_THE_END, id=3)
     assert sim.order(120, wait_s=1e6) is None
     assert sim.scheduler.memory.pool.end.beyond > 0
     result, count = None, 0
@@ -264,7 +264,7 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     sim.now += 1.0
     sim.resize.tick(sim.now)
     late = sim.told()
-    assert late == Refused(409, AT_THE_END, id=3)
+    assert late == RefusedAnswer(409, AT_THE_END, id=3)
     assert (sim.scheduler.memory.pool.end.beyond, sim.resize.aim) == (0, None)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
@@ -288,7 +288,7 @@ def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) 
     assert len(sim.tokens["meanwhile"]) > 108
     sim.now += 2.0
     sim.resize.tick(sim.now)
-    assert sim.told() == Refused(409, LONG_RUNS, id=3)
+    assert sim.told() == RefusedAnswer(409, LONG_RUNS, id=3)
     sim.run_until_idle()
     assert sim.tokens["meanwhile"] == reference_output(range(40, 50), 200)
 
@@ -315,7 +315,7 @@ def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: S
     assert cut == [108, 110]
     sim.now += 2e6
     sim.resize.tick(sim.now)
-    assert sim.told() == Refused(409, AT_THE_END, id=3)
+    assert sim.told() == RefusedAnswer(409, AT_THE_END, id=3)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 36)
     assert sim.tokens["waits"] == reference_output(range(40, 50), 150)
@@ -344,7 +344,7 @@ def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     sim.ask(ResizeReq(256, id=4))
     assert sim.scheduler.memory.pool.max_total_tokens == 64
     sim.outbox.flush()
-    [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult | Refused)]
+    [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult | RefusedAnswer)]
     assert (refused.id, refused.status) == (4, 409)
 
 
@@ -386,7 +386,7 @@ def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
         occupation.tick(sim.now)
     sim.outbox.flush()
     assert sim.scheduler.memory.pool.usage()["free"] == 120
-    assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult | Refused)] == []
+    assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult | RefusedAnswer)] == []
     assert sim.tokens["end"] == reference_output(range(80), 30)
 
 
@@ -396,7 +396,7 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
     rng = random.Random(seed)
     sim = ResizedSim(make_options(schedule_conservativeness=0.1), window=window)
     wanted: dict[str, list[int]] = {}
-    answers: list[ResizeResult | Refused | None] = []
+    answers: list[ResizeResult | RefusedAnswer | None] = []
     for i in range(60):
         if rng.random() < 0.6:
             prompt = [*range(rng.choice((0, 8, 16, 40))), *(rng.randrange(9) for _ in range(rng.randint(1, 20)))]

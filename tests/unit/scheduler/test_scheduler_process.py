@@ -16,7 +16,7 @@ from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong, RoleReq
 from pdserve.messages.error_codes import STARTING
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.routes import ToDetokenizer, ToScheduler, ToSchedulerFromWorker, ToSupervisor
 from pdserve.messages.worker import WorkerReady
 from pdserve.runtime import gc_control
@@ -174,6 +174,9 @@ def test_while_the_model_loads_every_question_is_refused(loop: Loop) -> None:
     loop.process.tick()
     said = loop.answers.recv(10_000)
     text = "the model is still loading"
-    assert [m for m in said if isinstance(m, Refused)] == [Refused(503, text, id=3), Refused(503, text, id=4)]
+    assert [m for m in said if isinstance(m, RefusedAnswer)] == [
+        RefusedAnswer(503, text, id=3),
+        RefusedAnswer(503, text, id=4),
+    ]
     [error] = [m for m in said if isinstance(m, ReqError)]
     assert (error.rid, error.status, error.code) == ("a", 503, STARTING)

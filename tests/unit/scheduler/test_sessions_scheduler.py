@@ -13,7 +13,7 @@ from support.sim_tiers import TieredSim
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.scheduler import ended_requests, store_link
@@ -265,7 +265,7 @@ def test_a_name_that_another_key_had_is_not_its_request():
                 _ = sim.work() or sim.serve_store()
             said = sim.answers.pop()
             assert getattr(said, "status", 200) == status
-            assert isinstance(said, Refused if status == 404 else SnapshotResult)
+            assert isinstance(said, RefusedAnswer if status == 404 else SnapshotResult)
         sim.settle()
 
 

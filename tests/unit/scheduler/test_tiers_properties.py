@@ -28,7 +28,7 @@ from support.sim_resize import ResizedTieredSim
 from pdserve.mem_cache.host_tier import HostTier
 from pdserve.mem_cache.pool_end import PoolEnd
 from pdserve.messages.memory import ResizeReq, ResizeResult
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
@@ -221,7 +221,7 @@ class Tiers(RuleBasedStateMachine):
 
     def check_answers(self):
         for said in self.sim.answers:
-            if isinstance(said, ResizeResult | Refused):
+            if isinstance(said, ResizeResult | RefusedAnswer):
                 continue
             assert isinstance(said, SnapshotResult)
             if said.state.is_open:

@@ -19,7 +19,7 @@ from pdserve.messages.control import Ping, Pong
 from pdserve.messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
 from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.question import Question, Refused, TextQuestion
+from pdserve.messages.question import Question, RefusedAnswer, TextQuestion
 from pdserve.runtime.web.errors import error_type
 from pdserve.server.http.admin.kv_hashes import KVHashesAnswer
 from pdserve.server.http.admin.memory import MemoryReleased, MemoryResumed
@@ -128,7 +128,7 @@ def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: 
     async def run(engine: FakeEngine) -> None:
         for status, result in (
             (200, MemoryResult(["weights"], 5, 0.25)),
-            (409, Refused(409, "2 requests are running")),
+            (409, RefusedAnswer(409, "2 requests are running")),
         ):
             answer = asyncio.create_task(engine.post(f"/{path}_memory_occupation", body))
             await engine.wait_for(lambda: bool(engine.questions))
@@ -195,7 +195,7 @@ def test_info_flush_and_the_old_names() -> None:
             assert info["http"]["live_requests"] == 0
         assert (await engine.get("/get_model_info")).json()["model_path"] == "smollm2"
         assert (await engine.post("/flush_cache", {})).json() == {"success": True, "flushed": 5}
-        engine.flush_result = Refused(400, "3 requests are running")
+        engine.flush_result = RefusedAnswer(400, "3 requests are running")
         assert (await engine.post("/flush_cache", {})).status_code == 400
         assert (await engine.get("/flush_cache")).status_code == 405
 
@@ -351,7 +351,7 @@ class LoadingEngine(FakeEngine):
             super()._answer(question)
             return
         assert isinstance(question, Question)
-        self._soon(Refused(503, LOADING, id=question.id))
+        self._soon(RefusedAnswer(503, LOADING, id=question.id))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.sim import make_generate
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.moves import RunningRequest
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sessions import ReleaseReq, SessionState, SnapshotReq, SnapshotResult
 
 KV = "stored"
@@ -38,7 +38,7 @@ def keyed(tmp_path, options):
 
 
 def knows(engine: FakeEngine, state: SessionState | None = STATE) -> None:
-    engine.snapshot = SnapshotResult(state, "", 4, 4096) if state else Refused(404, "")
+    engine.snapshot = SnapshotResult(state, "", 4, 4096) if state else RefusedAnswer(404, "")
 
 
 async def run_one(engine: FakeEngine, rid: str, **headers: str) -> asyncio.Task:
@@ -394,7 +394,7 @@ def test_an_admin_sees_whose_a_damaged_one_is_and_can_delete_it(keyed, tmp_path)
 
 def test_a_snapshot_while_the_model_loads_is_to_be_tried_again(options) -> None:
     async def check(engine: FakeEngine) -> None:
-        engine.snapshot = Refused(503, "the model is still loading")
+        engine.snapshot = RefusedAnswer(503, "the model is still loading")
         running = await run_one(engine, "r")
         answer = await engine.post("/kv/snapshot", {"name": "s", "rid": "r"})
         running.cancel()

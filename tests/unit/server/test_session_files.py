@@ -18,7 +18,7 @@ from pdserve.messages.base import pack_i32
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.sessions import SessionState
 from pdserve.server.http.session_store import session_files
-from pdserve.server.http.session_store.session_files import Limits, SessionError, SessionFiles, SessionInfo
+from pdserve.server.http.session_store.session_files import SessionError, SessionFiles, SessionInfo, SessionLimits
 
 STATE = SessionState(
     running=RunningRequest(make_generate("r", [1, 2, 3], max_new_tokens=9), pack_i32([4, 5]), 9, 0.0),
@@ -33,7 +33,7 @@ def info(name: str, owner: str = "", *, ttl: float = 100, kv_bytes: int = 0) -> 
 
 
 def files(tmp_path, *, total: int = 1 << 20, quota: int = 1 << 20) -> SessionFiles:
-    return SessionFiles(tmp_path / "sessions", Limits(total, quota, 100.0))
+    return SessionFiles(tmp_path / "sessions", SessionLimits(total, quota, 100.0))
 
 
 def path_of(tmp_path, name: str, owner: str = "anybody"):
@@ -166,7 +166,7 @@ def test_links_pipes_and_folders_are_no_sessions_and_can_be_deleted(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(PermissionError):
-        SessionFiles(tmp_path / "open", Limits(1, 1, 1.0))
+        SessionFiles(tmp_path / "open", SessionLimits(1, 1, 1.0))
 
 
 def test_quotas_count_the_kv_and_not_what_is_replaced(tmp_path, monkeypatch):

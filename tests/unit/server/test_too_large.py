@@ -34,7 +34,7 @@ from pdserve.messages.outputs import (
     TokenLogprob,
 )
 from pdserve.messages.packed_text import unpack
-from pdserve.messages.question import Refused
+from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from pdserve.messages.routes import ToScheduler
 from pdserve.messages.sampling import SamplingParams
@@ -45,7 +45,7 @@ from pdserve.runtime.web.keys import Caller
 from pdserve.server.http.engine.held_bytes import HeldBytes
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.errors import ApiError
-from pdserve.server.tokenizer_process import Routed, deliver
+from pdserve.server.tokenizer_process import TokenizerOutput, deliver
 
 LIMIT = 2000
 LONG = "x" * (LIMIT + 1)
@@ -252,7 +252,7 @@ def test_the_tokenizer_ends_each_answer_of_what_it_cannot_pass_on_and_passes_on_
     scheduler, http = Limited(), Limited()
     forked = ForkedReq(generate("a", LIMIT), ["b", "c"])
     deliver(
-        Routed([Ping(id=1), forked, AbortReq("b"), generate("d", 1)], [Encoded([[1] * 3000], id=7)], []),
+        TokenizerOutput([Ping(id=1), forked, AbortReq("b"), generate("d", 1)], [Encoded([[1] * 3000], id=7)], []),
         scheduler,
         http,
     )
@@ -306,7 +306,12 @@ def test_questions_whose_answers_are_too_large_are_answered() -> None:
         SnapshotResult(SessionState(RunningRequest(generate("a", 1), b"", 1, 0.0), "f", bytes(16)), id=5),
         KVHashes(0, 4, "", "tokens", [], id=5),
     )
-    for answer, kind in ((Encoded(id=5), Encoded), (Decoded(id=5), Decoded), (snapshot, Refused), (hashes, Refused)):
+    for answer, kind in (
+        (Encoded(id=5), Encoded),
+        (Decoded(id=5), Decoded),
+        (snapshot, RefusedAnswer),
+        (hashes, RefusedAnswer),
+    ):
         [said] = stand_ins(answer, error)
         assert (type(said), said.id) == (kind, 5)
         assert "3000 bytes" in str(getattr(said, "error", None) or said.text)

@@ -12,11 +12,11 @@ from support.machine import limit
 from support.web_server import Connection, WebServer, port_of_nobody, web_server
 
 from pdserve.terminal.chat import client as client_module
-from pdserve.terminal.chat.answer import Answer
-from pdserve.terminal.chat.chunk import Choice, Chunk, Delta, PromptDetails, Usage
-from pdserve.terminal.chat.client import ChatClient, ChatError, Message, events
+from pdserve.terminal.chat.answer import StreamedAnswer
+from pdserve.terminal.chat.chunk import ChoiceDelta, Chunk, ChunkChoice, PromptDetails, TokenUsage
+from pdserve.terminal.chat.client import ChatClient, ChatError, ChatTurn, events
 from pdserve.terminal.chat.screen import Screen
-from pdserve.terminal.chat.session import End, Session
+from pdserve.terminal.chat.session import ChatSession, End
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -53,7 +53,7 @@ def talk(
     """Type ``lines`` at a session; returns how it ended, and all that it showed."""
     out = out or io.StringIO()
     client = ChatClient(server.url, None, {"temperature": 0})
-    session = Session(client, Screen(True, out), "m", system, goes_on=goes_on)
+    session = ChatSession(client, Screen(True, out), "m", system, goes_on=goes_on)
     typed = iter(lines)
     try:
         return session.run(lambda: next(typed, None)), out.getvalue()
@@ -144,19 +144,19 @@ def test_phases_are_told_where_they_are_pdserves(timing: Any, said: str) -> None
 
 def test_speed_counts_what_came_after_the_first_token() -> None:
     clock = iter([10.0, 10.25, 10.75, 11.25]).__next__
-    answer = Answer(clock)
+    answer = StreamedAnswer(clock)
     for text in ("a", "b", "c"):
-        assert answer.add(Chunk([Choice(Delta(text))])) == text
-    answer.add(Chunk([Choice(finish_reason="length")]))
-    answer.add(Chunk(usage=Usage(5, 3, PromptDetails(None))))
+        assert answer.add(Chunk([ChunkChoice(ChoiceDelta(text))])) == text
+    answer.add(Chunk([ChunkChoice(finish_reason="length")]))
+    answer.add(Chunk(usage=TokenUsage(5, 3, PromptDetails(None))))
     assert answer.summary() == (
         "5 prompt tokens, 3 output tokens, first after 250 ms, 2.0 tokens/s, finish reason length"
     )
 
 
 def test_a_server_that_counts_nothing_still_gets_a_line() -> None:
-    answer = Answer(iter([0.0, 0.1]).__next__)
-    answer.add(Chunk([Choice(Delta("a"), "stop")]))
+    answer = StreamedAnswer(iter([0.0, 0.1]).__next__)
+    answer.add(Chunk([ChunkChoice(ChoiceDelta("a"), "stop")]))
     assert answer.summary() == "first after 100 ms, finish reason stop"
 
 
@@ -236,7 +236,7 @@ def test_nobody_at_the_address() -> None:
         with pytest.raises(ChatError, match=rf"nobody answers at http://127.0.0.1:{port} .*--url"):
             client.first_model()
         with pytest.raises(ChatError, match="nobody answers"):
-            list(client.stream("m", [Message("user", "x")]))
+            list(client.stream("m", [ChatTurn("user", "x")]))
         client.close()
 
 

@@ -142,12 +142,12 @@ def test_over_http() -> None:
         found = list(look_at_server(there.url, "k"))
         assert "is not healthy: the model is loading" in wrong(found)[0][1]
         assert found[1].text.startswith(f"{there.url} is ready")
-        for key, says in ((None, "needs a key to tell more"), ("x", "refuses the key")):
+        for key, says in ((None, "needs a key to report its state"), ("x", "refuses the key")):
             assert says in wrong(list(look_at_server(there.url, key)))[1][1]
     with web_server(
         {"/health": lambda c: c.answer(200, {}), "/server_info": lambda c: c.answer(500, b"oops")}
     ) as there:
-        assert "does not tell about itself: status 500" in wrong(list(look_at_server(there.url, None)))[0][1]
+        assert "does not report its state: status 500" in wrong(list(look_at_server(there.url, None)))[0][1]
 
 
 def test_nobody_is_there_or_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,4 +177,4 @@ async def test_what_a_router_tells_is_understood(rig: Rig) -> None:
     texts = [text for _, text in wrong(found)]
     assert any("is unhealthy: /health says 503" in text for text in texts)
     # The scripted instance is no pdserve.
-    assert any("does not tell about itself as pdserve does" in text for text in texts)
+    assert any("does not report its state as pdserve does" in text for text in texts)

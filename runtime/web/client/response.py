@@ -20,7 +20,7 @@ MAX_BUFFERED = 64 << 10
 256 KiB at most, may come on top."""
 
 
-class Answer:
+class ClientResponse:
     """The answer to one request. ``status`` and ``headers`` are there once it has begun.
 
     ``silence``: seconds that the server may say nothing while ``read`` waits; None: any time. ``give_back`` takes the
@@ -45,15 +45,15 @@ class Answer:
         """Return the first value of a header, None if it is missing. ``name`` is in lower case."""
         return next((value for key, value in self.headers if key == name), None)
 
-    # the connection's side, see Receiver
+    # the connection's side, see ResponseReceiver
 
     def take_head(self, status: int, headers: Headers) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         self.status, self.headers = status, headers
         self._wake()
 
     def take_body(self, data: bytes) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         self._pieces.append(data)
         self._buffered += len(data)
         if self._buffered > MAX_BUFFERED:
@@ -61,7 +61,7 @@ class Answer:
         self._wake()
 
     def take_end(self, error: ClientError | None) -> None:
-        """See ``Receiver``."""
+        """See ``ResponseReceiver``."""
         self._end(error)
         if error is None:
             self._give_back()

@@ -6,13 +6,13 @@ import pytest
 from support.router_rig import generate, scenario
 
 from pdserve.router.health import _told
-from pdserve.router.instance import Instance, Role, Told
+from pdserve.router.instance import HealthReport, Instance, Role
 
 PREFILL = {"status": "ready", "epoch": "one", "role": "prefill", "bootstrap_host": "", "bootstrap_port": 9444}
 
 
 async def address(rig, told, **ports) -> tuple[str, int]:
-    """Where the decode is told to ask."""
+    """Return the bootstrap address that the decode is given."""
     p, d = await rig.instance(), await rig.instance()
     p.told = told
     client = await rig.route([p], [d], **ports)
@@ -30,7 +30,7 @@ async def test_the_port_is_what_the_prefill_says(rig):
     ("role", "port", "fits"), [("unified", None, False), ("unified", 9000, True), ("", None, True)]
 )
 def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
-    told = Told(epoch="e" if role else "", role=role, bootstrap_port=port)
+    told = HealthReport(epoch="e" if role else "", role=role, bootstrap_port=port)
     for work in (Role.PREFILL, Role.DECODE):
         problem = Instance("http://a:1", work).learn(told)
         assert (problem is None) == fits
@@ -41,7 +41,7 @@ def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
 def test_a_bootstrap_port_that_the_prefill_does_not_know_is_said_once(caplog):
     instance = Instance("http://a:1", Role.PREFILL, bootstrap_port=7000)
     for port in (7000, 9000, 9000):
-        instance.learn(Told(epoch="e", role="prefill", bootstrap_port=port))
+        instance.learn(HealthReport(epoch="e", role="prefill", bootstrap_port=port))
     assert [r.getMessage() for r in caplog.records if "bootstrap port" in r.getMessage()] == [
         "prefill http://a:1 says that its bootstrap port is 9000; --prefill says 7000, which decodes are told"
     ]
@@ -74,7 +74,7 @@ async def test_decodes_are_told_the_host_that_the_prefill_advertises(rig):
 )
 def test_what_the_options_say_goes_before_but_for_loopback(url, port, expected):
     prefill = Instance(url, Role.PREFILL, port)
-    prefill.learn(Told("one", "prefill", "10.0.0.5", 9444))
+    prefill.learn(HealthReport("one", "prefill", "10.0.0.5", 9444))
     assert prefill.bootstrap_address == expected
 
 
@@ -99,7 +99,7 @@ def test_who_becomes_unified_takes_whole_requests():
         ("unified", Role.WORKER),
         ("prefill", Role.PREFILL),
     ):
-        assert instance.learn(Told("one", role, "", 9444)) is None
+        assert instance.learn(HealthReport("one", role, "", 9444)) is None
         assert instance.role is expected
 
 
@@ -147,14 +147,14 @@ def nested(depth: int) -> str:
     ],
 )
 def test_what_is_no_answer_of_ours_does_no_harm(body):
-    assert _told(body.encode(errors="surrogateescape")) == Told()
+    assert _told(body.encode(errors="surrogateescape")) == HealthReport()
 
 
 def test_a_fresh_start_is_not_made_to_rest_for_the_one_before():
     prefill = Instance("http://127.0.0.1:1", Role.PREFILL)
-    prefill.learn(Told("one", "prefill"))
+    prefill.learn(HealthReport("one", "prefill"))
     prefill.breaker.ask(30.0)
-    prefill.learn(Told("one", "prefill"))
+    prefill.learn(HealthReport("one", "prefill"))
     assert prefill.breaker
-    prefill.learn(Told("two", "prefill"))
+    prefill.learn(HealthReport("two", "prefill"))
     assert not prefill.breaker
