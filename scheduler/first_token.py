@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .estimates.cost_model import CostModel
+from .estimates.cost_model import CostModel, StepShape
 from .kv_memory import KVMemory
 from .planner import StepPlanner
 from .policies.by_remaining import left_of
@@ -57,17 +57,18 @@ class FirstTokenForecast:
         """
         if req.state in (ReqState.PREFILLING, ReqState.SENDING):
             uncached = req.to_compute if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
-        own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
+        decodes = self._planner.decodes_now()
+        own = self._pieces_ms(req, uncached, req.known_len - uncached / 2, decodes)
         ahead = self._ahead_of(req, uncached) + expected
         # Each prompt starts at its own beginning: on average, a piece is half a prompt deep.
-        before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2)
+        before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2, decodes)
         return self._under_way_ms(now) + before + own
 
     def compute_ms(self, req: Req, tokens: int) -> float:
         """Return the milliseconds that ``tokens`` tokens of the request's prompt would take here with no other
         prompt.
         """
-        return self._pieces_ms(req, tokens, req.known_len - tokens / 2)
+        return self._pieces_ms(req, tokens, req.known_len - tokens / 2, self._planner.decodes_now())
 
     def longest_ms(self, now: float) -> float:
         """Return the longest time to a first token among waiting requests, if the prompt were next from ``now`` on.
@@ -76,10 +77,13 @@ class FirstTokenForecast:
         """
         begun = (r for r in self._planner.running.values() if r.state is ReqState.PREFILLING)
         waiting = itertools.islice(self._planner.waiting.computing(), 1)
+        decodes = self._planner.decodes_now()
         longest = 0.0
         for req in itertools.chain(begun, waiting):
             if not req.output_len:
-                longest = max(longest, (now - req.times.arrival) * 1000 + self.compute_ms(req, left_of(req)))
+                left = left_of(req)
+                compute_ms = self._pieces_ms(req, left, req.known_len - left / 2, decodes)
+                longest = max(longest, (now - req.times.arrival) * 1000 + compute_ms)
         return longest
 
     def uncached(self, req: Req) -> int:
@@ -112,16 +116,15 @@ class FirstTokenForecast:
         # A step that is overdue may take as long again.
         return abs(first - elapsed) + sum(others)
 
-    def _pieces_ms(self, req: Req, tokens: int, depth: float) -> float:
+    def _pieces_ms(self, req: Req, tokens: int, depth: float, decodes: StepShape) -> float:
         """Return the milliseconds of ``tokens`` prompt tokens, on average ``depth`` tokens after their prompt's
         beginning.
 
-        They are computed in the pieces that fit beside the requests that decode now.
+        They are computed in the pieces that fit beside ``decodes``, the requests that decode now.
         """
         if tokens <= 0:
             return 0.0
         planner, budget = self._planner, self._planner.budget
-        decodes = planner.decodes_now()
         awaited = len(planner.arriving) > (req.rid in planner.arriving)
         start = int(depth)
         patience = 1

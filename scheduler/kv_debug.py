@@ -170,13 +170,15 @@ class KVDebug:
 
     # --- questions ---
 
-    def look(self, place: Place, req: Req, row: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()) -> None:
+    def look(
+        self, place: Place, req: Req, table: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()
+    ) -> None:
         """Have the worker hash the request's whole pages before ``end`` that were not hashed since it got its memory.
 
-        ``row``: its slots. ``brought``: names of pages that the store has brought. ``planned``: the step that is being
-        planned writes some of them, or copies before it do. Otherwise steps that were sent have written them, and this
-        is sent before anything else. Pages computed on KV that is not verified are skipped: they are not right by
-        definition.
+        ``table`` [rows, length]: slots of all rows. ``brought``: names of pages that the store has brought.
+        ``planned``: the step that is being planned writes some of them, or copies before it do. Otherwise steps that
+        were sent have written them, and this is sent before anything else. Pages computed on KV that is not verified
+        are skipped: they are not right by definition.
         """
         hold, size = req.hold, self._names.page_size
         assert hold is not None
@@ -184,7 +186,7 @@ class KVDebug:
         if last <= first or not (hold.verified or place is not Place.PREFILL):
             return
         hold.hashed = last * size
-        pages = row[first * size : last * size : size] // size
+        pages = table[hold.row, first * size : last * size : size] // size
         names = self._names.of(req, last * size, first)
         self._ask(_Question(req, place, first, names, pages, frozenset(brought)), planned=planned)
 
@@ -411,7 +413,9 @@ class NoDebug:
     newest = 0
     problem = ""
 
-    def look(self, place: Place, req: Req, row: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()) -> None:
+    def look(
+        self, place: Place, req: Req, table: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()
+    ) -> None:
         """Do nothing."""
 
     def landed(

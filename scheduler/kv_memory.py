@@ -233,8 +233,7 @@ class KVMemory:
 
     def look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
         """Have the request's whole pages before ``end`` hashed, with ``--kv-debug``: see ``KVDebug.look``."""
-        row = self.pool.table.table[hold_of(req).row]
-        self.debug.look(place, req, row, end, planned=planned, brought=brought)
+        self.debug.look(place, req, self.pool.table.table, end, planned=planned, brought=brought)
 
     def on_hashed(self, event: PagesHashed, now: float) -> None:
         """Take the hashes of pages, and condemn what was found wrong."""

@@ -214,10 +214,19 @@ class CostModel:
         """
         if most <= 0 or self.estimate(shape.with_piece(start, 1)) > limit_ms:
             return 0
-        low, high = 1, most + 1
+        if self.estimate(shape.with_piece(start, most)) <= limit_ms:
+            return most
+        # This runs several times per step. So the loop has ``estimate`` in line, with the same rounding.
+        at_knots, slopes, per_pair = self._at_knots, self._slopes, self._per_pair
+        per_decodes, per_kv = self._per_decode * shape.decodes, self._per_kv_token * shape.kv_tokens
+        tokens, pairs = shape.tokens, shape.prompt_pairs
+        low, high = 1, most
         while high - low > 1:
             middle = (low + high) // 2
-            if self.estimate(shape.with_piece(start, middle)) <= limit_ms:
+            total = tokens + middle
+            i = bisect_right(KNOTS, total) - 1
+            ms = at_knots[i] + slopes[i] * (total - KNOTS[i]) + per_decodes + per_kv
+            if ms + per_pair * (pairs + middle * (start + middle / 2)) <= limit_ms:
                 low = middle
             else:
                 high = middle

@@ -375,7 +375,7 @@ def test_what_the_worker_computes_already_is_not_computed_again():
     sim.plan()
     req.state = ReqState.SENDING  # as one that is computed for another instance
     assert 0 < forecast.ms(req, 32, sim.now) < 1.5 * waiting
-    assert forecast._pieces_ms(req, 32, 16) == pytest.approx(waiting)
+    assert forecast.compute_ms(req, 32) == pytest.approx(waiting)
 
 
 def test_of_thousands_that_wait_all_count():
