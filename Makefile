@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow record-answers test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -59,6 +59,9 @@ test: $(STAMP) ## run the tests, WORKERS=3 files at a time; QUARTER=0 to 3: with
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds, the rest of large grids
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow $(TESTS)
+
+record-answers: $(STAMP) ## write tests/e2e/recorded_answers.jsonl anew, after a wanted change of HTTP answers
+	@$(QUIETLY) $(BIN)/python -P -m pytest tests/e2e/test_recorded_answers.py --record-answers
 
 mutants: $(STAMP) ## draw mutants of the product's Python code and say which no test kills; MUTANTS="--seed 40 --count 100 --minutes 25"
 	@PYTHONPATH=tests $(BIN)/python -P -m mutants $(MUTANTS)

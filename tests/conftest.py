@@ -54,9 +54,10 @@ LEVEL = "kernels_level"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--slow-quarter``: what CI runs beside the tests of ``make test``."""
+    """``--slow-quarter``: what CI runs beside the tests of ``make test``. ``--record-answers``: see the Makefile."""
     told = f"run the tests that are not slow, and those slow ones whose name's CRC-32 modulo {QUARTERS} is this"
     parser.addoption("--slow-quarter", type=int, choices=range(QUARTERS), help=told)
+    parser.addoption("--record-answers", action="store_true", help="write tests/e2e/recorded_answers.jsonl anew")
 
 
 @pytest.hookimpl(optionalhook=True)
