@@ -230,9 +230,9 @@ import itertools, sys, time
 from pathlib import Path
 import msgspec
 from pdserve.messages.sessions import SessionState
-from pdserve.server.http.session_store.session_files import Limits, SessionFiles, SessionInfo
+from pdserve.server.http.session_store.session_files import SessionFiles, SessionInfo, SessionLimits
 
-files = SessionFiles(Path(sys.argv[1]), Limits(1 << 40, 1 << 40, 100.0))
+files = SessionFiles(Path(sys.argv[1]), SessionLimits(1 << 40, 1 << 40, 100.0))
 state = msgspec.msgpack.decode(Path(sys.argv[2]).read_bytes(), type=SessionState)
 now = time.time()
 for i in itertools.count():
