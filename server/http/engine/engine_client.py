@@ -38,7 +38,7 @@ from .plan import PromptPlan
 from .question_client import QuestionClient
 from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
 from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
-from .submission import Choice, Kind, Submission
+from .submission import Choice, Kind, Submission, make_submission
 
 ABORTED = "aborted by the client"
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class EngineClient:
         self.logprobs = LogprobAccount(max_logprobs)
         self.held = HeldBytes()
         self._cache_by_key = cache_by_key
-        self.moved = MovedAnswers(answer_keys, cluster, self.logprobs)
+        self.moved = MovedAnswers(self.logprobs, answer_keys, cluster)
         self.questions = QuestionClient(self._send)
         self._max_requests = max_requests
         self._closed: str | None = None
@@ -135,14 +135,15 @@ class EngineClient:
             for choice in choices:
                 choice.wire_rid = self.live.wire_rid(choice.rid, rids if choice.rid in self.live else ())
             batch.rename()
-        submission = Submission(
+        submission = make_submission(
+            self.logprobs,
+            (plan.logprobs for plan in plans),
             choices,
             owner=caller.name,
             names=list(batch.named),
             streaming=streaming,
             follows=follows and len(choices) == 1,
             nbytes=batch.nbytes,
-            account=self.logprobs,
         )
         self.held.check(caller.name, batch.nbytes)
         # Send first: a request that can't be sent must leave no name behind.
@@ -207,14 +208,9 @@ class EngineClient:
         choice.replay = bool(state.running.output)
         key = _own_key(request.extra_key, owner) if self._cache_by_key else request.extra_key
         nbytes = len(state.token_ids)
-        submission = Submission(
-            [choice],
-            owner=caller.name,
-            names=[choice.rid],
-            streaming=streaming,
-            follows=follows,
-            nbytes=nbytes,
-            account=self.logprobs,
+        known = {"owner": caller.name, "names": [choice.rid], "nbytes": nbytes}
+        submission = make_submission(
+            self.logprobs, [request.logprobs], [choice], streaming=streaming, follows=follows, **known
         )
         self.held.check(caller.name, nbytes)
         # The old time limit was that of another client's request.

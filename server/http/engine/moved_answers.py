@@ -26,7 +26,7 @@ from ....runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from ..errors import ApiError
 from .logprob_account import LogprobAccount
 from .plan import PromptPlan
-from .submission import Choice, Kind, Submission
+from .submission import Choice, Kind, ScoredSubmission, Submission
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +84,11 @@ class MovedAnswers:
 
     def __init__(
         self,
+        account: LogprobAccount,
         keys: AnswerKeys | None = None,
         cluster: ClusterClient | None = None,
-        logprobs: LogprobAccount | None = None,
     ) -> None:
-        self._logprobs = logprobs
+        self._account = account
         self._keys = keys
         """Recognises genuine keys. None: any key may belong to an answer that is yet to come."""
         self._parked: dict[str, _ParkedAnswer] = {}
@@ -105,7 +105,7 @@ class MovedAnswers:
         """Keep an answer until its key is presented. Calls ``give_up`` if that does not happen in time."""
         choice = Choice(0, 0, arrived.rid, arrived.rid, arrived.arrival, kind=Kind.STREAM)
         choice.replay = arrived.output_tokens > 0
-        submission = Submission([choice], names=[], streaming=True, account=self._logprobs)
+        submission = ScoredSubmission(self._account, [choice], names=[], streaming=True)
 
         def late() -> None:
             if self._parked.pop(arrived.key, None) is not None:

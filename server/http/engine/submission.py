@@ -8,11 +8,13 @@ when the client goes. Deltas are not queued: whatever arrives while the client's
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
+from ....messages.requests import LogprobOptions
 from ....runtime.web.errors import without_frames
 from ..errors import AnswerMoved, ApiError, ClientGone
 from .logprob_account import LogprobAccount
@@ -93,15 +95,13 @@ class Choice:
         return self._pieces[0] if self._pieces else ""
 
     def add(self, item: ReqText, now: float) -> None:
-        """Add what the engine sent."""
+        """Add what the engine sent, except log-probabilities."""
         if self.keep_output:
             if item.text:
                 self._pieces.append(item.text)
                 self.chars += len(item.text)
             self.token_ids += item.token_ids
             self.completion_tokens += len(item.token_ids)
-            if item.logprobs:
-                self.logprobs += item.logprobs
         if item.meta is not None:
             self.meta = item.meta
             self.prompt_tokens = item.meta.prompt_tokens
@@ -111,6 +111,11 @@ class Choice:
         if item.finish is not None:
             self.finish = item.finish
             self.finished_at = now
+
+    def add_logprobs(self, entries: list[NamedLogprob]) -> None:
+        """Add the log-probabilities of new tokens."""
+        if self.keep_output:
+            self.logprobs += entries
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
@@ -160,9 +165,7 @@ class Submission:
         streaming: bool,
         follows: bool = False,
         nbytes: int = 0,
-        account: LogprobAccount | None = None,
     ) -> None:
-        self._account = account
         self.logprobs = 0
         """Log-probabilities of prompts, and of output that is kept, alternatives included."""
         self.nbytes = nbytes
@@ -204,21 +207,12 @@ class Submission:
     def update(self, choice: Choice, item: ReqText, now: float) -> None:
         """Add ``item``, which arrived for ``choice``, and wake the waiter."""
         choice.add(item, now)
-        if item.logprobs or item.prompt is not None:
-            self._count_logprobs(choice, item)
         self._running -= item.finish is not None
         if self._streaming:
             self._changed[choice.index] = choice
             self._wakeup.set()
         elif not self._running:
             self._wakeup.set()
-
-    def _count_logprobs(self, choice: Choice, item: ReqText) -> None:
-        entries = list(item.logprobs or ()) if choice.keeps_told else []
-        if item.prompt is not None:
-            entries += item.prompt.logprobs or ()
-        if self._account is not None:
-            self._account.add(self, sum(1 + len(entry.top) for entry in entries))
 
     def fail(self, failure: ApiError | ClientGone | AnswerMoved) -> None:
         """Fail with ``failure``: no more output will come. The first failure counts, except that ``ClientGone``
@@ -268,3 +262,28 @@ class Submission:
             raise self._failure
         self._wakeup.clear()
         await self._wakeup.wait()
+
+
+class ScoredSubmission(Submission):
+    """A submission with log-probabilities, which it counts in ``account``."""
+
+    def __init__(self, account: LogprobAccount, choices: list[Choice], **fields: Any) -> None:
+        super().__init__(choices, **fields)
+        self._account = account
+
+    def update(self, choice: Choice, item: ReqText, now: float) -> None:
+        """Add ``item`` with its log-probabilities, count those that are kept, and wake the waiter."""
+        entries = item.logprobs or []
+        choice.add_logprobs(entries)
+        kept = [*entries] if choice.keeps_told else []
+        if item.prompt is not None:
+            kept += item.prompt.logprobs or ()
+        self._account.add(self, sum(1 + len(entry.top) for entry in kept))
+        super().update(choice, item, now)
+
+
+def make_submission(
+    account: LogprobAccount, asked: Iterable[LogprobOptions | None], choices: list[Choice], **fields: Any
+) -> Submission:
+    """Make a submission. It reads and counts log-probabilities only if one of ``asked`` wants them."""
+    return ScoredSubmission(account, choices, **fields) if any(asked) else Submission(choices, **fields)

@@ -9,8 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.conversation import Conversation
-from ....messages.outputs import NamedLogprob
-from ....messages.requests import LogprobOptions
 from ..bodies.fields import INT32_MAX
 from ..endpoint import endpoint
 from ..engine.plan import Prompt
@@ -23,8 +21,9 @@ from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
 from .answers import ChatAnswer, ChatChunk
-from .common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, usage
+from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
 from .conversation import read_conversation
+from .logprobs import chat_logprobs
 from .schemas import ChatBody
 
 KIND = "chat.completion"
@@ -41,10 +40,9 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
     if body.min_tokens > max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
-    logprobs = LogprobOptions(start_len=-1, top_num=body.top_logprobs) if body.logprobs else None
-    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state)
-    names = TokenNames(body.return_tokens_as_token_ids) if body.logprobs else None
-    renderer = ChatCompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), names)
+    logprobs = chat_logprobs(body)
+    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs.options, state)
+    renderer = ChatCompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), logprobs)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)
 
 
@@ -57,7 +55,7 @@ def chat_of(body: ChatBody) -> Conversation:
 
 
 class ChatCompletionRenderer(EnvelopeRenderer):
-    """Writes messages, or deltas of them; ``names`` is None if no logprobs are wanted."""
+    """Writes messages, or deltas of them."""
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
 
@@ -67,7 +65,7 @@ class ChatCompletionRenderer(EnvelopeRenderer):
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text},
-                "logprobs": self._logprobs(choice.logprobs),
+                "logprobs": self._logprobs(choice, choice.logprobs, True),
                 **ending(choice.finish),
                 **self._envelope.ids(choice.token_ids),
             }
@@ -85,7 +83,7 @@ class ChatCompletionRenderer(EnvelopeRenderer):
             return opening
         fields = {
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.logprobs),
+            "logprobs": self._logprobs(choice, delta.logprobs, delta.is_first),
             **ending(delta.finish),
             **self._envelope.ids(delta.token_ids),
         }
@@ -99,19 +97,3 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         if not self._envelope.token_ids or choice.prompt is None:
             return {}
         return {"prompt_token_ids": choice.prompt.token_ids}
-
-    def _logprobs(self, entries: list[NamedLogprob]) -> dict[str, Any] | None:
-        if self._names is None:
-            return None
-        content = [
-            {
-                **_entry(self._names, entry.token_id, entry.logprob, entry.data),
-                "top_logprobs": [_entry(self._names, *alternative) for alternative in entry.top],
-            }
-            for entry in entries
-        ]
-        return {"content": content}
-
-
-def _entry(names: TokenNames, token_id: int, logprob: float | None, data: bytes) -> dict[str, Any]:
-    return {"token": names.name(token_id, data), "logprob": logprob, "bytes": list(data)}

@@ -1,4 +1,4 @@
-"""Code that the OpenAI endpoints share: the model's name, usage, finish reasons, and token names in logprobs."""
+"""Code that the OpenAI endpoints share: the model's name, usage and finish reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....messages.decode import shown
-from ....messages.outputs import FinishReason, FinishType, NamedLogprob
+from ....messages.outputs import FinishReason, FinishType
 from ....messages.requests import LogprobOptions
 from ....runtime.web.moved_answer import Ticket
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
@@ -19,6 +19,7 @@ from ..generation.request_terms import terms_of
 from ..generation.timing import timing_of
 from ..served_model import ServedModel
 from ..state import HttpState
+from .logprobs import LogprobsWriter
 from .schemas import OpenAIBody
 
 FINISH_REASONS = {
@@ -152,31 +153,12 @@ def ending(finish: FinishReason | None) -> dict[str, Any]:
     return fields
 
 
-class TokenNames:
-    """What tokens are called in logprobs: by their text, or by their ids, which no two tokens share.
-
-    Bytes that are a part of a character are written as OpenAI does, ``bytes:\\xf0\\x9f``.
-    """
-
-    def __init__(self, as_ids: bool) -> None:
-        self._as_ids = as_ids
-
-    def name(self, token_id: int, data: bytes) -> str:
-        """Return the token's name."""
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
 class EnvelopeRenderer:
-    """Common base of the renderers of OpenAI's answers; ``names`` is None if no logprobs are wanted."""
+    """Common base of the renderers of OpenAI's answers. ``logprobs``: writes the choices' ``logprobs``."""
 
-    def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
+    def __init__(self, envelope: Envelope, logprobs: LogprobsWriter) -> None:
         self._envelope = envelope
-        self._names = names
+        self._logprobs = logprobs.write
 
     @property
     def created(self) -> int:
@@ -187,11 +169,3 @@ class EnvelopeRenderer:
     def repeats(self) -> bool:
         """Return False: each event holds only what is new."""
         return False
-
-
-def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:
-    """Return the alternatives of a position, its own token among them; empty for a prompt's first token."""
-    if entry.logprob is None:
-        return []
-    own = (entry.token_id, entry.logprob, entry.data)
-    return entry.top if any(token_id == entry.token_id for token_id, _, _ in entry.top) else [*entry.top, own]

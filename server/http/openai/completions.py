@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....messages.outputs import NamedLogprob
-from ....messages.requests import LogprobOptions
 from ..bodies.large_bodies import LARGE_BATCH
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, make_prompts
@@ -22,7 +20,8 @@ from ..generation.tickets import ticket_of
 from ..parsing import parse_body
 from ..state import HttpState
 from .answers import CompletionAnswer
-from .common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, top_with_own, usage
+from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
+from .logprobs import LogprobsWriter, completion_logprobs
 from .schemas import CompletionBody
 
 KIND = "text_completion"
@@ -37,15 +36,13 @@ async def completions(request: Request) -> Response:
     if body.min_tokens > body.max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_tokens ({body.max_tokens})")
     prompts, batch = read_prompts(body.prompt)
-    wanted = body.logprobs is not None
-    logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs or 0) if wanted else None
+    echo = PromptEcho(prompts).text if body.echo else no_echo
+    logprobs = completion_logprobs(body, echo)
     plans = await state.aside.run(
         len(prompts) > LARGE_BATCH,
-        lambda: plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, echo=body.echo),
+        lambda: plan_openai(body, prompts, batch, body.max_tokens, logprobs.options, state, echo=body.echo),
     )
-    names = TokenNames(body.return_tokens_as_token_ids) if wanted else None
-    echoes = [prompt.text for prompt in prompts] if body.echo else None
-    renderer = CompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), echoes, names)
+    renderer = CompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), logprobs, echo)
     group = body.rid if isinstance(body.rid, str) else None
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
 
@@ -66,19 +63,33 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple
     return make_prompts("prompt", texts, [ids] if ids else id_lists), batch
 
 
-class CompletionRenderer(EnvelopeRenderer):
-    """Writes completions. ``names`` is None if no logprobs are wanted.
+class PromptEcho:
+    """The prompts' texts, to put before their completions."""
 
-    ``echoes``: the text of each prompt, to put before its completions; None in it means the text of its token ids.
-    """
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._texts = [prompt.text for prompt in prompts]
+
+    def text(self, choice: Choice) -> str:
+        """Return the text of a choice's prompt. For token ids it comes from the engine, at the first output."""
+        text = self._texts[choice.prompt_index]
+        if text is None and choice.prompt is not None:
+            return choice.prompt.text
+        return text or ""
+
+
+def no_echo(choice: Choice) -> str:
+    """Return nothing to put before a completion."""
+    return ""
+
+
+class CompletionRenderer(EnvelopeRenderer):
+    """Writes completions. ``echo`` returns what comes before a choice's text."""
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}
 
-    def __init__(self, envelope: Envelope, echoes: list[str | None] | None, names: TokenNames | None) -> None:
-        super().__init__(envelope, names)
-        self._echoes = echoes
-        self._offsets: dict[int, int] = {}
-        """Offset of each choice's next token in its text, prompt included."""
+    def __init__(self, envelope: Envelope, logprobs: LogprobsWriter, echo: Callable[[Choice], str]) -> None:
+        super().__init__(envelope, logprobs)
+        self._echo = echo
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """Return a ``text_completion`` object."""
@@ -86,7 +97,7 @@ class CompletionRenderer(EnvelopeRenderer):
             {
                 "index": choice.index,
                 "text": self._echo(choice) + choice.text,
-                "logprobs": self._logprobs(choice, choice.logprobs, with_prompt=True),
+                "logprobs": self._logprobs(choice, choice.logprobs, True),
                 **ending(choice.finish),
                 **self._envelope.ids(choice.token_ids),
                 **self._prompt_ids(choice),
@@ -103,7 +114,7 @@ class CompletionRenderer(EnvelopeRenderer):
             return b""
         fields = {
             "text": echo + delta.text,
-            "logprobs": self._logprobs(choice, delta.logprobs, with_prompt=delta.is_first),
+            "logprobs": self._logprobs(choice, delta.logprobs, delta.is_first),
             **ending(delta.finish),
             **self._envelope.ids(delta.token_ids),
             **(self._prompt_ids(choice) if delta.is_first else {}),
@@ -114,61 +125,7 @@ class CompletionRenderer(EnvelopeRenderer):
         """Return the usage chunk if it was asked for, else nothing."""
         return self._envelope.usage_chunk(KIND, choices)
 
-    def _echo(self, choice: Choice) -> str:
-        if self._echoes is None:
-            return ""
-        text = self._echoes[choice.prompt_index]
-        if text is None and choice.prompt is not None:
-            return choice.prompt.text
-        return text or ""
-
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         if not self._envelope.token_ids or choice.prompt is None:
             return {}
         return {"prompt_token_ids": choice.prompt.token_ids}
-
-    def _logprobs(self, choice: Choice, entries: list[NamedLogprob], *, with_prompt: bool) -> dict[str, Any] | None:
-        if self._names is None:
-            return None
-        echo = self._echo(choice)
-        prompt = (choice.prompt.logprobs or []) if with_prompt and choice.prompt is not None else []
-        offsets = _offsets(prompt, 0, len(echo))
-        start = self._offsets.get(choice.index)
-        if start is None:
-            # An answer that began at another instance: what was sent from there comes before.
-            start = len(echo) + choice.told_logprob_chars
-            if choice.keeps_told:
-                start += sum(entry.chars for entry in choice.logprobs)
-            start -= sum(entry.chars for entry in entries)
-        # Before the end, text that is held back may be longer than what is shown.
-        end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + choice.chars
-        offsets += _offsets(entries, start, end)
-        self._offsets[choice.index] = start + sum(entry.chars for entry in entries)
-        return logprobs_object([*prompt, *entries], offsets, self._names)
-
-
-def _offsets(entries: list[NamedLogprob], start: int, end: int) -> list[int]:
-    """Return where each entry's token begins in a text that ends at ``end``: a stop string may have cut it."""
-    offsets = []
-    for entry in entries:
-        offsets.append(min(start, end))
-        start += entry.chars
-    return offsets
-
-
-def logprobs_object(entries: list[NamedLogprob], offsets: list[int], names: TokenNames) -> dict[str, Any]:
-    """Return OpenAI's ``logprobs`` object. ``offsets``: characters of the choice's text before each token."""
-    return {
-        "tokens": [names.name(e.token_id, e.data) for e in entries],
-        "token_logprobs": [e.logprob for e in entries],
-        "top_logprobs": [_alternatives(e, names) for e in entries],
-        "text_offset": offsets,
-    }
-
-
-def _alternatives(entry: NamedLogprob, names: TokenNames) -> dict[str, float] | None:
-    """Return the alternatives by name; of tokens with the same text, the most probable one counts."""
-    alternatives: dict[str, float] = {}
-    for token_id, logprob, data in top_with_own(entry):
-        alternatives.setdefault(names.name(token_id, data), logprob)
-    return alternatives or None

@@ -9,7 +9,8 @@ from support.fake_engine import FakeEngine, events, with_engine
 
 from pdserve.messages.outputs import NamedLogprob, ReqText
 from pdserve.server.http.engine import submission
-from pdserve.server.http.engine.submission import Choice, Delta
+from pdserve.server.http.engine.logprob_account import LogprobAccount
+from pdserve.server.http.engine.submission import Choice, Delta, ScoredSubmission
 
 PIECE = "word "
 
@@ -24,8 +25,9 @@ def item(i: int) -> ReqText:
 
 def grow(choice: Choice, tokens: int, taken_each: int) -> list[Delta]:
     deltas = []
+    owner = ScoredSubmission(LogprobAccount(), [choice], names=[], streaming=True)
     for i in range(tokens):
-        choice.add(item(i), 1.0)
+        owner.update(choice, item(i), 1.0)
         if (i + 1) % taken_each == 0:
             deltas.append(choice.take())
     return deltas

@@ -21,6 +21,7 @@ from pdserve.runtime.answer_keys import AnswerKeys
 from pdserve.runtime.web.client import events
 from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
 from pdserve.server.http.engine import moved_answers
+from pdserve.server.http.engine.logprob_account import LogprobAccount
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.errors import ApiError
 
@@ -340,7 +341,7 @@ def test_who_has_an_answer_that_nobody_has_come_for_waits_before_it_is_drained()
 def test_a_key_that_was_made_up_is_refused_at_once_and_a_genuine_one_waited_for():
     async def run() -> None:
         keys = AnswerKeys("the instance's secret")
-        answers = moved_answers.MovedAnswers(AnswerKeys("the instance's secret"))
+        answers = moved_answers.MovedAnswers(LogprobAccount(), AnswerKeys("the instance's secret"))
         plan = PromptPlan(Prompt(), SamplingParams(seed=0), 1, "x", True, None, None, "")
 
         def take(key: str) -> asyncio.Task[Any]:
