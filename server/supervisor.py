@@ -44,20 +44,18 @@ from ..runtime.cluster_secret import addresses, inherited_descriptors
 from ..runtime.hardening import harden
 from ..runtime.logs import configure_logging
 from ..runtime.output import copy_to_stderr
-from ..runtime.python import python_command
 from ..runtime.ranks import is_worker
 from ..runtime.run_dir import RunDir
 from ..runtime.secret_files import warn_of_exposed_files
 from ..runtime.signals import FAILED, STOP, handle_signals
-from ..runtime.web.keys import API_KEY_VARIABLE
 from ..runtime.web.own_admin_key import draw_own_admin_key
 from ..runtime.web.ports import check_port_free, hold_free_port, http_url
+from .child_process import Child, Start, StartFailed, start_processes
 from .options import ServerOptions
 from .process_table import process_modules
 
 log = logging.getLogger(__name__)
 
-START = "pdserve.runtime.start"
 STOP_GRACE = 3.0
 """Seconds between ``STOP`` and SIGKILL for a child in an orderly stop."""
 
@@ -76,16 +74,6 @@ LAST_WORDS_SECONDS = 1.0
 
 class InstanceFailed(Exception):
     """The instance can't start or go on; the message says why."""
-
-
-@dataclass
-class Child:
-    """A started process. ``pidfd`` becomes readable when it dies."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    ready: bool = False
 
 
 @dataclass
@@ -172,26 +160,22 @@ class Supervisor:
             self._start_each(output)
 
     def _start_each(self, output: IO[bytes]) -> None:
+        starts = []
         for name, module in (self.modules or process_modules(self.options)).items():
             # Workers have no use for keys, and are not kept from others of this user (``hardening``).
             options = replace(self.options, api_key=None) if is_worker(name) else self.options
-            descriptors = () if is_worker(name) else inherited_descriptors(options.cluster_secret_file)
             spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), options, self.secret)
             spec_path = self.run_dir / f"{name}.json"
             spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
-            argv = python_command("-m", START, module, str(spec_path))
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=child_environment(name),
-                pass_fds=descriptors,
-            )
-            child = Child(name, process, os.pidfd_open(process.pid))
-            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-            self.children.append(child)
+            starts.append(Start(name, module, spec_path))
+        descriptors = inherited_descriptors(self.options.cluster_secret_file)
+        try:
+            for child in start_processes(starts, output, descriptors, self.options.startup_timeout):
+                self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+                self.children.append(child)
+        except StartFailed as e:
+            raise InstanceFailed(str(e)) from e
 
     def _wait_until_ready(self) -> None:
         deadline = self.started + self.options.startup_timeout
@@ -309,22 +293,6 @@ class Supervisor:
             os.close(child.pidfd)
         if self._copier is not None:
             self._copier.join(LAST_WORDS_SECONDS)
-
-
-def child_environment(name: str) -> dict[str, str]:
-    """Make the environment of the child ``name``.
-
-    The API key is left out, because other processes of this user can read a worker's environment. OpenMP reads its
-    settings there, before any code of ours runs in the child.
-    """
-    env = {variable: value for variable, value in os.environ.items() if variable != API_KEY_VARIABLE}
-    if is_worker(name):
-        # Idle threads of a team sleep soon, instead of spinning on cores that other processes need. A short spin
-        # bridges the gap between two layers, where waking a sleeping thread would cost more than it saves.
-        env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
-    else:
-        env.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
-    return env
 
 
 def describe_exit(code: int) -> str:

@@ -98,7 +98,6 @@ def make_app(registry: Registry, secret: str) -> Starlette:
     async def health(request: Request) -> Response:
         return Response(status_code=200)
 
-    # Starlette alone: every instance that hands over starts this process, and FastAPI takes twice as long to import.
     return Starlette(
         routes=[
             Route("/registration", put, methods=["PUT"]),

@@ -1,4 +1,7 @@
-"""The FastAPI application: an endpoint for each path that ``runtime/web/apis.py`` declares for instances."""
+"""The Starlette application: an endpoint for each path that ``runtime/web/apis.py`` declares for instances.
+
+FastAPI only describes the endpoints (``pages/openapi.py``). It takes longer to import than all else in this process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import time
 from importlib import import_module
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...runtime.web.access_log import AccessCounts
@@ -47,7 +51,9 @@ def make_app(
     ``model``: None means what the options say about the model, without reading its files. ``own_admin_key``: see
     ``guard``.
     """
-    app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False, openapi_url=None)
+    endpoints = {facts: load_endpoint(facts) for facts in sorted(path_table(Server.INSTANCE).paths, key=_method_order)}
+    app = Starlette(routes=[_route(facts, found) for facts, found in endpoints.items()])
+    app.router.redirect_slashes = False
     counts = AccessCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -66,14 +72,20 @@ def make_app(
         version=version("pdserve"),
         started=int(time.time()),
     )
-    endpoints: dict[str, HttpEndpoint] = {}
-    for facts in sorted(path_table(Server.INSTANCE).paths, key=lambda facts: METHOD_ORDER.index(facts.methods)):
-        found = endpoints[facts.path] = load_endpoint(facts)
-        methods, is_shown = list(facts.methods), found.answer is not None
-        app.add_api_route(facts.path, found.handler, methods=methods, include_in_schema=is_shown)
-    app.openapi = make_openapi(app, endpoints)  # type: ignore[method-assign]
+    app.state.openapi = make_openapi(version("pdserve"), endpoints)
     install_error_handlers(app)
     return guard(app, options, Server.INSTANCE, counts, epoch=epoch, own_admin_key=own_admin_key)
+
+
+def _method_order(facts: PathFacts) -> int:
+    return METHOD_ORDER.index(facts.methods)
+
+
+def _route(facts: PathFacts, found: HttpEndpoint) -> Route:
+    route = Route(facts.path, found.handler, methods=list(facts.methods))
+    # Starlette lets HEAD in wherever GET is declared.
+    route.methods = set(facts.methods)
+    return route
 
 
 def load_endpoint(facts: PathFacts) -> HttpEndpoint:

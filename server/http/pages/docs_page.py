@@ -50,7 +50,7 @@ Schema = Mapping[str, Any]
 @endpoint()
 async def docs_page(request: Request) -> HTMLResponse:
     """Show every endpoint with the fields of its body and its answers."""
-    return HTMLResponse(render(request.app.openapi()), headers=HEADERS)
+    return HTMLResponse(render(request.app.state.openapi()), headers=HEADERS)
 
 
 def render(page: Schema) -> str:

@@ -1,21 +1,21 @@
 """The OpenAPI page. Endpoints parse their bodies and write their answers themselves, so FastAPI knows neither.
 
-The page is made at the first request for it, so it adds nothing to the start time.
+The page is made at the first request for it, which imports FastAPI. So neither adds to the start time.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ....runtime.web.paths import PathFacts
 from ..answers import MetricsText
 from ..endpoint import HttpEndpoint, QueryParameter, endpoint
 
@@ -27,37 +27,47 @@ STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of t
 @endpoint()
 async def openapi_page(request: Request) -> Response:
     """Show the page."""
-    return JSONResponse(request.app.openapi())
+    return JSONResponse(request.app.state.openapi())
 
 
-def make_openapi(app: FastAPI, endpoints: Mapping[str, HttpEndpoint]) -> Callable[[], dict[str, Any]]:
-    """Return the function to use as ``app.openapi``: it makes the page of the ``endpoints`` by path."""
-    described = {path: known for path, known in endpoints.items() if known.answer is not None}
+def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> Callable[[], dict[str, Any]]:
+    """Return the function that makes the page of ``endpoints`` when it is first called."""
+    described = {facts: known for facts, known in endpoints.items() if known.answer is not None}
 
+    @cache
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            models: list[type[BaseModel]] = []
-            for known in described.values():
-                used = (known.error, known.body, known.answer, known.event)
-                models += [model for model in used if model is not None and model not in models]
-            wanted: list[tuple[Any, Literal["validation", "serialization"]]] = [(m, "validation") for m in models]
-            refs, schemas = models_json_schema(wanted, ref_template=REF)
-            page["components"] = {"schemas": schemas["$defs"]}
-            ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
-            # The page names a path parameter without its converter.
-            named = {path.replace(":path}", "}"): known for path, known in described.items()}
-            for path, operations in page["paths"].items():
-                for operation in operations.values():
-                    operation["parameters"] = [
-                        *(_path_parameter(name) for name in PARAMETER.findall(path)),
-                        *map(_query_parameter, named[path].query),
-                    ]
-                    _describe(operation, named[path], ref_of)
-            app.openapi_schema = page
-        return app.openapi_schema
+        page = _list_paths(version, described)
+        models: list[type[BaseModel]] = []
+        for known in described.values():
+            used = (known.error, known.body, known.answer, known.event)
+            models += [model for model in used if model is not None and model not in models]
+        wanted: list[tuple[Any, Literal["validation", "serialization"]]] = [(m, "validation") for m in models]
+        refs, schemas = models_json_schema(wanted, ref_template=REF)
+        page["components"] = {"schemas": schemas["$defs"]}
+        ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
+        # The page names a path parameter without its converter.
+        named = {facts.label: known for facts, known in described.items()}
+        for path, operations in page["paths"].items():
+            for operation in operations.values():
+                operation["parameters"] = [
+                    *(_path_parameter(name) for name in PARAMETER.findall(path)),
+                    *map(_query_parameter, named[path].query),
+                ]
+                _describe(operation, named[path], ref_of)
+        return page
 
     return openapi
+
+
+def _list_paths(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> dict[str, Any]:
+    """Return a page of the paths, with what FastAPI reads off the handlers: names, summaries and descriptions."""
+    # Imported here: it takes longer than all else that this process imports.
+    from fastapi import FastAPI
+
+    app = FastAPI(title="pdserve", version=version, openapi_url=None)
+    for facts, known in endpoints.items():
+        app.add_api_route(facts.path, known.handler, methods=list(facts.methods))
+    return app.openapi()
 
 
 def _describe(operation: dict[str, Any], path: HttpEndpoint, ref_of: Mapping[Any, dict[str, Any]]) -> None:

@@ -13,8 +13,8 @@ import pytest
 from support.machine import limit
 
 from pdserve.runtime.child import ChildSpec
+from pdserve.server.child_process import child_environment
 from pdserve.server.options import ServerOptions
-from pdserve.server.supervisor import child_environment
 
 SEEN = """
 import ctypes, json, os, resource, sys
