@@ -5,7 +5,7 @@ need the same modules neither import them again nor have them in memory twice. T
 do not survive a fork.
 
 Each process becomes a child of the supervisor, which is a subreaper (``adopt_orphans``): it is forked twice, and the
-process in between ends at once. It writes its number in ``MODULE SPEC …`` and its pid to ``FD``, whose end of file
+process in between ends at once. It writes its number in ``MODULE SPEC …`` and its pid to ``FD``. End of file on ``FD``
 tells that all are started.
 """
 
