@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from cyclopts import App, ArgumentCollection, CycloptsError, Token
 from cyclopts.config import Dict
 
@@ -23,6 +22,8 @@ def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
     ``flags`` are the names that exist ("--page-size"). Keys may be written "page-size" or "page_size".
     Raises ``CycloptsError`` if the file is not a mapping of those.
     """
+    import yaml  # takes longer than a start without a file should
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:

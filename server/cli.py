@@ -11,7 +11,6 @@ from ..runtime import clean_start  # isort: skip  # noqa: F401
 import errno
 import os
 import sys
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -169,6 +168,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
 @app.command
 def version() -> int:
     """Print the version."""
+    from importlib.metadata import version as package_version
+
     print(package_version("pdserve"))
     return 0
 

@@ -21,6 +21,9 @@ from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import Part, find_parts
 from .base import Stored, WeightSource, as_ours
 
+JOINED_BYTES = 1 << 16
+"""Maximum bytes of rows that are dequantised as one row."""
+
 
 class GGUFMatrix(NamedTuple):
     """``shape``: [N, K] of the weights. ``rows``: [N, …], a row's blocks one after another, or plain numbers.
@@ -79,8 +82,21 @@ def _read(tensor: ReaderTensor, expert: int | None) -> Tensor:
     """All of it, or one matrix of a stack, which would be too large to dequantise at once."""
     data = tensor.data if expert is None else tensor.data[expert]
     try:
-        values: npt.NDArray[Any] = gguf.dequantize(data, tensor.tensor_type)
+        values = _dequantise(data, tensor.tensor_type)
     except NotImplementedError as e:
         raise UnsupportedModel(f"{tensor.name!r}: quantisation {tensor.tensor_type.name} is not supported") from e
     # Unquantised tensors are still the read-only file.
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+def _dequantise(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
+    """Return the numbers of a matrix [N, ...]. Raises ``NotImplementedError`` for kinds that gguf can't undo.
+
+    gguf takes 16 rows at a time. Rows that lie one after another are joined, so that each piece is large enough.
+    """
+    rows = np.asarray(data)  # slices of a ``memmap`` cost several times those of a plain array
+    count, joined = len(rows), 1
+    while rows.ndim == 2 and count % (2 * joined) == 0 and 2 * joined * rows[0].nbytes <= JOINED_BYTES:
+        joined *= 2
+    values: npt.NDArray[Any] = gguf.dequantize(rows.reshape(count // joined, -1) if joined > 1 else rows, kind)
+    return values.reshape(count, -1) if joined > 1 else values
