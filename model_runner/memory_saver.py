@@ -66,7 +66,8 @@ class WorkerMemorySaver:
         self._steps = steps
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
-        self._window_bytes = 0 if model.pools.window_region is None else model.pools.window_region.nbytes
+        self._window_regions = [region for region in model.pools.regions[1:] if region is not None]
+        self._window_bytes = sum(region.nbytes for region in self._window_regions)
         """Bytes of the window pool that are used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
@@ -123,7 +124,7 @@ class WorkerMemorySaver:
                 end = min(command.first * groups[0].page_bytes, region.nbytes)
                 self._prefault.trim(end)
                 region.give_back(end)
-            if (region := model.pools.window_region) is not None:
+            for region in self._window_regions:
                 self._window_bytes = min(command.first_window * groups[1].page_bytes, region.nbytes)
                 region.give_back(self._window_bytes)
         except RegionError as e:
@@ -146,11 +147,11 @@ class WorkerMemorySaver:
             self._steps.use_weights()
             return
         self._prefault.forget()
-        for region in (model.pools.region, model.pools.window_region):
+        for region in model.pools.regions:
             if region is not None:
                 region.give_back()
         if model.device.torch.type != "cpu":
-            for pool in model.pools.all:
+            for pool in model.pools.by_group:
                 pool.data.untyped_storage().resize_(0)
 
     def _resume(self, tags: list[MemoryTag]) -> str:
@@ -178,7 +179,7 @@ class WorkerMemorySaver:
             return
         if model.device.torch.type != "cpu":
             try:
-                for pool in model.pools.all:
+                for pool in model.pools.by_group:
                     pool.data.untyped_storage().resize_(pool.data.nbytes)
                     pool.data.zero_()
             except BaseException:
@@ -190,8 +191,8 @@ class WorkerMemorySaver:
         """All at once: a host's pool is reserved, and taken later."""
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
-        pool_bytes = sum(pool.data.nbytes for pool in model.pools.all) - self._prefault.trimmed
-        pool_bytes -= 0 if model.pools.window_region is None else model.pools.window_region.nbytes - self._window_bytes
+        pool_bytes = sum(pool.data.nbytes for pool in model.pools.by_group) - self._prefault.trimmed
+        pool_bytes -= sum(region.nbytes for region in self._window_regions) - self._window_bytes
         # On a host they take theirs from one memory, on devices each from its own.
         ranks = 1 if model.device.beside else len(self._others.numbers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)

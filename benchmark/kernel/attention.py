@@ -47,7 +47,7 @@ def attention(ask: Ask, place: Place) -> Case:
     q = place.randn(rows * count, heads, dim, dtype=ask.dtype)
     for row in range(rows):
         store_kv(k[row], v[row], table[row, :context].long(), layer_views(pool)[0])
-    own = TritonAttention(pool, ask.dtype, None, limits, tiles)
+    own = TritonAttention([pool], ask.dtype, limits, tiles)
     own.plan(_batch(table, context - count, count))
     new_k, new_v = (kv[:, context - count :].flatten(0, 1) for kv in (k, v))
     seen = context if window is None else min(context, window)

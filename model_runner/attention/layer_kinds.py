@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...model_files.spec import AttentionSpec, MLASpec
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that are planned together. ``windowed``: their pages are those of the window pool.
+    """What layers have in common that are planned together. ``group``: number of their page group.
 
     ``window``: tokens that one sees, its own included; None: all. ``latent``: (kv_lora_rank, qk_rope_head_dim), or
     None.
@@ -22,13 +22,16 @@ class LayerKind(NamedTuple):
     window: int | None
     softcap: float | None
     latent: tuple[int, int] | None
-    windowed: bool
+    group: int
 
 
 def layer_kinds(
-    attentions: Sequence[AttentionSpec | MLASpec], windowed_layers: frozenset[int]
+    attentions: Sequence[AttentionSpec | MLASpec], groups: Mapping[int, int]
 ) -> tuple[list[LayerKind], list[int]]:
-    """The kinds, in the order of their first layers, and which of them each layer is of."""
+    """Return the kinds, in the order of their first layers, and the number of each layer's kind.
+
+    ``groups``: number of each layer's page group.
+    """
     kinds: dict[LayerKind, int] = {}
     of_layer = []
     for layer, spec in enumerate(attentions):
@@ -36,6 +39,6 @@ def layer_kinds(
         window = None if isinstance(spec, MLASpec) else spec.window
         softcap = None if isinstance(spec, MLASpec) else spec.softcap
         sizes = (spec.heads, spec.kv_heads, spec.head_dim)
-        kind = LayerKind(*sizes, spec.scale, window, softcap, latent, layer in windowed_layers)
+        kind = LayerKind(*sizes, spec.scale, window, softcap, latent, groups[layer])
         of_layer.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), of_layer

@@ -16,14 +16,15 @@ from .base import AttentionBackend, AttentionLimits
 
 
 class BackendNeeds(NamedTuple):
-    """What backends are made of. ``dtype``: of queries. Triton needs ``limits``, too; FlashInfer the
-    ``device``, the ``attentions`` of every layer, ``most_pages`` that the entries of a captured pass can have together,
-    and ``workspace_mib``; a pool with labels the ``options`` by which tokens are chosen.
+    """What backends are made of. ``pools``: of each page group. ``dtype``: of queries.
+
+    Triton needs ``limits``, too. FlashInfer needs the ``device``, ``attentions`` of every layer, ``workspace_mib``, and
+    ``most_pages`` that the entries of a captured pass can have together. A pool with labels needs the ``options`` by
+    which tokens are chosen.
     """
 
-    pool: KVPool
+    pools: Sequence[KVPool]
     dtype: torch.dtype
-    window_pool: KVPool | None = None
     limits: AttentionLimits | None = None
     device: Device | None = None
     attentions: Sequence[AttentionSpec | MLASpec] = ()
@@ -33,29 +34,27 @@ class BackendNeeds(NamedTuple):
 
 
 def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
-    """The backend ``name`` over the pool, and over the window pool for the layers that this has. Raises ``ValueError``
-    for unknown names.
-    """
-    if name == "torch" and isinstance(needs.pool, SparseTokenToKVPool) and needs.options is not None:
+    """Make the backend ``name`` over the pools. Raises ``ValueError`` for unknown names."""
+    pool = needs.pools[0]
+    if name == "torch" and isinstance(pool, SparseTokenToKVPool) and needs.options is not None:
         from .sparse.attention import DoubleSparsityAttention
 
         tokens, threshold = needs.options.ds_heavy_token_num, needs.options.ds_sparse_decode_threshold
-        return DoubleSparsityAttention(needs.pool, needs.dtype, tokens, threshold)
+        return DoubleSparsityAttention(pool, needs.dtype, tokens, threshold)
     if name == "torch":
         from .torch_backend import TorchAttention
 
-        return TorchAttention(needs.pool, needs.dtype, needs.window_pool)
+        return TorchAttention(needs.pools, needs.dtype)
     if name == "triton" and needs.limits is not None:
         from .triton.backend import TritonAttention
 
-        return TritonAttention(needs.pool, needs.dtype, needs.window_pool, needs.limits)
+        return TritonAttention(needs.pools, needs.dtype, needs.limits)
     if name == "flashinfer" and needs.device is not None:
         from .flashinfer.backend import FlashInferAttention
 
         return FlashInferAttention(
-            needs.pool,
+            needs.pools,
             needs.dtype,
-            needs.window_pool,
             needs.attentions,
             needs.device,
             needs.workspace_mib,

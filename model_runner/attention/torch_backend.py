@@ -14,6 +14,7 @@ attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,18 +25,13 @@ from ...model_files.spec import AttentionSpec, MLASpec
 from ..batch.forward_batch import ForwardBatch
 from ..kv.pool import KVPool
 from .base import AttentionBackend
+from .group_pools import group_pools, groups_of_layers
 
 QUERY_BLOCK = 128
 
 
-class RowPages(NamedTuple):
-    """Where rows' tokens lie, for layers that keep them and for those whose pages go back (None: there are none).
-
-    Pages behind such a window are page 0: a row may have none there, or what has become another's.
-    """
-
-    kept: Tensor
-    windowed: Tensor | None
+RowPages = list[Tensor]
+"""Where rows' tokens lie in the pool of each page group: int64."""
 
 
 class DecodePlan(NamedTuple):
@@ -60,15 +56,15 @@ class TorchAttention(AttentionBackend):
 
     reads_whole_pages = True
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None) -> None:
-        """``window_pool``: of the layers that ``pool`` has not; see ``ForwardBatch.window_pages``."""
+    def __init__(self, pools: Sequence[KVPool], dtype: torch.dtype) -> None:
+        """``pools``: of each page group."""
+        pool = pools[0]
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
-        self._pool, self._window_pool = pool, window_pool
-        self._windowed = frozenset(() if window_pool is None else window_pool.group.layers)
+        self._groups, self._group_of = group_pools(pools), groups_of_layers(pools)
         self._page_size = pool.layout.page_size
         self._dtype = dtype
-        self._token_rows = self._window_rows = torch.empty(0)
+        self._token_rows: list[Tensor] = []
         self._decode: DecodePlan | None = None
         self._extends: list[ExtendPlan] = []
         self._decode_masks: dict[int | None, Tensor] = {}
@@ -76,9 +72,7 @@ class TorchAttention(AttentionBackend):
 
     def plan(self, batch: ForwardBatch) -> None:
         """See the base class."""
-        self._token_rows = self._pool.token_rows(batch.out_cache_loc)
-        if self._window_pool is not None:
-            self._window_rows = self._window_pool.token_rows(self._window_slots(batch))
+        self._token_rows = [group.pool.token_rows(group.slots(batch)) for group in self._groups]
         firsts = [0]
         for q_len in batch.q_lens:
             firsts.append(firsts[-1] + q_len)
@@ -99,10 +93,8 @@ class TorchAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See the base class."""
-        if self._window_pool is not None and layer in self._windowed:
-            self._window_pool.store(layer, self._window_rows, k, v)
-        else:
-            self._pool.store(layer, self._token_rows, k, v)
+        group = self._group_of[layer]
+        self._groups[group].pool.store(layer, self._token_rows[group], k, v)
         if self._decode is not None and len(self._decode.tokens) == len(q):
             return self._run_decode(layer, self._decode, q, spec, sinks).flatten(1)
         out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
@@ -142,26 +134,11 @@ class TorchAttention(AttentionBackend):
 
     def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
         """Return ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""
-        if self._window_pool is None:
-            return RowPages(pages.flatten(), None)
-        assert batch.window_pages is not None
-        end = (torch.arange(pages.shape[-1], device=pages.device) + 1) * self._page_size
-        is_seen = end > seen_by_first - self._window_pool.group.window
-        windowed = torch.where(is_seen, batch.window_pages[pages].to(torch.int64), 0)
-        return RowPages(pages.flatten(), windowed.flatten())
-
-    def _window_slots(self, batch: ForwardBatch) -> Tensor:
-        """[T]: where the pass's tokens go in the pool of windowed layers."""
-        assert batch.window_pages is not None
-        slots, size = batch.out_cache_loc, self._page_size
-        return batch.window_pages[slots // size].to(torch.int64) * size + slots % size
+        return [group.seen_pages(batch, pages, seen_by_first).flatten() for group in self._groups]
 
     def _gather(self, layer: int, pages: RowPages) -> tuple[Tensor, Tensor]:
-        if self._window_pool is not None and layer in self._windowed:
-            assert pages.windowed is not None
-            k, v = self._window_pool.gather(layer, pages.windowed)
-        else:
-            k, v = self._pool.gather(layer, pages.kept)
+        group = self._group_of[layer]
+        k, v = self._groups[group].pool.gather(layer, pages[group])
         return k.to(self._dtype), v.to(self._dtype)
 
     def _run_decode(

@@ -112,7 +112,7 @@ def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
     pages = -(-windows_Ww.shape[1] // PAGE) + 1
     pool = make_pool(make_layout(model.spec, PAGE, dtype), pages, windows_Ww.device)
     shape = (model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim)
-    found = Magnitudes(make_attention_backend("torch", BackendNeeds(pool, dtype)), shape, windows_Ww.device)
+    found = Magnitudes(make_attention_backend("torch", BackendNeeds([pool], dtype)), shape, windows_Ww.device)
     for ids in windows_Ww:
         batch = whole_text(ids, PAGE, len(ids), 1)
         found.plan(batch)

@@ -21,6 +21,7 @@ from ..kv.pool import KVPool
 from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, ActivationDType, load_library
 from .lowering import lower
+from .no_exchange import NoExchange
 from .ranks import NativeRanks
 from .rope_tables import RopeTables
 from .structs import ForwardArgs, WeightPart
@@ -63,12 +64,17 @@ class VectorKind(IntEnum):
 class Ranks(NamedTuple):
     """The part of a model that a tensor-parallel rank computes, and what it shares with the others."""
 
-    shard: Shard
-    group: NativeRanks
+    shard: Shard | None
+    """Part of the model; None: all of it."""
+    group: NativeRanks | NoExchange
+
+
+WHOLE = Ranks(None, NoExchange())
+"""The only rank of a whole model."""
 
 
 class NativeEngine:
-    """Computes passes of the model ``spec``, which ``refusal`` lets pass, over ``pool``, on activations of ``dtype``.
+    """Computes passes of the model ``spec``, which ``refusal`` lets pass, over ``pools``, on activations of ``dtype``.
 
     Raises ``BuildError`` where the kernels can't be had.
     """
@@ -78,38 +84,40 @@ class NativeEngine:
         spec: ModelSpec,
         dtype: torch.dtype,
         ropes: RopeTables,
-        pool: KVPool,
+        pools: Sequence[KVPool],
         team: Team,
-        ranks: Ranks | None = None,
-        window_pool: KVPool | None = None,
+        ranks: Ranks = WHOLE,
         activations: ActivationDType = ActivationDType.INT16,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part.
+        """``pools``: of each page group. ``ranks``: tensor-parallel ranks that it computes the model with, of which
+        ``spec`` and ``pools`` are its own part.
 
-        ``window_pool``: of layers that ``pool`` has not, whose pages ``ForwardBatch.window_pages`` leads to.
         ``activations``: what they are rounded to where weights are quantised.
         """
         self._library = load_library()
-        self._ranks = ranks
+        self._ranks, self._pools = ranks, pools  # the library keeps their addresses
         self._vocab_size = spec.vocab_size
-        self.ropes, self.pool, self.window_pool, self.team = ropes, pool, window_pool, team
-        lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab, activations)
-        pools = [pool] if window_pool is None else [pool, window_pool]
+        self.ropes, self.team = ropes, team
+        self.num_slots = pools[0].data.shape[0] * pools[0].layout.page_size
+        """Slots of the pool that the request table leads to, page 0 included."""
+        shard = ranks.shard
+        lowered = lower(spec, dtype, None if shard is None else shard.vocab, activations)
         for number, of_group in enumerate(pools):
             for place, layer in enumerate(of_group.group.layers):
                 lowered.layers[layer].attend.group, lowered.layers[layer].attend.place = number, place
         heads = spec.layers[0].attention.heads
-        view, window_view = pool_view(pool, heads), None if window_pool is None else pool_view(window_pool, heads)
-        group = None if ranks is None else ranks.group.handle
+        # Null stands for the window pool of a model without one.
+        view, window_view, *_ = [*(pool_view(pool, heads) for pool in pools), None]
+        group = ranks.group.handle
         handle = self._library.pds_engine_new(
             lowered.model, lowered.layers, view, window_view, NATIVE_DTYPES[dtype], team.handle, group
         )
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
         self.handle = handle
-        self.most_tokens = None if ranks is None else ranks.group.room.tokens
+        self.most_tokens = ranks.group.most_tokens
         """Maximum tokens of a pass; None: any number."""
-        self.shares_heads = ranks is not None and ranks.shard.shares_kv_heads
+        self.shares_heads = shard is not None and shard.shares_kv_heads
         """Whether other ranks write the same keys and values."""
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
 

@@ -22,7 +22,7 @@ from ..models.mlp import MLP
 from ..ops.layers.linear import Linear
 from ..ops.layers.rotary import RotaryEmbedding
 from .library import ActivationDType
-from .native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
+from .native_engine import WHOLE, LinearKind, NativeEngine, NormKind, Ranks, VectorKind
 from .rope_tables import RopeTables
 from .structs import WeightPart
 from .team import Team
@@ -34,7 +34,7 @@ DENSE = 0
 
 
 class NativeModel(NativeEngine):
-    """The engine of ``model``, over ``pool``. Raises ``BuildError`` where the kernels can't be had.
+    """The engine of ``model``, over ``pools``. Raises ``BuildError`` where the kernels can't be had.
 
     Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.
     """
@@ -42,20 +42,19 @@ class NativeModel(NativeEngine):
     def __init__(
         self,
         model: Decoder,
-        pool: KVPool,
+        pools: Sequence[KVPool],
         team: Team,
         blocks: BlockSource | None = None,
-        ranks: Ranks | None = None,
-        window_pool: KVPool | None = None,
+        ranks: Ranks = WHOLE,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part.
-        ``window_pool``: see ``NativeEngine``.
+        """``ranks``: tensor-parallel ranks that it computes the model with, of which ``model``, ``pools`` and
+        ``blocks`` are its own part.
         """
         spec, cpu = model.spec, torch.device("cpu")
         ropes = [RotaryEmbedding(rope, spec.rotated_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
         tables = RopeTables(ropes, spec.rotated_dim)
         activations = ActivationDType.INT16 if blocks is None else ActivationDType[blocks.activations.upper()]
-        super().__init__(spec, model.embed_tokens.dtype, tables, pool, team, ranks, window_pool, activations)
+        super().__init__(spec, model.embed_tokens.dtype, tables, pools, team, ranks, activations)
         self._blocks = blocks
         self.weight_bytes = 0
         """What a decode step of one token reads of the linear layers' weights: of experts, those that it chooses."""

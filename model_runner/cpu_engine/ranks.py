@@ -47,10 +47,16 @@ class ExchangeRoom(NamedTuple):
         """Number of float32 elements in one rank's part of a sum."""
         return self.tokens * (-(-self.hidden // PANEL) * PANEL)
 
+    def make(self, place: RankPlace, fd: int | None = None, carry: Carry | None = None) -> NativeRanks:
+        """Make the exchange of the rank at ``place``; see ``NativeRanks``."""
+        return NativeRanks(place, self, fd, carry)
 
-Carry = Callable[[Exchange, int, int], None]
-"""Brings what this host's ranks have written to the others, and theirs here: what, the number of the exchange, and the
-floats of a part or the rows of logits. It must not raise."""
+
+Carry = Callable[["NativeRanks", Exchange, int, int], None]
+"""Brings what this host's ranks have written to the others, and theirs here. It must not raise.
+
+Arguments: the memory, what is carried, the number of the exchange, and the floats of a part or the rows of logits.
+"""
 _CARRY = CFUNCTYPE(None, c_int32, c_uint32, c_int64)
 
 
@@ -64,13 +70,15 @@ class NativeRanks:
     def __init__(self, place: RankPlace, room: ExchangeRoom, fd: int | None = None, carry: Carry | None = None) -> None:
         self._library = library = load_library()
         self.place, self.room = place, room
+        self.most_tokens: int | None = room.tokens
+        """Maximum tokens of a pass."""
         nbytes = library.pds_ranks_bytes(place.size, room.part_floats, room.tokens * room.vocab)
         self.fd = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, nbytes)
         self._memory = mmap.mmap(self.fd, nbytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._carry = _CARRY() if carry is None else _CARRY(lambda what, *rest: carry(Exchange(what), *rest))
+        self._carry = _CARRY() if carry is None else _CARRY(lambda what, *rest: carry(self, Exchange(what), *rest))
         self.handle: int | None = library.pds_ranks_new(
             self._address, place.rank, place.size, room.part_floats, place.local_size, self._carry
         )

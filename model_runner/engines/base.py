@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..attention.group_pools import group_pools
 from ..batch.forward_batch import ForwardBatch
 from ..batch.step_plan import begun_tokens
 from ..kv.pools import Pools
@@ -39,6 +40,7 @@ class Engine(ABC):
     def __init__(self, pools: Pools, *, clears_begun_pages: bool) -> None:
         """Compute over ``pools``. ``clears_begun_pages``: zero the pages that a pass begins and does not fill."""
         self._pools = pools
+        self._groups = group_pools(pools.by_group)
         self._clears = clears_begun_pages
         self._meet: Callable[[], None] = meet_alone
         """Return when the ranks that share the pool have come."""
@@ -86,17 +88,15 @@ class Engine(ABC):
         Attention reads whole pages and masks the lanes beyond a row's end. A NaN that a former owner left there would
         get through the mask, as 0 × NaN is NaN.
         """
-        pools, begun_at = self._pools, batch.begun_at
-        size = pools.page_size
+        begun_at, size = batch.begun_at, self._pools.page_size
         if begun_at is None:
             begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
             begun_at = begun_at.to(batch.out_cache_loc.device)
         if not len(begun_at):
             return
         pages = batch.out_cache_loc[begun_at] // size
-        pools.pool.clear(pages)
-        if pools.window_pool is not None and batch.window_pages is not None:
-            pools.window_pool.clear(batch.window_pages[pages].to(torch.int64))
+        for group in self._groups:
+            group.pool.clear(group.pages(batch, pages).to(torch.int64))
         # A rank that is late must not clear what another one has written.
         self._meet()
 

@@ -28,7 +28,7 @@ class CpuEngine(Engine):
         weights: Weights,
         pools: Pools,
         team: Team,
-        ranks: Ranks | None,
+        ranks: Ranks,
         reload: Callable[[], Weights],
         *,
         clears_begun_pages: bool,
@@ -71,7 +71,7 @@ class CpuEngine(Engine):
 
     def _use(self, weights: Weights) -> None:
         pools = self._pools
-        native = NativeModel(weights.model, pools.pool, self.team, weights.blocks, self._ranks, pools.window_pool)
+        native = NativeModel(weights.model, pools.by_group, self.team, weights.blocks, self._ranks)
         self.native = native
         self.step_weight_bytes = native.weight_bytes
         if native.shares_heads:

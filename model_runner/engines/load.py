@@ -188,6 +188,7 @@ def _make_cpu_engine(
 ) -> _Made:
     # Imported here: they load the compiled kernels.
     from ..cpu_engine.build import choose_level
+    from ..cpu_engine.native_engine import Ranks
     from ..cpu_engine.ranks import ExchangeRoom
     from ..cpu_engine.team import Team
     from .cpu import CpuEngine
@@ -199,10 +200,12 @@ def _make_cpu_engine(
         prompts = max(options.max_prefill_tokens, uncut, LEAST_ROOM)
         room = ExchangeRoom(prompts + options.max_running_requests, spec.hidden_size, maker.vocab_size)
         identity = _identity(setup, weights, maker, "cpu", choose_level().name)
-        pools, ranks = maker.make(weights.nbytes, identity=identity, room=room)
+        pools, exchange = maker.make(weights.nbytes, identity=identity, room=room)
     with setup.timed("kernels"):
         team = Team(torch.get_num_threads(), threads.cpus, threads.spin_us)
-        engine = CpuEngine(weights, pools, team, ranks, reload, clears_begun_pages=options.hands_over)
+        engine = CpuEngine(
+            weights, pools, team, Ranks(maker.part.shard, exchange), reload, clears_begun_pages=options.hands_over
+        )
     return _Made(pools, engine)
 
 

@@ -16,7 +16,7 @@ GIB, KIB = 2**30, 2**10
 def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
     """Return the memory of a loaded model, after its first steps; ``host_tier``: bytes of a second tier."""
     memory, used, sizes = model.device.memory(), model.device.used(), model.pools
-    pools = [pool.data.nbytes for pool in sizes.all]
+    pools = [pool.data.nbytes for pool in sizes.by_group]
     # What the first may grow by takes no memory before it does.
     pools[0] -= (sizes.limit_tokens - sizes.max_total_tokens) // sizes.page_size * sizes.layout.groups[0].page_bytes
     # A CPU's pools are only reserved yet.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...messages.worker import KVLayout
+from ..cpu_engine.no_exchange import NO_ROOM, NoExchange, NoRoom
 from ..device.base import Device
 from ..kv.pools import PoolPlan, Pools, make_pools, make_smallest_pools, plan_pools, shares_pools
 from ..kv.size import GIB
@@ -21,8 +22,7 @@ from ..steps.step_runner import StepRunner
 from .torch import AttentionEngine
 
 if TYPE_CHECKING:
-    from ..cpu_engine.native_engine import Ranks
-    from ..cpu_engine.ranks import ExchangeRoom
+    from ..cpu_engine.ranks import ExchangeRoom, NativeRanks
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class PoolMaker:
         return step_bytes
 
     def make(
-        self, weight_bytes: int, step_bytes: int = 0, identity: str = "", room: ExchangeRoom | None = None
-    ) -> tuple[Pools, Ranks | None]:
-        """Make the pools beside weights that are loaded, and what the C++ engine exchanges with other ranks by.
+        self, weight_bytes: int, step_bytes: int = 0, identity: str = "", room: ExchangeRoom | NoRoom = NO_ROOM
+    ) -> tuple[Pools, NativeRanks | NoExchange]:
+        """Make the pools beside weights that are loaded, and the C++ engine's exchange with other ranks.
 
         ``identity`` and ``room``: see ``Own``. Raises ``ModelError``, ``RegionError`` and ``OSError``.
         """
@@ -81,7 +81,7 @@ class PoolMaker:
             reserved.heads,
             is_shared=shares_pools(self.options),
         )
-        return pools, reserved.ranks
+        return pools, reserved.exchange
 
     def _measure(self, make_engine: Callable[[Pools], AttentionEngine]) -> int:
         options, device, context_length = self.options, self.device, self.context_length

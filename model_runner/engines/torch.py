@@ -74,9 +74,8 @@ class TorchEngine(AttentionEngine):
         model, rows = weights.model, options.max_running_requests
         sizes = graph_sizes(rows, options.graph_sizes, options.cuda_graph_max_bs)
         needs = BackendNeeds(
-            pools.pool,
+            pools.by_group,
             weights.dtype,
-            pools.window_pool,
             attention_limits(model.spec, rows, context_length),
             device,
             [layer.attention for layer in model.spec.layers],

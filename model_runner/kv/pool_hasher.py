@@ -45,8 +45,8 @@ class PoolHasher:
 
     def _page(self, group: int, page: int) -> Bytes:
         pools, nbytes = self._pools, self._pools.layout.groups[group].page_bytes
-        region, pool = (pools.region, pools.window_region)[group], (pools.pool, pools.window_pool)[group]
-        if not nbytes or pool is None:
+        region, pool = pools.regions[group], pools.by_group[group]
+        if not nbytes:
             return np.empty(0, dtype=np.uint8)  # its pages are mere numbers
         if region is not None:
             return np.frombuffer(region.buffer, dtype=np.uint8, count=nbytes, offset=page * nbytes)

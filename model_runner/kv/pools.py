@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,13 +55,20 @@ class Pools:
 
     layout: KVLayout
     plan: PoolPlan
-    pool: KVPool
-    """Pool of the layers that keep their pages."""
-    region: KVRegion | None
-    """Memory of ``pool`` as one buffer; None on an accelerator, or if its pages have no bytes."""
-    window_pool: KVPool | None = None
-    """Pool of the layers that attend to a window, and give pages back behind it; None without such layers."""
-    window_region: KVRegion | None = None
+    by_group: Sequence[KVPool]
+    """Pool of each page group: of the layers that keep their pages, then of those that attend to a window, if any."""
+    regions: Sequence[KVRegion | None]
+    """Memory of each pool as one buffer; None on an accelerator, or if its pages have no bytes."""
+
+    @property
+    def pool(self) -> KVPool:
+        """Pool of the layers that keep their pages."""
+        return self.by_group[0]
+
+    @property
+    def region(self) -> KVRegion | None:
+        """Memory of ``pool``."""
+        return self.regions[0]
 
     @property
     def page_size(self) -> int:
@@ -84,18 +92,13 @@ class Pools:
 
     @property
     def num_window_pages(self) -> int:
-        """Pages of ``window_pool``, page 0 included; 0 without one."""
+        """Pages of the window pool, page 0 included; 0 without one."""
         return self.plan.num_window_pages
 
     @property
     def max_window_tokens(self) -> int:
-        """Slots of ``window_pool`` to hand out, page 0 excluded; 0 without one."""
+        """Slots of the window pool to hand out, page 0 excluded; 0 without one."""
         return max(0, self.num_window_pages - 1) * self.page_size
-
-    @property
-    def all(self) -> list[KVPool]:
-        """All pools."""
-        return [self.pool] if self.window_pool is None else [self.pool, self.window_pool]
 
 
 def make_pools(
@@ -116,18 +119,16 @@ def make_pools(
     buffer = None if region is None else region.buffer
     pool = make_pool(layout, plan.num_pages, device, buffer, heads, labels=labels)
     if not plan.num_window_pages:
-        return Pools(layout, plan, pool, region)
+        return Pools(layout, plan, [pool], [region])
     window_region = None
     if device.type == "cpu":
         window_region = allocate_region(plan.num_window_pages * layout.groups[1].page_bytes, shared=is_shared)
     buffer = None if window_region is None else window_region.buffer
     window_pool = make_pool(layout, plan.num_window_pages, device, buffer, group=1)
-    return Pools(layout, plan, pool, region, window_pool, window_region)
+    return Pools(layout, plan, [pool, window_pool], [region, window_region])
 
 
 def make_smallest_pools(layout: KVLayout, device: torch.device, labels: LabelChannels | None) -> Pools:
     """Make pools of page 0 alone."""
-    pool = make_pool(layout, 1, device, labels=labels)
-    if layout.window_group is None:
-        return Pools(layout, PoolPlan(1), pool, None)
-    return Pools(layout, PoolPlan(1, 0, 1), pool, None, make_pool(layout, 1, device, group=1))
+    pools = [make_pool(layout, 1, device, group=group, labels=labels) for group in range(len(layout.groups))]
+    return Pools(layout, PoolPlan(1, 0, len(pools) - 1), pools, [None] * len(pools))

@@ -86,20 +86,18 @@ def page_groups(pools: Pools, device: Device, options: WorkerOptions) -> list[Pa
     other: then they are ``direct``.
     """
     size, layout, kind = options.kv_staging_size, pools.layout, device.torch.type
-    by_group = (pools.pool, pools.window_pool)[: len(layout.groups)]
     stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices
     if stays_on_devices or (size == 0 and kind != "cpu"):
-        return direct_groups(layout, by_group, device)
+        return direct_groups(layout, pools.by_group, device)
     if kind != "cpu" or size:
-        return staged_groups(layout, by_group, device, size)
-    regions = (pools.region, pools.window_region)
+        return staged_groups(layout, pools.by_group, device, size)
     return [
         PageGroup.of(group, region) if region is not None else None
-        for group, region in zip(layout.groups, regions, strict=False)
+        for group, region in zip(layout.groups, pools.regions, strict=True)
     ]
 
 
-def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Device) -> list[PageGroup | None]:
+def direct_groups(layout: KVLayout, pools: Sequence[KVPool], device: Device) -> list[PageGroup | None]:
     """What peers may read and write of ``pools`` where they lie, one for each group of the layout (None where it has no
     bytes); with one window to see them by, which is allocated here.
     """
@@ -107,7 +105,7 @@ def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Devi
     window = _host_memory(device, max(largest, WINDOW_BYTES))
     groups: list[PageGroup | None] = []
     for group, pool in zip(layout.groups, pools, strict=True):
-        if pool is None or not group.page_bytes:
+        if not group.page_bytes:
             groups.append(None)
             continue
         pages = PoolPages(pool, device)
@@ -120,7 +118,7 @@ def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Devi
 
 
 def staged_groups(
-    layout: KVLayout, pools: Sequence[KVPool | None], device: Device, gigabytes: float | None
+    layout: KVLayout, pools: Sequence[KVPool], device: Device, gigabytes: float | None
 ) -> list[PageGroup | None]:
     """What peers may read and write of ``pools``, one for each group of the layout (None where it has no bytes),
     through ``gigabytes`` of the host's memory, which is allocated here.
@@ -137,7 +135,7 @@ def staged_groups(
     slots = dict(zip(kept, sizes.slots, strict=True))
     groups: list[PageGroup | None] = []
     for group, pool in zip(layout.groups, pools, strict=True):
-        if pool is None or not group.page_bytes:
+        if not group.page_bytes:
             groups.append(None)
             continue
         region = HostMemory(_host_memory(device, (slots[group] + 1) * group.page_bytes))

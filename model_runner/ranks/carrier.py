@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import xxhash
+from torch import Tensor
 
 from ...model_files.errors import UnsupportedModel
 from ..cpu_engine.ranks import Exchange, NativeRanks
@@ -16,8 +17,6 @@ class Carrier:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.exchange: NativeRanks | None = None
-        """Set before the first pass."""
 
     def agree(self, pages: int, identity: str) -> int:
         """The fewest pages that any host has room for. Raises ``UnsupportedModel`` where they serve different things.
@@ -34,26 +33,26 @@ class Carrier:
                 )
         return int(min(answer[0] for answer in told))
 
-    def carry(self, what: Exchange, exchange: int, count: int) -> None:
+    def carry(self, memory: NativeRanks, what: Exchange, exchange: int, count: int) -> None:
         """See ``cpu_engine/ranks.py``; called by the engine in mid-pass."""
         try:
             if what is Exchange.PARTS:
-                self._carry_parts(exchange, count)
+                self._carry_parts(memory.parts(exchange, count))
             else:
-                self._carry_logits(count)
+                self._carry_logits(memory.logits(count))
         except BaseException as e:  # noqa: BLE001
             # An exception would be lost in the engine, and every rank would wait for ever.
             end_after_watch("what was to be summed up over all hosts did not come", e)
 
-    def _carry_parts(self, exchange: int, count: int) -> None:
-        place, parts = self._world.place, self._exchange.parts(exchange, count)
+    def _carry_parts(self, parts: Tensor) -> None:
+        place = self._world.place
         own = parts[place.first : place.first + place.local_size].contiguous()
         for node, theirs in enumerate(self._world.gather(own)):
             if node != place.node:
                 parts[node * place.local_size : (node + 1) * place.local_size] = theirs
 
-    def _carry_logits(self, rows: int) -> None:
-        place, logits = self._world.place, self._exchange.logits(rows)
+    def _carry_logits(self, logits: Tensor) -> None:
+        place = self._world.place
         ends = [logits.shape[1] * node * place.local_size // place.size for node in range(place.nodes + 1)]
         for node in range(place.nodes):
             columns = logits[:, ends[node] : ends[node + 1]]
@@ -61,8 +60,3 @@ class Carrier:
             self._world.broadcast(given, node)
             if node != place.node:
                 columns.copy_(given)
-
-    @property
-    def _exchange(self) -> NativeRanks:
-        assert self.exchange is not None
-        return self.exchange

@@ -25,6 +25,7 @@ from ...messages.worker import CaptureGraphs, FollowerCommand, ForwardStep, Rank
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
+from ..cpu_engine.no_exchange import NoExchange
 from ..cpu_engine.ranks import NativeRanks
 from ..kv.pool import KVShape
 from ..kv.pools import PoolPlan
@@ -42,8 +43,8 @@ class Shared(NamedTuple):
     plan: PoolPlan
     region: KVRegion
     """Memory of the pool."""
-    exchange: NativeRanks | None
-    """Exchange within a pass of the C++ engine; None for a torch model, which exchanges otherwise."""
+    exchange: NativeRanks | NoExchange
+    """Exchange within a pass of the C++ engine; a torch model exchanges otherwise."""
 
 
 class Meeting(NamedTuple):
@@ -124,20 +125,17 @@ class LeadRank(HostRanks):
 
     def share(self, own: Own) -> Shared:
         """See the base class."""
-        plan, carrier = own.plan_pools(self._host_bytes(own.weight_bytes)), None
+        plan, carry = own.plan_pools(self._host_bytes(own.weight_bytes)), None
         if self.place.nodes > 1:
             carrier = Carrier(self.join())
+            carry = carrier.carry
             plan = plan._replace(num_pages=carrier.agree(plan.num_pages, own.identity))
             with self._meeting.outside():
                 start_watch(self.join())
         region = allocate_region(plan.num_pages * own.page_bytes, shared=True)
-        exchange = None
-        if own.room is not None:
-            exchange = NativeRanks(self.place, own.room, carry=None if carrier is None else carrier.carry)
-            if carrier is not None:
-                carrier.exchange = exchange
+        exchange = own.room.make(self.place, carry=carry)
         assert region.fd is not None
-        setup = RankSetup(os.getpid(), region.fd, plan.num_pages, None if exchange is None else exchange.fd)
+        setup = RankSetup(os.getpid(), region.fd, plan.num_pages, exchange.fd)
         for follower in self.followers:
             follower.send(setup)
         return Shared(plan, region, exchange)
@@ -186,9 +184,7 @@ class FollowerRank(HostRanks):
         if not isinstance(setup, RankSetup):
             raise RuntimeError(f"rank {self.place.rank} was sent {type(setup).__name__} before its setup")
         region = map_region(_opened(setup.pid, setup.pool), setup.num_pages * own.page_bytes)
-        exchange = None
-        if own.room is not None and setup.exchange is not None:
-            exchange = NativeRanks(self.place, own.room, _opened(setup.pid, setup.exchange))
+        exchange = own.room.make(self.place, None if setup.exchange is None else _opened(setup.pid, setup.exchange))
         return Shared(PoolPlan(setup.num_pages), region, exchange)
 
     def answer(self, weight_bytes: int, error: str) -> None:

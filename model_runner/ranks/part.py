@@ -15,14 +15,14 @@ import torch
 
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...model_files.sharding import Shard
+from ..cpu_engine.no_exchange import NoExchange, NoRoom
 from ..kv.pool import HasKV
 from ..kv.pools import PoolPlan, shares_pools
 from ..models.group import RankGroup, alone
 from ..options import WorkerOptions
 
 if TYPE_CHECKING:
-    from ..cpu_engine.native_engine import Ranks
-    from ..cpu_engine.ranks import ExchangeRoom
+    from ..cpu_engine.ranks import ExchangeRoom, NativeRanks
 
 
 class Own(NamedTuple):
@@ -32,8 +32,8 @@ class Own(NamedTuple):
     page_bytes: int
     plan_pools: Callable[[int], PoolPlan]
     """Chooses sizes of pools beside this many bytes of weights."""
-    room: ExchangeRoom | None
-    """Room for the longest pass of the C++ engine; None for a torch model."""
+    room: ExchangeRoom | NoRoom
+    """Room for the longest pass of the C++ engine; none for a torch model."""
     identity: str
     """Description that all ranks must agree on."""
 
@@ -46,8 +46,8 @@ class Reserved(NamedTuple):
     """Memory of the pool; None on an accelerator, or if its pages have no bytes."""
     heads: tuple[int, int] | None = None
     """``[begin, end)`` of the pool's heads that are this part's; None: all."""
-    ranks: Ranks | None = None
-    """Ranks that the C++ engine computes with."""
+    exchange: NativeRanks | NoExchange = NoExchange()
+    """Exchange of the C++ engine with the other ranks."""
 
 
 class ModelPart(ABC):

@@ -6,7 +6,6 @@ import torch
 
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
-from ..cpu_engine.native_engine import Ranks
 from ..device.base import Device
 from ..models.group import RankGroup
 from .host_ranks import HostRanks
@@ -37,8 +36,7 @@ class PartInSharedPool(_RankPart):
     def reserve(self, own: Own) -> Reserved:
         """See the base class."""
         plan, region, exchange = self._ranks.share(own)
-        ranks = None if exchange is None else Ranks(self.shard, exchange)
-        return Reserved(plan, region, self._ranks.own_heads(self.shard.whole), ranks)
+        return Reserved(plan, region, self._ranks.own_heads(self.shard.whole), exchange)
 
 
 class PartOnDevice(_RankPart):

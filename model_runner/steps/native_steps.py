@@ -35,7 +35,7 @@ class NativeSteps:
             columns,
             last_tokens.data_ptr(),
             params.ctypes.data,
-            engine.pool.data.shape[0] * engine.pool.layout.page_size,
+            engine.num_slots,
             None if window_pages is None else window_pages.data_ptr(),
             clear_begun,
             engine.shares_heads,

@@ -33,7 +33,7 @@ def host_pages(options: WorkerOptions, num_pages: int, page_bytes: int) -> int:
 
 def _bytes_of(pools: Pools, group: int) -> Bytes:
     """Return a group's pool as [pages, bytes]; pages of a pool without bytes, which are mere numbers, have none."""
-    region = (pools.region, pools.window_region)[group]
+    region = pools.regions[group]
     if region is None:
         return np.empty((pools.plan.num_pages, 0), dtype=np.uint8)
     return np.frombuffer(region.buffer, dtype=np.uint8).reshape(-1, pools.layout.groups[group].page_bytes)

@@ -146,7 +146,7 @@ def test_layers_with_a_window_have_pages_of_their_own() -> None:
     batch = make_batch(*MIXED, 4)
     batch.window_pages = torch.randperm(PAGES - 2).add(2)[torch.arange(PAGES) % (PAGES - 2)].to(torch.int32)
     q, k, v = draw_pass(sum(MIXED[1]), F32)
-    reference = TorchAttention(kept, F32, windowed)
+    reference = TorchAttention([kept, windowed], F32)
     reference.plan(batch)
     spec = replace(PLAIN, window=37)
     expected = [reference.forward(0, q, k, v, PLAIN), reference.forward(1, q, k, v, spec)]

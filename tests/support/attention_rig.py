@@ -30,11 +30,9 @@ KERNELS = (
 )
 
 
-def make_attention(
-    pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None, max_entries: int = 8
-) -> TritonAttention:
+def make_attention(pool: KVPool, dtype: torch.dtype, *window_pool: KVPool, max_entries: int = 8) -> TritonAttention:
     """With room for all specs of the tests."""
-    return TritonAttention(pool, dtype, window_pool, AttentionLimits(HEADS, WINDOWS, max_entries, 512), SMALL)
+    return TritonAttention([pool, *window_pool], dtype, AttentionLimits(HEADS, WINDOWS, max_entries, 512), SMALL)
 
 
 def on_device(batch: ForwardBatch) -> ForwardBatch:

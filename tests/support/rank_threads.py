@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pdserve.mem_cache.kv_pages.region import allocate_region, map_region
-from pdserve.model_runner.cpu_engine.ranks import NativeRanks
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.ranks.host_ranks import HostRanks, Meeting, Shared
@@ -100,13 +99,12 @@ class ThreadRank(HostRanks):
         if lead is None:
             plan = own.plan_pools(own.weight_bytes)
             region = allocate_region(plan.num_pages * own.page_bytes, shared=True)
-            self._table.shared = Shared(plan, region, None if room is None else NativeRanks(self.place, room))
+            self._table.shared = Shared(plan, region, room.make(self.place))
             return self._table.shared
         assert lead.region.fd is not None
         region = map_region(os.dup(lead.region.fd), lead.region.nbytes)
-        exchange = None
-        if room is not None and lead.exchange is not None:
-            exchange = NativeRanks(self.place, room, os.dup(lead.exchange.fd))
+        fd = lead.exchange.fd
+        exchange = room.make(self.place, None if fd is None else os.dup(fd))
         return Shared(lead.plan, region, exchange)
 
 

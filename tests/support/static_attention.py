@@ -18,9 +18,9 @@ class StaticAttention(AttentionBackend):
     is_graph_safe = True
     reads_whole_pages = True
 
-    def __init__(self, pool, dtype: torch.dtype, window_pool=None) -> None:
-        self._pool = pool
-        self._eager = TorchAttention(pool, dtype, window_pool)
+    def __init__(self, pools, dtype: torch.dtype) -> None:
+        self._pool = pools[0]
+        self._eager = TorchAttention(pools, dtype)
         self._plans: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._size = 0
 

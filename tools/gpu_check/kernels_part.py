@@ -113,7 +113,7 @@ def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) 
         pool = make_pool(layout, pages, part.device)
         pool.data.copy_(kv)
         device = open_device(part.device)
-        attention = make_attention_backend(name, BackendNeeds(pool, kind, None, limits, device, [spec], most, 256))
+        attention = make_attention_backend(name, BackendNeeds([pool], kind, limits, device, [spec], most, 256))
         attention.plan(batch)
         return attention.forward(0, q.to(kind), k.to(kind), v.to(kind), spec, sinks).float()
 

@@ -83,7 +83,7 @@ def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> F
     pool = make_pool(make_layout(KVShape(1, kv_heads, dim), kernels_part.PAGE, dtype), pages, part.device)
     limits = AttentionLimits(heads, (), 1, batch.req_to_token.shape[1])
     device = open_device(part.device)
-    backend = make_attention_backend("triton", BackendNeeds(pool, dtype, None, limits, device, [spec], pages, 256))
+    backend = make_attention_backend("triton", BackendNeeds([pool], dtype, limits, device, [spec], pages, 256))
     backend.plan(batch)
     q, k, v = (torch.randn(tokens, n, dim, device=part.device, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     ours = median_seconds(part, [lambda: backend.forward(0, q, k, v, spec)])

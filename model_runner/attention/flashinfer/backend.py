@@ -20,6 +20,7 @@ from ...batch.step_plan import kv_indices, paged_indices
 from ...device.base import Device
 from ...kv.pool import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ..base import AttentionBackend
+from ..group_pools import group_pools, groups_of_layers
 from ..layer_kinds import layer_kinds
 from .plans import KindPlans, PassIndices, Sizes
 
@@ -33,31 +34,30 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        pool: KVPool,
+        pools: Sequence[KVPool],
         dtype: torch.dtype,
-        window_pool: KVPool | None,
         attentions: Sequence[AttentionSpec | MLASpec],
         device: Device,
         workspace_mib: int,
         most_pages: int,
     ) -> None:
-        """``attentions``: of every layer. ``most_pages``: that all entries of a captured pass can have,
-        each its own though they may share some."""
+        """``pools``: of each page group. ``attentions``: of every layer. ``most_pages``: that all entries of a captured
+        pass can have, each its own though they may share some.
+        """
         # Imported here: it takes a second, and compiles.
         import flashinfer
         import flashinfer.mla
 
-        self._pool, self._window_pool = pool, window_pool
+        self._groups = group_pools(pools)
         self._device = device
-        self._page_size = pool.layout.page_size
-        windowed = frozenset(() if window_pool is None else window_pool.group.layers)
-        kinds, self._kind_of = layer_kinds(attentions, windowed)
+        self._page_size = pools[0].layout.page_size
+        kinds, self._kind_of = layer_kinds(attentions, groups_of_layers(pools))
         workspace = torch.empty(workspace_mib * MIB, dtype=torch.uint8, device=device.torch)
         sizes = Sizes(self._page_size, most_pages, dtype)
         self._plans = [KindPlans(flashinfer, device, workspace, kind, sizes) for kind in kinds]
-        self._is_windowed = [kind.windowed for kind in kinds]
+        self._group_of = [kind.group for kind in kinds]
         self._batch: ForwardBatch | None = None
-        self._token_rows = self._window_rows = torch.empty(0)
+        self._token_rows: list[Tensor] = []
 
     def plan(self, batch: ForwardBatch) -> None:
         """See the base class."""
@@ -68,7 +68,7 @@ class FlashInferAttention(AttentionBackend):
         there = kv_indptr.to(self._device.torch, non_blocking=True)
         pages = kv_indices(batch.req_to_token, batch.rows, there, indices.num_pages, self._page_size)
         ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(batch.q_lens, dtype=np.int32)))
-        kept = PassIndices(
+        full = PassIndices(
             qo_indptr=self._device.staged(ends),
             kv_indptr=kv_indptr,
             last_page_len=self._device.staged(indices.last_page_len),
@@ -77,12 +77,10 @@ class FlashInferAttention(AttentionBackend):
             is_decode=batch.num_tokens == len(lens),
             captured=len(lens) if batch.is_captured else 0,
         )
-        windowed = kept
-        if batch.window_pages is not None:
-            # Behind a window it is page 0, whose tokens are not seen.
-            windowed = kept._replace(kv_indices=batch.window_pages[pages.long()])
-        for plans, is_windowed in zip(self._plans, self._is_windowed, strict=True):
-            plans.plan(windowed if is_windowed else kept)
+        # Before a window it is page 0, whose tokens are not seen.
+        by_group = [full._replace(kv_indices=group.pages(batch, pages)) for group in self._groups]
+        for plans, group in zip(self._plans, self._group_of, strict=True):
+            plans.plan(by_group[group])
 
     def forward(
         self,
@@ -98,9 +96,9 @@ class FlashInferAttention(AttentionBackend):
             # Within the pass, so that a graph looks it up anew.
             self._find_rows()
         kind = self._kind_of[layer]
-        is_windowed = self._is_windowed[kind] and self._window_pool is not None
-        pool = self._window_pool if is_windowed and self._window_pool is not None else self._pool
-        pool.store(layer, self._window_rows if is_windowed else self._token_rows, k, v)
+        group = self._group_of[kind]
+        pool = self._groups[group].pool
+        pool.store(layer, self._token_rows[group], k, v)
         if isinstance(pool, MLATokenToKVPool):
             return self._plans[kind].run_latent(q, pool.layer_rows(layer)).flatten(1)
         assert isinstance(pool, MHATokenToKVPool)  # KV with labels is the torch backend's
@@ -109,8 +107,4 @@ class FlashInferAttention(AttentionBackend):
 
     def _find_rows(self) -> None:
         assert self._batch is not None
-        slots, size = self._batch.out_cache_loc, self._page_size
-        self._token_rows = self._pool.token_rows(slots)
-        if self._window_pool is not None and self._batch.window_pages is not None:
-            pages = self._batch.window_pages[slots // size].to(torch.int64)
-            self._window_rows = self._window_pool.token_rows(pages * size + slots % size)
+        self._token_rows = [group.pool.token_rows(group.slots(self._batch)) for group in self._groups]

@@ -54,7 +54,7 @@ class DoubleSparsityAttention(TorchAttention):
 
     def __init__(self, pool: SparseTokenToKVPool, dtype: torch.dtype, heavy_tokens: int, threshold: int = 0) -> None:
         """``heavy_tokens``: J. ``threshold``: rows that are no longer attend in full."""
-        super().__init__(pool, dtype)
+        super().__init__([pool], dtype)
         self._labelled = pool
         self._heavy_tokens = heavy_tokens
         self._full = max(heavy_tokens, threshold)

@@ -111,6 +111,11 @@ class RowArrays(NamedTuple):
     window_indices: Tensor
 
     @property
+    def by_group(self) -> tuple[Tensor, Tensor]:
+        """Pages of the entries in the pool of each page group."""
+        return self.kv_indices, self.window_indices
+
+    @property
     def capacity(self) -> int:
         """Entries at most."""
         return len(self.kv_lens)

@@ -11,6 +11,7 @@ more entries than there is room for, and longer chunks, have arrays that grow, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ....model_files.spec import AttentionSpec, MLASpec
 from ...batch.forward_batch import ForwardBatch
 from ...kv.pool import KVPool
 from ..base import AttentionBackend, AttentionLimits
+from ..group_pools import group_pools, groups_of_layers
 from .attention_plan import PlannedRows, RowArrays, TableOfPass, fill_rows
 from .paged_decode import AttentionTerms, DecodeRows, Partials, Splits, paged_decode
 from .paged_prefill import ExtendRows, prefill
@@ -54,9 +56,8 @@ class _DecodeRoom(NamedTuple):
     partials: Partials
     entries: Tensor
     """0, 1, 2, …: all of a pass."""
-    slots: Tensor
-    """int64: what such a pass writes."""
-    window_slots: Tensor
+    slots: list[Tensor]
+    """int64, for each page group: what such a pass writes."""
 
 
 class _Extends(NamedTuple):
@@ -76,21 +77,23 @@ class TritonAttention(AttentionBackend):
 
     def __init__(
         self,
-        pool: KVPool,
+        pools: Sequence[KVPool],
         dtype: torch.dtype,
-        window_pool: KVPool | None,
         limits: AttentionLimits,
         tiles: tuple[DecodeTiles, PrefillTiles] | None = None,
     ) -> None:
-        """``tiles``: None: what ``tiles.py`` has for this GPU. Raises ``ValueError`` where kernels can't read it."""
-        self._layers = layer_views(pool)
-        self._windowed: dict[int, LayerViews] = {} if window_pool is None else layer_views(window_pool)
-        self._page_size = pool.layout.page_size
-        self._device = pool.data.device
+        """``pools``: of each page group. ``tiles``: None: what ``tiles.py`` has for this GPU.
+
+        Raises ``ValueError`` where kernels can't read the pools.
+        """
+        self._groups, self._group_of = group_pools(pools), groups_of_layers(pools)
+        self._layers = {layer: views for pool in pools for layer, views in layer_views(pool).items()}
+        self._page_size = pools[0].layout.page_size
+        self._device = pools[0].data.device
         self._limits = limits
         self._windows = tuple(sorted({0, *limits.windows}))
         self._windows_there = torch.tensor(self._windows, dtype=torch.int32).to(self._device)
-        views = next(iter((self._layers | self._windowed).values()))
+        views = next(iter(self._layers.values()))
         self._value_dim = views.value_dim
         kept = views.keys.itemsize
         shape = TileShape(views.head_dim, views.value_dim, limits.heads // views.heads, kept, dtype.itemsize)
@@ -106,7 +109,7 @@ class TritonAttention(AttentionBackend):
         self._extend_arrays = self._make_arrays(limits.max_entries, 1)
         self._decodes: tuple[_DecodeRoom, PlannedRows] | None = None
         self._extends: _Extends | None = None
-        self._slots = self._window_slots = self._fixed.slots
+        self._slots = self._fixed.slots
 
     def plan(self, batch: ForwardBatch) -> None:
         """See the base class."""
@@ -139,29 +142,26 @@ class TritonAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See the base class."""
-        is_windowed = layer in self._windowed
-        pool = self._windowed[layer] if is_windowed else self._layers[layer]
-        store_kv(k, v, self._window_slots if is_windowed else self._slots, pool)
+        pool, group = self._layers[layer], self._group_of[layer]
+        store_kv(k, v, self._slots[group], pool)
         if q.stride(-1) != 1:
             q = q.contiguous()
         out_THV = torch.empty((*q.shape[:2], self._value_dim), dtype=q.dtype, device=q.device)
         attention = _attention(spec, sinks)
         if self._decodes is not None:
-            self._decode(q, out_THV, pool, is_windowed, attention)
+            self._decode(q, out_THV, pool, group, attention)
         if self._extends is not None:
             arrays, first_tokens, q_lens, tile_list = self._extends
-            pages = arrays.window_indices if is_windowed else arrays.kv_indices
+            pages = arrays.by_group[group]
             rows = ExtendRows(first_tokens, q_lens, arrays.kv_lens, arrays.kv_indptr, pages)
             prefill(q, out_THV, pool, rows, tile_list, attention, self._prefill_tiles)
         return out_THV.flatten(1)
 
-    def _decode(
-        self, q_THD: Tensor, out_THV: Tensor, pool: LayerViews, is_windowed: bool, attention: AttentionTerms
-    ) -> None:
+    def _decode(self, q_THD: Tensor, out_THV: Tensor, pool: LayerViews, group: int, attention: AttentionTerms) -> None:
         assert self._decodes is not None
         (arrays, partials, *_), planned = self._decodes
         batch = len(planned.entries)
-        pages = arrays.window_indices if is_windowed else arrays.kv_indices
+        pages = arrays.by_group[group]
         rows = DecodeRows(
             planned.last_tokens,
             arrays.kv_lens[:batch],
@@ -198,15 +198,10 @@ class TritonAttention(AttentionBackend):
 
     def _plan_slots(self, batch: ForwardBatch, room: _DecodeRoom | None) -> None:
         """``room``: where they are to lie."""
-        slots, size = batch.out_cache_loc, self._page_size
-        windowed = slots
-        if self._windowed:
-            assert batch.window_pages is not None
-            windowed = batch.window_pages[slots // size].to(torch.int64) * size + slots % size
+        self._slots = [group.slots(batch) for group in self._groups]
         if room is not None:
-            slots = room.slots[: len(slots)].copy_(slots)
-            windowed = room.window_slots[: len(slots)].copy_(windowed) if self._windowed else slots
-        self._slots, self._window_slots = slots, windowed
+            pairs = zip(room.slots, self._slots, strict=True)
+            self._slots = [there[: len(slots)].copy_(slots) for there, slots in pairs]
 
     def _fill(self, arrays: RowArrays, planned: PlannedRows, table: TableOfPass) -> None:
         fill_rows(arrays, planned, table, self._page_size, self._decode_tiles.least_split, MOST_SPLITS)
@@ -237,17 +232,15 @@ class TritonAttention(AttentionBackend):
     def _make_room(self, entries: int) -> _DecodeRoom:
         limits = self._limits
         splits = entries * most_splits(limits.context_length, self._decode_tiles.least_split)
-        slots = torch.zeros(entries, dtype=torch.int64, device=self._device)
         return _DecodeRoom(
             rows=self._make_arrays(entries, entries * -(-limits.context_length // self._page_size)),
             partials=Partials.make(splits, limits.heads, self._value_dim, self._device),
             entries=torch.arange(entries, dtype=torch.int32, device=self._device),
-            slots=slots,
-            window_slots=torch.zeros_like(slots) if self._windowed else slots,
+            slots=[torch.zeros(entries, dtype=torch.int64, device=self._device) for _ in self._groups],
         )
 
     def _make_arrays(self, capacity: int, pages: int) -> RowArrays:
-        return RowArrays.make(capacity, pages, self._windows_there, bool(self._windowed))
+        return RowArrays.make(capacity, pages, self._windows_there, len(self._groups) > 1)
 
 
 def _device_of(device: torch.device) -> tuple[int, int]:

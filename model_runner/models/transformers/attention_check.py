@@ -99,7 +99,7 @@ def _paged(layer: AttentionLayer, tokens: Tensor) -> LayerAttention:
         req_to_token=(positions + PAGE).to(torch.int32)[None],
         logit_indices=positions,
     )
-    attention = make_attention_backend("torch", BackendNeeds(pool, torch.float32))
+    attention = make_attention_backend("torch", BackendNeeds([pool], torch.float32))
     attention.plan(batch)
     paged = PagedPass()
     paged.begin(batch, attention)

@@ -54,7 +54,7 @@ class _Check:
         self._dtype, self._device = like.dtype, like.device
         pages = ROWS * ROW // PAGE + 1
         pool = MHATokenToKVPool(make_layout(shape, PAGE, self._dtype), pages, self._device)
-        self._attention = make_attention_backend("torch", BackendNeeds(pool, self._dtype))
+        self._attention = make_attention_backend("torch", BackendNeeds([pool], self._dtype))
         slots = torch.arange(ROWS * ROW, dtype=torch.int32, device=self._device) + PAGE
         self._table = slots.view(ROWS, ROW)
         spread = torch.arange(ROWS * ROW, device=self._device) * 7919 + 11

@@ -64,15 +64,14 @@ class TritonSampler(DeviceSampler):
             if (place := self._places.pop(row, None)) is not None:
                 self._free.append(place)
         places = np.full(len(rows), NO_EDITS, dtype=np.int64)
-        lists = []
-        for i, init in enumerate(inits):
-            if self._states.is_edited(init.row):
-                places[i] = self._places[init.row] = self._take()
-                lists.append(self._edits_of(init, int(places[i])))
+        edited = [i for i, init in enumerate(inits) if self._states.is_edited(init.row)]
+        for i in edited:
+            places[i] = self._places[inits[i].row] = self._take()
+        lists = [self._edits_of(inits[i], int(places[i])) for i in edited]
         put = self._device.upload
         start_rows(self._table, put(rows), put(pack_words(self._words_of(inits, rows), places)))
         if lists:
-            write_edits(self._table, put(places[places != NO_EDITS]), *(put(part) for part in join_edits(lists)))
+            write_edits(self._table, put(places[edited]), *(put(part) for part in join_edits(lists)))
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
         """See the base class."""

@@ -20,7 +20,7 @@ def use_static_attention(module) -> None:
     """Have ``engines.torch`` attend in plain torch."""
     from support.static_attention import StaticAttention
 
-    module.make_attention_backend = lambda name, needs: StaticAttention(*needs[:3])
+    module.make_attention_backend = lambda name, needs: StaticAttention(*needs[:2])
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -78,7 +78,7 @@ def test_equals_float64(
     pool = MHATokenToKVPool(make_pool_layout(page_size, LAYERS, KV_HEADS, DIM, kv_dtype), PAGES, torch.device("cpu"))
     pool.data[1:] = as_stored(torch.randn(PAGES - 1, LAYERS, 2, page_size, KV_HEADS, DIM), pool)
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend(backend, BackendNeeds(pool, dtype))
+    attention = make_attention_backend(backend, BackendNeeds([pool], dtype))
     attention.plan(batch)
     total = sum(q_lens)
     for layer in range(LAYERS):
@@ -107,7 +107,7 @@ def test_latent_rows_are_keys_and_values(
     pool = MLATokenToKVPool(layout, PAGES, torch.device("cpu"))
     pool.data[1:] = torch.randn_like(pool.data[1:])
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend("torch", BackendNeeds(pool, dtype))
+    attention = make_attention_backend("torch", BackendNeeds([pool], dtype))
     attention.plan(batch)
     for layer in range(LAYERS):
         q, rows = torch.randn(total, HEADS, dim).to(dtype), torch.randn(total, 1, dim).to(dtype)
@@ -126,4 +126,4 @@ def test_unknown_backend_is_named() -> None:
     layout = uniform_layout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="no attention backend 'magic'; there are torch"):
-        make_attention_backend("magic", BackendNeeds(pool, torch.float32))
+        make_attention_backend("magic", BackendNeeds([pool], torch.float32))

@@ -62,7 +62,7 @@ def device() -> Iterator[RecordingDevice]:
 
 def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> LoadedModel:
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
-    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:2]))
     options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
     return make_model(folder, **options)
 

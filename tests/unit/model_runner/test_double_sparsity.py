@@ -90,13 +90,13 @@ def sparse_table(chosen: int = CHOSEN, threshold: int = 0, channels: LabelChanne
 
 def dense_table() -> Table:
     pool = MHATokenToKVPool(make_layout(KVShape(LAYERS, KV_HEADS, DIM), PAGE, torch.float32), 97, CPU)
-    return Table(TorchAttention(pool, torch.float32))
+    return Table(TorchAttention([pool], torch.float32))
 
 
 def calibrated(row: Row) -> torch.Tensor:
     """The channels [L, K, D] as ``row`` ranks them."""
     pool = MHATokenToKVPool(make_layout(KVShape(LAYERS, KV_HEADS, DIM), PAGE, torch.float32), 97, CPU)
-    found = Magnitudes(TorchAttention(pool, torch.float32), (LAYERS, KV_HEADS, DIM), CPU)
+    found = Magnitudes(TorchAttention([pool], torch.float32), (LAYERS, KV_HEADS, DIM), CPU)
     Table(found).attend((0, row))
     return found.ranked()
 
@@ -255,7 +255,7 @@ def test_what_is_no_number_is_not_passed_over() -> None:
 def test_a_former_owners_nan_is_not_chosen() -> None:
     row = draw_row(98, 10)
     clean, dirty = sparse_table(), sparse_table()
-    dirty._attention._pool.data[1:].fill_(torch.nan)
+    dirty._attention._labelled.data[1:].fill_(torch.nan)
     dirty.attend((0, part(row, 0, 97))), clean.attend((0, part(row, 0, 97)))
     assert torch.equal(*(t.attend((0, part(row, 97, 98)))[0] for t in (dirty, clean)))
 

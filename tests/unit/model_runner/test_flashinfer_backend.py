@@ -52,9 +52,9 @@ def runs(monkeypatch):
     return use_fakes(monkeypatch)
 
 
-def both(pool, attentions, window_pool=None, device=None):
+def both(pools, attentions, device=None):
     """The reference, and FlashInfer."""
-    needs = BackendNeeds(pool, torch.float32, window_pool, None, device or RecordingDevice(), attentions, 5 * 512, 1)
+    needs = BackendNeeds(pools, torch.float32, None, device or RecordingDevice(), attentions, 5 * 512, 1)
     return make_attention_backend("torch", needs), make_attention_backend("flashinfer", needs)
 
 
@@ -76,7 +76,7 @@ def test_equals_the_reference_whatever_the_layers_are(runs, lens) -> None:
         PLAIN,
     ]
     batch, pool = make_batch(*lens, PAGE), mha_pool(tuple(range(5)))
-    reference, ours = both(pool, attentions)
+    reference, ours = both([pool], attentions)
     reference.plan(batch)
     ours.plan(batch)
     for layer, spec in enumerate(attentions):
@@ -86,7 +86,7 @@ def test_equals_the_reference_whatever_the_layers_are(runs, lens) -> None:
         torch.testing.assert_close(ours.forward(layer, q, k, v, spec, sinks), expected, atol=1e-5, rtol=1e-5)
     assert {run.wrapper for run in runs} == {"FakeDecode" if lens is DECODES else "FakePrefill"}
     assert [run.plan["window_left"] for run in runs] == [-1, 20, -1, 4, -1]
-    kinds, of_layer = layer_kinds(attentions, frozenset())
+    kinds, of_layer = layer_kinds(attentions, dict.fromkeys(range(5), 0))
     assert (len(kinds), of_layer) == (4, [0, 1, 2, 3, 0])
 
 
@@ -96,7 +96,7 @@ def test_layers_with_pages_of_their_own_read_those(runs, lens) -> None:
     batch, pool, windows = make_batch(*lens, PAGE), mha_pool((0,)), mha_pool((1,), window=21)
     batch.window_pages = torch.randperm(PAGES - 1).to(torch.int32) + 1
     batch.window_pages = torch.cat((torch.zeros(1, dtype=torch.int32), batch.window_pages))
-    reference, ours = both(pool, attentions, windows)
+    reference, ours = both([pool, windows], attentions)
     reference.plan(batch)
     ours.plan(batch)
     for layer, spec in enumerate(attentions):
@@ -111,7 +111,7 @@ def test_latent_rows_are_read_where_they_lie(runs, lens) -> None:
     pool = MLATokenToKVPool(KVLayout(PAGE, (group,)), PAGES, torch.device("cpu"))
     batch = make_batch(*lens, PAGE)
     pool.data.normal_()
-    reference, ours = both(pool, [LATENT, LATENT])
+    reference, ours = both([pool], [LATENT, LATENT])
     reference.plan(batch)
     ours.plan(batch)
     for layer in (0, 1):

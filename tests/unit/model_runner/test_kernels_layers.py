@@ -38,7 +38,7 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.lowering import refusal
-from pdserve.model_runner.cpu_engine.native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
+from pdserve.model_runner.cpu_engine.native_engine import WHOLE, LinearKind, NativeEngine, NormKind, Ranks, VectorKind
 from pdserve.model_runner.cpu_engine.rope_tables import RopeTables
 from pdserve.model_runner.cpu_engine.structs import WeightPart
 from pdserve.model_runner.cpu_engine.team import Team
@@ -323,16 +323,14 @@ class Engine:
                 buffer = mmap.mmap(opened.fileno(), 0)
         return MHATokenToKVPool(layout, ROWS * CONTEXT // PAGE + 1, torch.device("cpu"), buffer)
 
-    def __init__(
-        self, model: Model, threads: int, pool: MHATokenToKVPool | None = None, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, model: Model, threads: int, pool: MHATokenToKVPool | None = None, ranks: Ranks = WHOLE) -> None:
         spec, dtype = model.spec, model.embedding.dtype
         pool = pool or self.make_pool(spec, dtype)
         pages = torch.randperm(ROWS * CONTEXT // PAGE, generator=torch.Generator().manual_seed(1)) + 1
         self._table = (pages[:, None] * PAGE + torch.arange(PAGE)).view(ROWS, CONTEXT).int()
         ropes = RopeTables([PlainRope(rope, spec.head_dim) for rope in spec.ropes], spec.head_dim)
         self._vocab = spec.vocab_size
-        self._engine = NativeEngine(spec, dtype, ropes, pool, Team(threads), ranks)
+        self._engine = NativeEngine(spec, dtype, ropes, [pool], Team(threads), ranks)
         for i, layer in enumerate(model.layers):
             for kind, (weight, bias) in layer.linears.items():
                 assert self._engine.set_linear(kind, i, [WeightPart(weight.data_ptr(), len(weight), 0)], bias)
@@ -344,7 +342,7 @@ class Engine:
                 set_experts(self._engine, i, layer.experts)
         self._engine.set_norm(NormKind.FINAL, 0, model.final_norm)
         rows = model.embedding
-        if ranks is not None:
+        if ranks.shard is not None:
             rows = rows[ranks.shard.vocab.begin : ranks.shard.vocab.end]
         head = [WeightPart(rows.data_ptr(), len(rows), 0)]
         assert self._engine.set_linear(LinearKind.HEAD, 0, head, None)

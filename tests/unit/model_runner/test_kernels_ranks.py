@@ -192,7 +192,7 @@ class Cable:
         self.carried: set[Exchange] = set()
         self._both = threading.Barrier(2)
 
-    def carry(self, what: Exchange, exchange: int, count: int) -> None:
+    def carry(self, memory: NativeRanks, what: Exchange, exchange: int, count: int) -> None:
         """Exchange the data in the lead that comes last, when both have written."""
         self.carried.add(what)
         if self._both.wait() == 0:

@@ -54,7 +54,7 @@ def devices(monkeypatch) -> list[RecordingDevice]:
         return opened[-1]
 
     monkeypatch.setattr(load, "open_device", open_device)
-    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+    monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:2]))
     return opened
 
 

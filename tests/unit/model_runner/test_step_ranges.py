@@ -84,7 +84,7 @@ def test_phases_and_layers_have_names_and_tokens_stay(folder, ranges) -> None:
 def test_a_graphs_replay_has_a_name_and_nothing_waits(folder, ranges, monkeypatch) -> None:
     with RecordingDevice() as device:
         monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
-        monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
+        monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:2]))
         steps = steps_of(folder, enable_nvtx=True, cuda_graph_bs="2")
         steps.capture_graphs()
         ranges.clear()

@@ -81,10 +81,10 @@ def test_tokens_are_those_of_transformers(family: str, engine: str, tmp_path: Pa
     served = ServedModel(tmp_path, attention_backend=engine, swa_full_tokens_ratio=0.3)
     runner = served.runner
     assert runner.engine.attention_backend == engine
-    assert runner.pools.window_pool is not None
+    _, window_pool = runner.pools.by_group
     # All three hold far more tokens than that at once.
     assert runner.pools.max_window_tokens < 2 * PROMPT
-    for window_pages in runner.pools.window_pool.data[1:]:
+    for window_pages in window_pool.data[1:]:
         window_pages.fill_(float("nan"))  # what another left there
     for rid, prompt in enumerate(prompts[:2]):
         served.submit(str(rid), prompt, max_new_tokens=GREEDY)
@@ -115,5 +115,5 @@ def test_who_saves_pages_late_or_rounded_or_never_cuts_a_prompt_keeps_one_group(
         assert [group is not None for group in page_groups(runner.pools, runner.device, served.options)] == [
             True
         ] * groups
-        assert (runner.pools.window_pool is None) == (groups == 1)
+        assert len(runner.pools.by_group) == groups
         assert len(runner.pools.layout.groups) == groups

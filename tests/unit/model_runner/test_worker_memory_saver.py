@@ -248,7 +248,7 @@ def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again(
     pool = make_pool(layout, 4, torch.device("cpu"))
     device = RecordingDevice()
     device.torch = torch.device("cuda")
-    model: Any = SimpleNamespace(device=device, pools=Pools(layout, PoolPlan(4), pool, None), weight_bytes=0)
+    model: Any = SimpleNamespace(device=device, pools=Pools(layout, PoolPlan(4), [pool], [None]), weight_bytes=0)
     steps: Any = Steps()
     occupation = WorkerMemorySaver(model, steps, PoolPrefault(None, 1, device.memory), NoOtherRanks())
     rows = pool.token_rows(torch.tensor([PAGE, PAGE + 1]))

@@ -136,9 +136,9 @@ def test_pools_are_looked_at_where_they_lie():
         b"".join(PageHasher(layout, group).hash(pages[page].numpy()) if page else bytes(32) for page in asked)
         for group, (pages, asked) in enumerate(zip(held, ((2, 1), (0, 3)), strict=True))
     ]
-    on_device = Pools(layout, PoolPlan(4, 0, 4), pools[0], None, pools[1], None)
+    on_device = Pools(layout, PoolPlan(4, 0, 4), pools, [None, None])
     regions = [SimpleNamespace(buffer=pages.numpy().data) for pages in held]
-    on_host = dataclasses.replace(on_device, region=regions[0], window_region=regions[1])
+    on_host = dataclasses.replace(on_device, regions=regions)
     for lying in (on_device, on_host):
         hasher = PoolHasher(lying, open_device(torch.device("cpu")))
         hashed = hasher.obey(HashPages(5, [pack_i32([2, 1]), pack_i32([0, 3])]))
