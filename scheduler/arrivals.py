@@ -48,13 +48,13 @@ class Arrivals:
         log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
         if msg.fork_of:
             self._fork(req, now)
-        elif route is Route.LOCAL:
+        elif msg.bootstrap is None:
             scheduler.enqueue(req, now)
         else:
             req.state = ReqState.BOOTSTRAPPING
             if route is Route.INCOMING:
                 scheduler.planner.arriving[req.rid] = req
-            scheduler.handovers.add(req, now)
+            scheduler.handovers.add(req, msg.bootstrap, now)
 
     def _fork(self, req: Req, now: float) -> None:
         """Add a further answer to a prompt. It needs no hand-over of its own.

@@ -72,8 +72,8 @@ class Handovers(Protocol):
     def warning(self, now: float) -> str | None:
         """Return what an operator should look at although this instance can serve, or None."""
 
-    def add(self, req: Req, now: float) -> None:
-        """Take over a request with phases that run on two instances."""
+    def add(self, req: Req, where: Bootstrap, now: float) -> None:
+        """Take over a request with phases that run on two instances. ``where``: its bootstrap address."""
 
     def cancel(self, req: Req, reason: str) -> None:
         """Cancel the hand-over of a request that has ended here before it was complete. Does nothing without one."""
@@ -166,7 +166,7 @@ class NoHandovers:
     def warning(self, now: float) -> None:
         """Return None."""
 
-    def add(self, req: Req, now: float) -> NoReturn:
+    def add(self, req: Req, where: Bootstrap, now: float) -> NoReturn:
         """Raise ``AssertionError``: requests with a hand-over are refused."""
         raise AssertionError(f"request {req.rid} was admitted for a hand-over, and this instance exchanges no KV")
 

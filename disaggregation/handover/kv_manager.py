@@ -17,6 +17,7 @@ from ...messages.handover import FirstToken
 from ...messages.metrics import Family
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer
 from ...messages.outputs import TokenLogprob
+from ...messages.requests import Bootstrap
 from ...messages.worker import (
     ConnectPeer,
     PagesVerified,
@@ -109,12 +110,12 @@ class KVManager:
         """See ``Handovers``."""
         return self.receivers.warning(now)
 
-    def add(self, req: Req, now: float) -> None:
+    def add(self, req: Req, where: Bootstrap, now: float) -> None:
         """Open a hand-over for a request with its prefill and decode on two instances."""
         if req.route is Route.OUTGOING:
-            self.senders.add(req, now)
+            self.senders.add(req, where.room, now)
         else:
-            self.receivers.add(req, now)
+            self.receivers.add(req, where, now)
 
     def cancel(self, req: Req, reason: str) -> None:
         """Abandon every hand-over and migration of a request that ended here before they were complete."""
@@ -203,7 +204,7 @@ class KVManager:
             "peers": self._peers.table.info(),
             "refused": self._peers.refused,
             "choices": self._choice.info(),
-            "store_first": asdict(received.store_first.counts),
+            "store_first": asdict(received.placement.store_first.counts),
         }
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
@@ -217,7 +218,7 @@ class KVManager:
             *read(SENT_METRICS, self.senders),
             *read(RECEIVED_METRICS, self.receivers),
             *read(PLACEMENT_METRICS, self._choice),
-            *read(FETCH_METRICS, self.receivers.store_first.counts),
+            *read(FETCH_METRICS, self.receivers.placement.store_first.counts),
             *read(METRICS, self),
             *read(PEER_METRICS, self._peers),
         ]

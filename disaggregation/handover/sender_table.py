@@ -97,10 +97,8 @@ class SenderTable:
 
     # --- the two requests arrive ---
 
-    def add(self, req: Req, now: float) -> None:
+    def add(self, req: Req, room: int, now: float) -> None:
         """Add a client's request to its room, which is opened if the decode has not done so."""
-        assert req.msg.bootstrap is not None
-        room = req.msg.bootstrap.room
         self._now = now
         self._left.take(room)  # left by an earlier request
         if self._declined.take(room) is not None:

@@ -66,7 +66,7 @@ class StoreFirst:
         """Probe the store for the rest of a prompt, if that may be a gain. The room has its memory."""
         tiers, req = self._scheduler.tiers, receiver.req
         receiver.store = StoreStage.OVER
-        if not tiers.store.enabled or receiver.newcomer is not None:
+        if not tiers.store.enabled:
             return
         if receiver.decided and not self._patience(receiver, self._reusable(receiver), now):
             return

@@ -16,21 +16,6 @@ from pdserve.disaggregation.handover.placement_policy import PlacementPolicy
 from pdserve.disaggregation.handover.receiver_table import ReceiverTable
 from pdserve.disaggregation.handover.sender_table import SenderTable
 from pdserve.messages.base import HandoverId, Message, unpack_i32
-from pdserve.messages.handover import (
-    Abort,
-    AbortAck,
-    Declined,
-    FirstToken,
-    Forecast,
-    ForecastRequest,
-    Progress,
-    RoomQueued,
-    TransferDone,
-    TransferFailed,
-    TransferRequest,
-    Withdraw,
-    Withdrawn,
-)
 from pdserve.messages.worker import (
     CancelSend,
     DisconnectPeer,
@@ -106,9 +91,12 @@ class SimSide(SimInstance):
     def on_finished(self, req) -> None:
         """See ``KVManager``: nothing is given back."""
 
-    def add(self, req, now) -> None:
+    def add(self, req, where, now) -> None:
         """See ``KVManager``."""
-        self.rooms.add(req, now)
+        if self.rooms is self.senders:
+            self.senders.add(req, where.room, now)
+        else:
+            self.receivers.add(req, where, now)
 
     def cancel(self, req, reason) -> None:
         """See ``KVManager``."""
@@ -224,38 +212,14 @@ class SimPair:
 
     def deliver_to_prefill(self) -> None:
         """One control message."""
-        message, senders = self.to_prefill.popleft(), self.prefill.senders
-        if isinstance(message, TransferRequest):
-            senders.on_request(self.peer, message, self.now)
-        elif isinstance(message, RoomQueued):
-            senders.on_queued(self.peer, message, self.now)
-        elif isinstance(message, Abort):
-            senders.on_abort(self.peer, message, self.now)
-        elif isinstance(message, Withdraw):
-            senders.on_withdraw(self.peer, message, self.now)
-        elif isinstance(message, ForecastRequest):
-            senders.on_forecast_request(self.peer, message, self.now)
-        elif isinstance(message, Declined):
-            senders.on_declined(self.peer, message, self.now)
+        message = self.to_prefill.popleft()
+        self.prefill.senders.handlers()[type(message)](self.peer, message, self.now)
         self.collect()
 
     def deliver_to_decode(self) -> None:
         """One control message."""
-        message, receivers = self.to_decode.popleft(), self.decode.receivers
-        if isinstance(message, FirstToken):
-            receivers.on_first_token(self.link, message, self.now)
-        elif isinstance(message, TransferDone):
-            receivers.on_done(self.link, message, self.now)
-        elif isinstance(message, TransferFailed):
-            receivers.on_failed(self.link, message, self.now)
-        elif isinstance(message, AbortAck):
-            receivers.on_abort_ack(self.link, message, self.now)
-        elif isinstance(message, Withdrawn):
-            receivers.on_withdrawn(self.link, message, self.now)
-        elif isinstance(message, Progress):
-            receivers.on_progress(self.link, message, self.now)
-        elif isinstance(message, Forecast):
-            receivers.on_forecast(self.link, message, self.now)
+        message = self.to_decode.popleft()
+        self.decode.receivers.handlers()[type(message)](self.link, message, self.now)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:

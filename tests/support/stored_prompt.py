@@ -54,5 +54,5 @@ def make_pair(kept=None, *, here=1.0, there=SLOW, lag_ms=0.0, **changes) -> Tier
 
 
 def first_counts(pair: TieredPair) -> tuple[int, int, int, int]:
-    counts = pair.decode.receivers.store_first.counts
+    counts = pair.decode.receivers.placement.store_first.counts
     return counts.came, counts.late, counts.lost, counts.tokens

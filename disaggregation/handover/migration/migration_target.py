@@ -27,10 +27,12 @@ from ....messages.moves import (
     problem_of,
     tokens_problem,
 )
+from ....messages.outputs import Timing
 from ....runtime.answer_keys import AnswerKeys
 from ....scheduler.req import Req, ReqState
 from ....scheduler.scheduler import Scheduler
-from ..kv_receiver import is_sound
+from ..incoming_prompts import is_sound
+from ..kv_receiver import KVReceiver
 from ..limits import HandoverLimits
 from ..peer import Peer
 from ..peer_router import Handlers
@@ -109,7 +111,7 @@ class MigrationTarget:
         log.log(level, "instance %s offers it, after %d tokens", peer.epoch, taken.output_len, extra={"rid": taken.rid})
         if msg.kv_len:
             self._peers.want(peer, now)
-            self._receivers.add_newcomer(taken, peer, msg.handover, msg.kv_len, self, now)
+            self._receivers.add_migrating(taken, peer, msg.handover, msg.kv_len, self, now)
         else:
             self._when_ready(arrival)
 
@@ -148,10 +150,15 @@ class MigrationTarget:
             return self._scheduler.arrivals.admit_kv_return(request)
         return self._scheduler.arrivals.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
 
-    # --- Newcomer ---
+    # --- KVConsumer ---
 
-    def landed(self, req: Req) -> None:
-        """See ``Newcomer``."""
+    def on_allocated(self, receiver: KVReceiver) -> None:
+        """Do nothing: the lookup of its prompt was counted where it came in."""
+
+    def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
+        """See ``KVConsumer``."""
+        req = receiver.req
+        req.computed = receiver.length
         arrival = self._by_req(req)
         if arrival is None:
             return
@@ -162,9 +169,9 @@ class MigrationTarget:
         self.kept += 1
         self._scheduler.leave(req, ReqState.MOVED)
 
-    def lost(self, req: Req, reason: str) -> None:
-        """See ``Newcomer``."""
-        arrival = self._by_req(req)
+    def lost(self, receiver: KVReceiver, status: int, reason: str, now: float) -> None:
+        """See ``KVConsumer``."""
+        arrival = self._by_req(receiver.req)
         if arrival is not None:
             self._forget(arrival, reason, tell=True)
 

@@ -240,7 +240,9 @@ class CrowdedRooms:
             self._seen["given back"] += node.manager.receivers.withdrawn > 0
         messages = [happening.what for waiting in self.world.channels.values() for happening in waiting]
         self._seen["asked back too late"] += any(what.endswith("Withdraw") for what in messages) and any(
-            one.begun or node.manager.receivers._of(one.req).begun for node in self.nodes for one in _reservations(node)
+            one.begun or not node.manager.receivers._rooms.of(one.req).awaits_first_token
+            for node in self.nodes
+            for one in _reservations(node)
         )
 
     def _check_limit(self, node: Node, before: set[str]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.disaggregation.handover.receiver_queue import ReceiverQueue
+from pdserve.disaggregation.handover.receiver_rooms import ReceiverRooms
 from pdserve.disaggregation.handover.receiver_table import ReceiverTable
 from pdserve.disaggregation.handover.sender_table import SenderTable
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
@@ -34,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 def pages_freed_at_abort(patch: Patch) -> None:
     """The decode frees what the prefill may still write."""
-    patch.setattr(ReceiverTable, "_begin_draining", lambda self, receiver: self._over(receiver))
+    patch.setattr(ReceiverRooms, "begin_draining", lambda self, receiver, now: self.close(receiver))
 
 
 def sender_lets_go_too_soon(patch: Patch) -> None:
@@ -54,9 +56,9 @@ def a_room_in_use_is_opened_again(patch: Patch) -> None:
     """The decode forgets the hand-over that has a room already."""
     original = ReceiverTable.add
 
-    def add(self: ReceiverTable, req: Any, now: float) -> None:
-        self.rooms.pop(req.msg.bootstrap.room, None)
-        original(self, req, now)
+    def add(self: ReceiverTable, req: Any, where: Any, now: float) -> None:
+        self._rooms.by_number.pop(where.room, None)
+        original(self, req, where, now)
 
     patch.setattr(ReceiverTable, "add", add)
 
@@ -259,12 +261,12 @@ def a_withdrawn_prompt_is_computed(patch: Patch) -> None:
 
 def begun_is_not_heard(patch: Patch) -> None:
     """The decode takes its memory back though the prefill has begun to use it."""
-    original = ReceiverTable.on_withdrawn
+    original = ReceiverQueue.on_withdrawn
 
-    def on_withdrawn(self: ReceiverTable, peer: Any, msg: Withdrawn, now: float) -> None:
+    def on_withdrawn(self: ReceiverQueue, peer: Any, msg: Withdrawn, now: float) -> None:
         original(self, peer, msgspec.structs.replace(msg, begun=False), now)
 
-    patch.setattr(ReceiverTable, "on_withdrawn", on_withdrawn)
+    patch.setattr(ReceiverQueue, "on_withdrawn", on_withdrawn)
 
 
 def the_loop_sleeps_beside_free_memory(patch: Patch) -> None:

@@ -9,7 +9,8 @@ import pytest
 from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, run_until_idle
 
-from pdserve.disaggregation.handover.receiver_table import STUCK_SECONDS, ReceiverState
+from pdserve.disaggregation.handover.kv_receiver import ReceiverState
+from pdserve.disaggregation.handover.receiver_rooms import STUCK_SECONDS
 from pdserve.messages.outputs import FinishType
 from pdserve.messages.requests import AbortReq
 

@@ -10,6 +10,7 @@ from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle, until_delivered
 
 from pdserve.disaggregation.handover import unclaimed_rooms
+from pdserve.disaggregation.handover.kv_receiver import PageCheck
 from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import PeerState, Writing
 from pdserve.messages.handover import (
@@ -218,9 +219,10 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     receivers.on_done(pair.link, TransferDone("decode", first, [], Timing()), pair.now)
     receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"), pair.now)
     receivers.on_abort_ack(pair.link, AbortAck("decode", first), pair.now)
-    pair.decode.rooms.rooms[1].checking = True
+    room = pair.decode.rooms.rooms[1]
+    room.check = PageCheck(room.memory.hold, Timing(), b"")
     receivers.on_verified(PagesVerified(first, ok=False), pair.now)
-    pair.decode.rooms.rooms[1].checking = False
+    room.check = None
     senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
     senders.on_send_ended(SendEnded(first, error="old"))
     assert pair.peer.unsent.pop() == AbortAck("decode", first)

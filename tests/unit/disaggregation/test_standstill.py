@@ -147,7 +147,7 @@ def test_a_decode_waits_no_longer_for_first_tokens_that_come_again() -> None:
         pair.prefill.work()
     turns(pair, 3)
     receiver, since = pair.decode.receivers.rooms[1], pair.now
-    assert receiver.begun
+    assert not receiver.awaits_first_token
     again = FirstToken("decode", receiver.handover, 1, 0, Timing())
     while receiver.state.name == "TRANSFERRING" and pair.now < since + 10 * LIMITS.landing:
         pair.now += LIMITS.landing / 4

@@ -132,8 +132,8 @@ def _memory_of_the_room_is_given_back_while_it_waits(patch):
 
     def careless(self, receiver, now):
         look(self, receiver, now)
-        if receiver.store is StoreStage.LOOKING and receiver.hold is not None:
-            receiver.hold.pins -= 1
+        if receiver.store is StoreStage.LOOKING and receiver.memory is not None:
+            receiver.memory.hold.pins -= 1
 
     patch.setattr(StoreFirst, "look", careless)
 
