@@ -45,6 +45,7 @@ from .peers import METRICS as PEER_METRICS
 from .peers import Peers
 from .placement_policy import METRICS as PLACEMENT_METRICS
 from .placement_policy import PlacementPolicy
+from .prompt_pushes import PromptPushes
 from .receiver_table import METRICS as RECEIVED_METRICS
 from .receiver_table import ReceiverTable
 from .sender_table import METRICS as SENT_METRICS
@@ -140,11 +141,11 @@ class KVManager:
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """See ``Handovers``."""
-        return self.senders.chunk_planned(req)
+        return self.senders.pushes.chunk_planned(req)
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """See ``Handovers``."""
-        self.senders.on_prompt_computed(req, token, logprob)
+        self.senders.pushes.on_prompt_computed(req, token, logprob)
 
     def on_first_token(self, req: Req, now: float) -> None:
         """See ``Handovers``."""
@@ -166,8 +167,8 @@ class KVManager:
             case _:
                 self._peers.on_event(event, now)
 
-    def _pushing_side(self, handover: HandoverId) -> MigrationSource | SenderTable:
-        return self.moves_out if self.moves_out.knows(handover) else self.senders
+    def _pushing_side(self, handover: HandoverId) -> MigrationSource | PromptPushes:
+        return self.moves_out if self.moves_out.knows(handover) else self.senders.pushes
 
     def poll(self, now: float) -> None:
         """Run one tick: read messages of peers, advance rooms and enforce deadlines."""
@@ -197,8 +198,8 @@ class KVManager:
         ports = {"bootstrap_port": self._network.bootstrap_port, "control_port": self._network.port.port}
         sent, received = self.senders, self.receivers
         return ports | {
-            "sent": {"rooms": len(sent.rooms), "done": sent.done, "failed": sent.failed, "bytes": sent.bytes_sent}
-            | {"push_seconds": round(sent.push_seconds, 6)},
+            "sent": {"rooms": len(sent.rooms), "done": sent.pushes.done, "failed": sent.failed}
+            | {"bytes": sent.pushes.bytes_sent, "push_seconds": round(sent.pushes.push_seconds, 6)},
             "received": {"rooms": len(received.rooms), "done": received.done, "failed": received.failed}
             | {"bytes": received.bytes_received, "withdrawn": received.withdrawn},
             "peers": self._peers.table.info(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -33,6 +34,54 @@ class SenderState(Enum):
     """The hand-over failed, and the worker may still read or write for it."""
 
 
+class Failure(NamedTuple):
+    """Why a hand-over failed."""
+
+    status: int
+    """HTTP status of the request."""
+    reason: str
+
+
+class FirstOutput(NamedTuple):
+    """Output of a finished prompt that no decode has asked for yet."""
+
+    req: Req
+    token: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSide:
+    """The decode's attempt that a room belongs to, from the decode's first message on."""
+
+    peer: Peer
+    handover: HandoverId
+
+
+@dataclass(slots=True, eq=False)
+class PromptTransfer:
+    """The transfer of a prompt's KV, from the time at which both requests are here (QUEUED)."""
+
+    req: Req
+    decode: DecodeSide
+    request: TransferRequest
+    run: PageRun
+    """Pages of the prompt that the decode asked for, by group."""
+    next_page: int
+    """First page that is not pushed yet."""
+    told_at: float
+    """Time at which the peer last got a progress report, or asked for the KV."""
+    hold: KVHold | None = None
+    """The request's memory, pinned from its first push to the worker's ``SendEnded``."""
+    computed: bool = False
+    """Whether the whole prompt is computed and the first token is sent to the peer."""
+    landed: int = 0
+    """Bytes that have landed, as last reported by the worker."""
+    sent: SendEnded | None = None
+    looks: int | None = None
+    """Number of the newest KV debug question when the transfer was complete. Page hashes are sent after its answer."""
+
+
 @dataclass(slots=True)
 class KVSender:
     """State of one hand-over, from the first of its two requests to its end."""
@@ -42,19 +91,14 @@ class KVSender:
     deadline: float
     state: SenderState = SenderState.BOOTSTRAPPING
     req: Req | None = None
-    peer: Peer | None = None
-    handover: HandoverId | None = None
+    """The client's request."""
+    decode: DecodeSide | None = None
     request: TransferRequest | None = None
-    run: PageRun | None = None
-    """Pages of the prompt that the decode asked for, by group."""
-    next_page: int = 0
-    """First page that is not pushed yet."""
-    hold: KVHold | None = None
-    """The request's memory, pinned from its first push to the worker's ``SendEnded``."""
-    computed: bool = False
-    """Whether the whole prompt is computed and the first token is sent to the peer."""
-    first: tuple[int, TokenLogprob | None] | None = None
-    """First token of a finished prompt that no decode has asked for yet. Set in AHEAD."""
+    """The decode's request for the KV."""
+    transfer: PromptTransfer | None = None
+    """The transfer. Set from QUEUED on."""
+    first: FirstOutput | None = None
+    """Output of the finished prompt. Set in AHEAD."""
     asks: bool | None = None
     """Whether the decode waits for a forecast, which it gets once. None before it asks."""
     looked: bool = False
@@ -63,17 +107,64 @@ class KVSender:
     """Whether the decode withdrew its request. It will ask again with a later attempt."""
     foretold: Load = NOTHING
     """Load that the decode may still bring, since it got a forecast."""
-    sent: SendEnded | None = None
-    failure: tuple[int, str] | None = None
-    """HTTP status and reason of the failure. Set in DRAINING."""
+    failure: Failure | None = None
+    """Why the hand-over failed. Set in DRAINING."""
     abort_asked: bool = False
     """Whether the peer aborted the hand-over and waits for an ``AbortAck``."""
-    looks: int | None = None
-    """Number of the newest KV debug question when the transfer was complete. Page hashes are sent after its answer."""
-    landed: int = 0
-    """Bytes that have landed, as last reported by the worker."""
-    told_at: float = 0.0
-    """Time at which the peer last got a progress report, or asked for the KV."""
+
+    @property
+    def peer(self) -> Peer | None:
+        """The decode's instance. None before the decode's first message."""
+        return self.decode.peer if self.decode is not None else None
+
+    @property
+    def handover(self) -> HandoverId | None:
+        """Id of the decode's attempt. None before the decode's first message."""
+        return self.decode.handover if self.decode is not None else None
+
+    @property
+    def computed(self) -> bool:
+        """Whether the whole prompt is computed and the first token is sent to the peer."""
+        return self.transfer is not None and self.transfer.computed
+
+    def is_of_another(self, handover: HandoverId) -> bool:
+        """Return whether the room belongs to another decode or attempt than ``handover``."""
+        return self.decode is not None and self.decode.handover != handover
+
+    def assign(self, peer: Peer, handover: HandoverId) -> None:
+        """Assign the room to the attempt ``handover``, if it belongs to none. ``peer`` has sent a message about it."""
+        if self.decode is None:
+            self.decode = DecodeSide(peer, handover)
+        self.decode.peer = peer
+
+    def info(self, now: float) -> dict[str, Any]:
+        """Return this room's entry for ``/transfers``."""
+        return {
+            "direction": "sending",
+            "room": self.room,
+            "state": self.state.name.lower(),
+            "rid": self.req.rid if self.req is not None else None,
+            "peer": self.decode.peer.epoch if self.decode is not None else None,
+            "seconds": round(now - self.since, 3),
+            "prompt_tokens": self.req.prompt_len if self.req is not None else None,
+            "reason": self.failure.reason if self.failure is not None else None,
+        }
+
+
+def mismatch(req: Req, request: TransferRequest, run: PageRun, page_size: int) -> str | None:
+    """Return why the decode's request does not fit the client's, or None. ``run``: pages that are to be sent."""
+    if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
+        return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
+    offered = [len(pages) // 4 for pages in request.dst_pages]
+    bad_prefix = request.decode_prefix_len % page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
+    if bad_prefix or offered != run.counts:
+        return f"the decode instance offers {_told(offered)} pages where {_told(run.counts)} are needed"
+    return None
+
+
+def _told(counts: list[int]) -> str:
+    """Format the page counts of all groups for a log line or an error message."""
+    return " and ".join(map(str, counts))
 
 
 def delivered_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:

@@ -28,8 +28,8 @@ class PrefillEstimates:
 
         Nothing is sent while the store is being probed.
         """
-        req, peer, handover = sender.req, sender.peer, sender.handover
-        if not sender.asks or req is None or peer is None or handover is None or req.is_ended:
+        req, decode = sender.req, sender.decode
+        if not sender.asks or req is None or decode is None or req.is_ended:
             return
         if sender.first is not None:
             ms = 0.0
@@ -47,7 +47,7 @@ class PrefillEstimates:
             sender.foretold = Load(1, uncached)
             self.expected += sender.foretold
         sender.asks = False
-        peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
+        decode.peer.send(Forecast(decode.peer.epoch, decode.handover, min(ms, MAX_DURATION_MS)))
 
     def _looks(self, sender: KVSender, req: Req, known: int, ms: float, now: float) -> bool:
         """Return whether to wait for the store's answer, and ask the store if that was not done yet.

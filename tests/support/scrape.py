@@ -147,7 +147,7 @@ PARTS = {
     "itl_budget": [(itl_budget.METRICS, Owner(steps=10, steps_over=1))],
     "cost_model": [(cost_model.METRICS, Owner(median_error=0.25))],
     "handovers": [
-        (sender_table.METRICS, Owner(bytes_sent=4000, push_seconds=0.5, **DIRECTION)),
+        (sender_table.METRICS, Owner(pushes=Owner(bytes_sent=4000, push_seconds=0.5, **DIRECTION), **DIRECTION)),
         (receiver_table.METRICS, Owner(bytes_received=4000, recomputed=0, **DIRECTION)),
         (kv_manager.METRICS, Owner(moves_out=MOVES, moves_in=MOVES)),
         (placement_policy.METRICS, Owner(here=PLACE, there=PLACE)),

@@ -112,11 +112,11 @@ class SimSide(SimInstance):
 
     def chunk_planned(self, req):
         """See ``KVManager``."""
-        return self.senders.chunk_planned(req)
+        return self.senders.pushes.chunk_planned(req)
 
     def on_prompt_computed(self, req, token, logprob) -> None:
         """See ``KVManager``."""
-        self.senders.on_prompt_computed(req, token, logprob)
+        self.senders.pushes.on_prompt_computed(req, token, logprob)
 
     def metrics(self):
         """See ``KVManager``, whose peers these are not."""
@@ -225,7 +225,7 @@ class SimPair:
     def engine(self, side: SimSide, message: Message) -> None:
         """The transfer engines of both workers."""
         if any(message is old for old in self.stale):
-            side.senders.on_send_ended(SendEnded(message.handover, error="not connected"))
+            side.senders.pushes.on_send_ended(SendEnded(message.handover, error="not connected"))
         elif isinstance(message, SendPages):
             push = self.pushes.setdefault(message.handover, Push())
             here, there = numbered(message.src_pages), numbered(message.dst_pages)
@@ -233,7 +233,7 @@ class SimPair:
             push.whole = message.last
         elif isinstance(message, CancelSend):
             self.pushes.pop(message.handover, None)
-            side.senders.on_send_ended(SendEnded(message.handover, cancelled=True))
+            side.senders.pushes.on_send_ended(SendEnded(message.handover, cancelled=True))
         elif isinstance(message, VerifyPages):
             assert message.handover not in self.granted, "pages are checked that may still be written"
             counts: Counter[int] = Counter()
@@ -261,10 +261,10 @@ class SimPair:
             push.slices.append(self.sum_up(push.counts, group, values))
             push.nbytes += 8 * len(values)
             self.page(self.decode, group, dst)[:] = values + (1 if self.corrupt else 0)
-            self.prefill.senders.on_progress(SendProgress(handover, push.nbytes))
+            self.prefill.senders.pushes.on_progress(SendProgress(handover, push.nbytes))
         if not push.pages and push.whole:
             del self.pushes[handover]
-            self.prefill.senders.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))
+            self.prefill.senders.pushes.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))
         self.collect()
 
     @staticmethod
@@ -301,7 +301,7 @@ class SimPair:
         self.stale += [push for step in steps for push in step.pushes]
         for handover in list(self.pushes):
             del self.pushes[handover]
-            self.prefill.senders.on_send_ended(SendEnded(handover, error="link lost"))
+            self.prefill.senders.pushes.on_send_ended(SendEnded(handover, error="link lost"))
         self.link.down = True
         self.decode.receivers.on_down(self.link)
         self.collect()

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.disaggregation.handover.prompt_pushes import PromptPushes
 from pdserve.disaggregation.handover.receiver_queue import ReceiverQueue
 from pdserve.disaggregation.handover.receiver_rooms import ReceiverRooms
 from pdserve.disaggregation.handover.receiver_table import ReceiverTable
-from pdserve.disaggregation.handover.sender_table import SenderTable
+from pdserve.disaggregation.handover.sender_rooms import SenderRooms
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
@@ -41,15 +42,15 @@ def pages_freed_at_abort(patch: Patch) -> None:
 
 def sender_lets_go_too_soon(patch: Patch) -> None:
     """The prefill gives a room up without waiting for its worker to stop."""
-    original = SenderTable._drain
+    original = SenderRooms.drain
 
-    def drain(self: SenderTable, sender: Any, status: int, reason: str) -> None:
-        if sender.hold is not None:
-            self._scheduler.memory.pinned.unpin(sender.hold)
-            sender.hold = None
+    def drain(self: SenderRooms, sender: Any, status: int, reason: str) -> None:
+        if sender.transfer is not None and sender.transfer.hold is not None:
+            self._scheduler.memory.pinned.unpin(sender.transfer.hold)
+            sender.transfer.hold = None
         original(self, sender, status, reason)
 
-    patch.setattr(SenderTable, "_drain", drain)
+    patch.setattr(SenderRooms, "drain", drain)
 
 
 def a_room_in_use_is_opened_again(patch: Patch) -> None:
@@ -80,7 +81,7 @@ def hand_overs_outlive_their_link(patch: Patch) -> None:
 
 def what_was_refused_is_taken(patch: Patch) -> None:
     """The prefill forgets which attempts it has refused or ended."""
-    patch.setattr(SenderTable, "_note_over", lambda self, handover: None)
+    patch.setattr(SenderRooms, "note_over", lambda self, handover: None)
 
 
 def pages_offered_before_steps_are_done(patch: Patch) -> None:
@@ -105,14 +106,14 @@ def late_legs_are_not_told(patch: Patch) -> None:
 
 def done_before_it_has_landed(patch: Patch) -> None:
     """The prefill says that all is there as soon as the prompt is computed."""
-    original = SenderTable._finish_if_whole
+    original = PromptPushes._finish_if_whole
 
-    def finish(self: SenderTable, sender: Any) -> None:
-        if sender.computed and sender.sent is None and sender.handover is not None:
-            sender.sent = SendEnded(sender.handover)
-        original(self, sender)
+    def finish(self: PromptPushes, sender: Any, transfer: Any) -> None:
+        if transfer.computed and transfer.sent is None:
+            transfer.sent = SendEnded(transfer.decode.handover)
+        original(self, sender, transfer)
 
-    patch.setattr(SenderTable, "_finish_if_whole", finish)
+    patch.setattr(PromptPushes, "_finish_if_whole", finish)
 
 
 def pages_pushed_before_they_are_computed(patch: Patch) -> None:
@@ -141,9 +142,9 @@ def memory_goes_back_with_its_first_user(patch: Patch) -> None:
 
 def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
     """The prefill gives its window pages back as soon as the prompt's last step is sent."""
-    original = SenderTable.chunk_planned
+    original = PromptPushes.chunk_planned
 
-    def chunk_planned(self: SenderTable, req: Any) -> Any:
+    def chunk_planned(self: PromptPushes, req: Any) -> Any:
         push = original(self, req)
         if push is not None and push.last:
             pool, hold = self._scheduler.memory.pool, req.hold
@@ -153,7 +154,7 @@ def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
                 pool.windows._detach(page)
         return push
 
-    patch.setattr(SenderTable, "chunk_planned", chunk_planned)
+    patch.setattr(PromptPushes, "chunk_planned", chunk_planned)
 
 
 def a_window_page_is_not_granted(patch: Patch) -> None:

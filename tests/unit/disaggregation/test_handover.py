@@ -256,7 +256,7 @@ def test_several_answers_are_one_hand_over():
     run_until_idle(pair, random.Random(3))
     expected = reference_output(range(30), 6)
     assert all(pair.decode.tokens[f"a-{i}"] == expected for i in range(4))
-    assert pair.decode.receivers.done == pair.prefill.senders.done == 1
+    assert pair.decode.receivers.done == pair.prefill.senders.pushes.done == 1
     assert pair.prefill.scheduler.counters.prompt_tokens == 30
     assert pair.decode.scheduler.counters.prompt_tokens == 3 * 2  # behind the last whole page
     assert_all_returned(pair)

@@ -114,7 +114,7 @@ def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
     while not any(step.pushes for step in pair.prefill.to_worker.messages if isinstance(step, ForwardStep)):
         rng.choice([move for move in pair.moves() if move != pair.prefill.work])()
     step = next(m for m in pair.prefill.to_worker.messages if isinstance(m, ForwardStep))
-    pair.prefill.senders.on_send_ended(SendEnded(step.pushes[0].handover, error="the link is down"))
+    pair.prefill.senders.pushes.on_send_ended(SendEnded(step.pushes[0].handover, error="the link is down"))
     step.pushes.clear()
     pair.check()
     run_until_idle(pair)

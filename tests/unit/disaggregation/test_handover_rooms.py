@@ -195,8 +195,8 @@ def test_an_end_that_crosses_its_cancel_is_not_the_answer_to_it():
     pair.collect()
     until_delivered(pair)
     assert senders.rooms[1].failure is not None
-    senders.on_send_ended(SendEnded(name, nbytes=100))
-    assert senders.rooms[1].hold is not None
+    senders.pushes.on_send_ended(SendEnded(name, nbytes=100))
+    assert senders.rooms[1].transfer.hold is not None
     pair.check()
     run_until_idle(pair)
     assert senders.rooms == {}
@@ -224,7 +224,7 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     receivers.on_verified(PagesVerified(first, ok=False), pair.now)
     room.check = None
     senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
-    senders.on_send_ended(SendEnded(first, error="old"))
+    senders.pushes.on_send_ended(SendEnded(first, error="old"))
     assert pair.peer.unsent.pop() == AbortAck("decode", first)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(9), 3)

@@ -89,7 +89,7 @@ def test_a_flood_of_rooms_is_refused_and_honest_peers_go_on(message):
     assert pair.decode.ends["a"].meta is not None
 
     senders.on_gone(stranger)
-    assert (senders.rooms, len(senders._unclaimed)) == ({}, 0)
+    assert (senders.rooms, len(senders._rooms.unclaimed)) == ({}, 0)
 
 
 def test_a_room_that_is_claimed_counts_no_more():
@@ -98,7 +98,7 @@ def test_a_room_that_is_claimed_counts_no_more():
     for room in range(10):
         senders.on_queued(pair.peer, queued(pair.peer, room), pair.now)
     pair.submit("a", range(30), 3, legs=["prefill"])
-    assert len(senders._unclaimed) == 9
+    assert len(senders._rooms.unclaimed) == 9
     senders.on_queued(pair.peer, queued(pair.peer, 77), pair.now)
     assert 77 in senders.rooms
 
@@ -109,7 +109,7 @@ def test_rooms_that_nobody_claims_are_given_up_with_their_count():
     for room in range(5):
         senders.on_request(pair.peer, request(room), pair.now)
     senders.tick(pair.now + LIMITS.bootstrap + 1)
-    assert (senders.rooms, len(senders._unclaimed)) == ({}, 0)
+    assert (senders.rooms, len(senders._rooms.unclaimed)) == ({}, 0)
 
 
 def test_aborts_of_rooms_that_are_nowhere_leave_a_bounded_trace():
@@ -117,10 +117,10 @@ def test_aborts_of_rooms_that_are_nowhere_leave_a_bounded_trace():
     stranger = make_peer("stranger")
     for room in range(500):
         pair.prefill.senders.on_abort(stranger, Abort("prefill", named(room, epoch="stranger"), "x" * 2000), pair.now)
-    assert len(pair.prefill.senders._given_up) == 20
+    assert len(pair.prefill.senders._rooms.given_up) == 20
     assert [type(m) for m in stranger.unsent] == [AbortAck] * 500
     pair.prefill.senders.tick(pair.now + unclaimed_rooms.TOMBSTONE_SECONDS + 1)
-    assert len(pair.prefill.senders._given_up) == 0
+    assert len(pair.prefill.senders._rooms.given_up) == 0
 
 
 @pytest.mark.parametrize(

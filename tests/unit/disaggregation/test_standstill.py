@@ -164,7 +164,7 @@ def test_a_prefill_counts_no_progress_of_its_worker_twice() -> None:
     before = sender.deadline
     pair.now += PROGRESS_SECONDS
     pair.prefill.senders.tick(pair.now)
-    pair.prefill.senders.on_progress(SendProgress(name, sender.landed))
+    pair.prefill.senders.pushes.on_progress(SendProgress(name, sender.transfer.landed))
     assert sender.deadline == before
     assert not pair.peer.unsent
     pair.copy(name)

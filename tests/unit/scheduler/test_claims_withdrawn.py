@@ -108,7 +108,7 @@ def test_memory_is_asked_back_also_where_the_clients_leg_has_not_come() -> None:
     pair.now += STALL_SECONDS
     hold_back_prefill(pair)
     assert states(pair)["r2"] == "QUEUED"
-    assert len(pair.prefill.senders._unclaimed) == 1
+    assert len(pair.prefill.senders._rooms.unclaimed) == 1
     submit(pair, "r2", prompt_of(2), room=2, legs=("prefill",))
     run_until_idle(pair)
     assert pair.decode.tokens["r2"] == reference_output(prompt_of(2), 4)
