@@ -136,9 +136,10 @@ class LoadedInstance:
 
 def make_kv_feeds(ctx: ChildContext[SchedulerOptions], scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:
     """Return the feed of KV events, if the instance has one. Its replays wake the loop."""
-    if scheduler.kv_events is None:
+    endpoint = ctx.options.kv_events_endpoint
+    if scheduler.kv_events is None or endpoint is None:
         return []
-    feed = KVEventFeed(ctx.zmq_ctx, ctx.options, scheduler.kv_events)
+    feed = KVEventFeed(ctx.zmq_ctx, ctx.options, scheduler.kv_events, endpoint)
     if feed.replay is not None:
         poller.register(feed.replay, zmq.POLLIN)
     return [feed]

@@ -36,7 +36,7 @@ from ..runtime.metrics import Metrics, counter, read
 from .options import SchedulerOptions
 from .outbox import Outbox
 from .page_names import PageNames, make_page_names
-from .req import Req
+from .req import Req, hold_of
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +180,7 @@ class KVDebug:
         were sent have written them, and this is sent before anything else. Pages computed on KV that is not verified
         are skipped: they are not right by definition.
         """
-        hold, size = req.hold, self._names.page_size
-        assert hold is not None
+        hold, size = hold_of(req), self._names.page_size
         first, last = hold.hashed // size, min(end, req.known_len) // size
         if last <= first or not (hold.verified or place is not Place.PREFILL):
             return

@@ -73,9 +73,8 @@ class KVMemory:
         need = pool.pages_up(req.known_len) - cached
         fits = need + reserve.slots <= pool.obtainable
         fits = fits and windows.can_promise(req.most_tokens, reserve.window_pages + pool.end.window_pages_leaving)
-        if fits:
-            row = pool.table.alloc()
-            assert row is not None
+        row = pool.table.alloc() if fits else None
+        if row is not None:
             req.hold = cache.hold(row, match, req.msg.extra_key, self._worth * req.msg.priority)
             req.hold.verified, req.hold.page_hashes = verified, req.page_hashes
             pool.holds.add(req.hold)
@@ -84,7 +83,7 @@ class KVMemory:
             self.look(req, cached, Place.REUSE)
             self._extend_and_load(req, req.hold, prefix_limit, match)
         cache.dec_lock_ref(match.node)
-        return fits
+        return row is not None
 
     def _extend_and_load(self, req: Req, hold: KVHold, limit: int, match: PrefixMatch) -> None:
         tiers, cached = self.tiers, req.computed

@@ -122,11 +122,10 @@ class KVPool:
     def extend(self, hold: KVHold, seq_len: int) -> None:
         """Take slots for positions ``[hold.kv_len, seq_len)``. The caller has made sure that they are obtainable."""
         need = self.pages_up(seq_len) - self.pages_up(hold.kv_len)
-        if not self.make_room(need):
-            raise AssertionError(f"{need} slots were obtainable and are not")
         last = int(self.table.table[hold.row, hold.kv_len - 1]) if hold.kv_len else 0
-        slots = self.allocator.alloc_extend(hold.kv_len, seq_len, last)
-        assert slots is not None
+        slots = self.allocator.alloc_extend(hold.kv_len, seq_len, last) if self.make_room(need) else None
+        if slots is None:
+            raise AssertionError(f"{need} slots were obtainable and are not")
         self.table.table[hold.row, hold.kv_len : seq_len] = slots
         hold.kv_len = seq_len
 

@@ -133,11 +133,10 @@ class StepBuilder:
 
     def _score_prompt(self, req: Req, start: int, end: int) -> None:
         """Ask for the logprobs of prompt tokens that this chunk's logits score, unless an earlier pass brought them."""
-        position, beyond = max(req.to_score, start + 1), min(end + 1, req.prompt_len)
-        if position < beyond:
-            assert req.msg.logprobs is not None
+        position, beyond, logprobs = max(req.to_score, start + 1), min(end + 1, req.prompt_len), req.msg.logprobs
+        if logprobs is not None and position < beyond:
             targets = pack_i32(req.token_ids[position:beyond])
-            spec = InputLogprobSpec(len(self.entries), position - 1 - start, targets, req.msg.logprobs.top_num)
+            spec = InputLogprobSpec(len(self.entries), position - 1 - start, targets, logprobs.top_num)
             self._input_logprobs.append(spec)
             self._scored.append(req)
             req.scored = beyond

@@ -82,10 +82,10 @@ class _Queue:
         self.pages = 0
         self.chunks: deque[_Chunk] = deque()
 
-    @property
-    def ready(self) -> bool:
+    def next_layers(self) -> LayerRange | None:
+        """Return the layers of the first chunk that may be pushed now, or None."""
         has_room = self.pool.slots is None or self.pool.slots.free > 0
-        return has_room and bool(self.chunks) and self.chunks[0].next_layers() is not None
+        return self.chunks[0].next_layers() if has_room and self.chunks else None
 
 
 class OutgoingPages:
@@ -165,13 +165,12 @@ class OutgoingPages:
     def push_slice(self, backend: TransferBackend, slice_bytes: int) -> int:
         """Start to write up to ``slice_bytes`` bytes, at least one page, and return the number of bytes.
 
-        Call it only while ``ready``. Raises what ``backend.write`` raises.
+        Return 0 if nothing is ``ready``. Raises what ``backend.write`` raises.
         """
-        queue = self._next()
-        assert queue is not None
+        if (next_piece := self._next()) is None:
+            return 0
+        queue, layers = next_piece
         pool, chunk = queue.pool, queue.chunks[0]
-        layers = chunk.next_layers()
-        assert layers is not None
         if self._busy_since is None:
             self._busy_since = self._clock()
             self._began = self._began or self._busy_since
@@ -259,11 +258,11 @@ class OutgoingPages:
         for queue in self._queues:
             queue.chunks.clear()
 
-    def _next(self) -> _Queue | None:
-        """Return the first queue with pages that can be pushed now, or None."""
+    def _next(self) -> tuple[_Queue, LayerRange] | None:
+        """Return the first queue with pages that can be pushed now, and their layers, or None."""
         for queue in self._queues:
-            if queue.ready:
-                return queue
+            if (layers := queue.next_layers()) is not None:
+                return queue, layers
         return None
 
     def _rest(self) -> None:

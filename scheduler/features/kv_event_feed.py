@@ -29,17 +29,23 @@ LONGEST_REQUEST = 64
 class KVEventFeed(Feature):
     """Owner of both sockets. Raises ``zmq.ZMQError`` if an address can't be bound."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: SchedulerOptions, events: KVEventLog) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        options: SchedulerOptions,
+        events: KVEventLog,
+        endpoint: str,
+    ) -> None:
+        """Bind the sockets: ``endpoint`` for the feed, and the one for replays if the options name one."""
         self._events = events
         self._topic = options.kv_events_topic.encode()
         self._kept: deque[Frame] = deque(maxlen=options.kv_events_buffer)
         self._next = 0
         self._replays: dict[bytes, int] = {}
         """Replays under way: the connection and the number of its next batch, in round-robin order."""
-        assert options.kv_events_endpoint is not None
         self._pub = context.socket(zmq.PUB)
         self._pub.linger = 0
-        self._pub.bind(options.kv_events_endpoint)
+        self._pub.bind(endpoint)
         self.replay: zmq.Socket[bytes] | None = None
         """Socket of the replays; None without. The loop registers it with its poller."""
         if options.kv_events_replay_endpoint is not None:
@@ -47,7 +53,7 @@ class KVEventFeed(Feature):
             self.replay.linger = 0
             self.replay.maxmsgsize = LONGEST_REQUEST
             self.replay.bind(options.kv_events_replay_endpoint)
-        log.info("KV events: %s, replay: %s", options.kv_events_endpoint, options.kv_events_replay_endpoint or "none")
+        log.info("KV events: %s, replay: %s", endpoint, options.kv_events_replay_endpoint or "none")
 
     @property
     def addresses(self) -> tuple[str, str | None]:

@@ -118,18 +118,22 @@ class MemorySaver(Feature):
 
     def tick(self, now: float) -> None:
         """Advance the change that is under way."""
-        scheduler, peers = self._scheduler, self._scheduler.handovers.membership
+        if self._order is None:
+            return
+        scheduler, peers, order = self._scheduler, self._scheduler.handovers.membership, self._order
         if self.state is MemoryState.EMPTYING:
             if not self._is_quiet:
                 if now >= self._until:
-                    self._stay(f"{self._running()}; wait for them (wait_s), abort them, or drain the instance")
+                    self._stay(order, f"{self._running()}; wait for them (wait_s), abort them, or drain the instance")
                 return
             self.state, self._until = MemoryState.PARTING, now + PARTING_SECONDS
             peers.close("its memory was given back")
         if self.state is MemoryState.PARTING:
             if not peers.is_closed:
                 if now >= self._until:
-                    self._stay(f"a peer did not let go of this instance's KV memory within {PARTING_SECONDS:.0f} s")
+                    self._stay(
+                        order, f"a peer did not let go of this instance's KV memory within {PARTING_SECONDS:.0f} s"
+                    )
                 return
             if not self._is_quiet:
                 raise AssertionError(f"{len(scheduler.reqs)} requests began while memory was being given back")
@@ -206,10 +210,9 @@ class MemorySaver(Feature):
         self.state, self._until = state, math.inf
         self._scheduler.outbox.to_worker(command)
 
-    def _stay(self, why: str) -> None:
+    def _stay(self, order: MemoryReq, why: str) -> None:
         """Undo the release, and refuse its order."""
-        order, self._order = self._order, None
-        assert order is not None
+        self._order = None
         self.state, self._until = MemoryState.HELD, math.inf
         self._scheduler.handovers.membership.open()
         self._answer(order, RefusedAnswer(409, why))

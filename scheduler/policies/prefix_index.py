@@ -54,7 +54,7 @@ class PrefixIndex:
         self._page = memory.pool.page_size
         memory.pool.watch_stored(self.stored)
         self._slot_of: dict[Req, int] = {}
-        self._req_at: list[Req | None] = [None] * FIRST_CAPACITY
+        self._req_at: dict[int, Req] = {}
         self._free = list(range(FIRST_CAPACITY - 1, -1, -1))
         self._keys: list[Key] = []
         self.order: Slots = np.empty(0, dtype=np.int64)
@@ -76,9 +76,7 @@ class PrefixIndex:
 
     def req_at(self, slot: int) -> Req:
         """Return the request of a slot."""
-        req = self._req_at[slot]
-        assert req is not None
-        return req
+        return self._req_at[slot]
 
     def matched_of(self, req: Req) -> int:
         """Return the bound of a request that waits here."""
@@ -113,7 +111,8 @@ class PrefixIndex:
             self.common[at - 1] = min(self.common[at - 1], self.common[at])
         del self._keys[at]
         self.order, self.common = np.delete(self.order, at), np.delete(self.common, at)
-        self.alive[slot], self._req_at[slot] = False, None
+        self.alive[slot] = False
+        del self._req_at[slot]
         self._free.append(slot)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
@@ -183,9 +182,8 @@ class PrefixIndex:
         return common_tokens(a, b) // self._page * self._page
 
     def _double(self) -> None:
-        size = len(self._req_at)
+        size = len(self.alive)
         self._free = list(range(2 * size - 1, size - 1, -1))
-        self._req_at += [None] * size
 
         def grown(array: NDArray[Any]) -> NDArray[Any]:
             return np.concatenate([array, np.zeros(size, dtype=array.dtype)])

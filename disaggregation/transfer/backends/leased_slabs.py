@@ -51,9 +51,9 @@ class SlabReader(WriteRequestReader):
 
     def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
         """Give the writer a slab for its next pages, or queue ``staged`` for one."""
-        if self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn):
-            assert staged.slab is not None
-            self._give_leave(LeaseMessage.SLAB, staged.batch, self._slabs.offset_of(staged.slab), len(staged.part))
+        slab = self._receive_buffers.take_slab(self._link, staged, in_turn=in_turn)
+        if slab is not None:
+            self._give_leave(LeaseMessage.SLAB, staged.batch, self._slabs.offset_of(slab), len(staged.part))
 
     def close(self) -> None:
         """Release all slabs of this link."""
@@ -67,7 +67,7 @@ class SlabReader(WriteRequestReader):
         staged = self._passing[batch.number]
         if staged.slab is None:
             raise LinkLost("the peer filled what it was not given")
-        if staged.land():
+        if staged.land(staged.slab):
             del self._passing[batch.number]
             return True
         self.next_slab(staged)

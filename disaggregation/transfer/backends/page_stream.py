@@ -90,9 +90,9 @@ class StreamBackend(SocketBackend):
         Slabs become free by I/O or with the end of a link. The event of that end keeps the next tick from waiting.
         """
         while (turn := self._receive_buffers.next_in_line()) is not None:
-            link, _ = turn
+            link, staged = turn
             assert isinstance(link, StreamReader)
-            link.next_slab(in_turn=True)
+            link.next_slab(staged, in_turn=True)
             self._rewatch(link)
 
 
@@ -224,27 +224,24 @@ class StreamReader(IncomingLink):
         group = batch.pool.group
         if group.staging is not None:
             self._staged = self._receive_buffers.staged(batch)
-            self.next_slab()
+            self.next_slab(self._staged)
             return
         spans = group.spans(batch.pages, batch.layers)
         views = (batch.pool.memory[offset : offset + length] for offset, length in spans.tolist())
         self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
 
-    def next_slab(self, *, in_turn: bool = False) -> None:
+    def next_slab(self, staged: StagedWrite, *, in_turn: bool = False) -> None:
         """Read as many pages of a staged batch as a slab takes, or wait for a slab."""
-        staged = self._staged
-        assert staged is not None
-        if not self._receive_buffers.take_slab(self, staged, in_turn=in_turn):
+        slab = self._receive_buffers.take_slab(self, staged, in_turn=in_turn)
+        if slab is None:
             self.stream.pause()
             return
         self.stream.last_progress = time.monotonic()  # the stall limit counts from this read
-        self.stream.read([staged.memory], self._on_slab)
+        self.stream.read([staged.filled(slab)], lambda: self._on_slab(staged, slab))
 
-    def _on_slab(self) -> None:
-        staged = self._staged
-        assert staged is not None
-        if not staged.land():
-            self.next_slab()
+    def _on_slab(self, staged: StagedWrite, slab: memoryview) -> None:
+        if not staged.land(slab):
+            self.next_slab(staged)
             return
         self._staged = None
         self._on_payload(staged.batch.number, landed=True)

@@ -74,10 +74,10 @@ class StagedWrite:
         """Whether a slab is free."""
         return self._staging.slabs.free > 0
 
-    def take(self) -> bool:
-        """Take a slab. Return False if none is free."""
+    def take(self) -> memoryview | None:
+        """Take a slab and return it. Return None if none is free."""
         self.slab = self._staging.slabs.take()
-        return self.slab is not None
+        return self.slab
 
     @property
     def part(self) -> I32:
@@ -85,15 +85,13 @@ class StagedWrite:
         count = self._staging.slabs.slab_bytes // self.batch.pool.group.piece_bytes(self.batch.layers)
         return self.batch.pages[self.at : self.at + count]
 
-    @property
-    def memory(self) -> memoryview:
-        """The part of the slab that these pages fill."""
-        assert self.slab is not None
-        return self.slab[: len(self.part) * self.batch.pool.group.piece_bytes(self.batch.layers)]
+    def filled(self, slab: memoryview) -> memoryview:
+        """Return the part of the slab that the next pages fill."""
+        return slab[: len(self.part) * self.batch.pool.group.piece_bytes(self.batch.layers)]
 
-    def land(self) -> bool:
+    def land(self, slab: memoryview) -> bool:
         """Copy the filled slab's pages to the device, and release the slab. Return whether these were the last."""
-        part, memory = self.part, self.memory
+        part, memory = self.part, self.filled(slab)
         spans = self.batch.pool.group.spans(part, self.batch.layers)
         self._landing.pass_on(memory)
         starts = np.concatenate(([0], np.cumsum(spans[:-1, 1])))
@@ -153,16 +151,16 @@ class ReceiveBuffers:
         """Return the staged write of a granted batch."""
         return StagedWrite(batch, self._landed[batch.writer])
 
-    def take_slab(self, link: Link, staged: StagedWrite, *, in_turn: bool) -> bool:
-        """Take a slab for ``staged`` and return True, or queue it for one and return False.
+    def take_slab(self, link: Link, staged: StagedWrite, *, in_turn: bool) -> memoryview | None:
+        """Take a slab for ``staged`` and return it, or queue ``staged`` for one and return None.
 
         ``in_turn``: it is first in line. Otherwise it queues after the writes that wait, so that a large write does not
         hold up others.
         """
-        if (in_turn or not self.line) and staged.take():
-            return True
-        self.line.append((link, staged))
-        return False
+        slab = staged.take() if in_turn or not self.line else None
+        if slab is None:
+            self.line.append((link, staged))
+        return slab
 
     def next_in_line(self) -> tuple[Link, StagedWrite] | None:
         """Remove and return the first write in line, if a slab is free for it."""

@@ -56,7 +56,7 @@ class Rig:
         options = ServerOptions(
             kv_events_endpoint=ANY, kv_events_replay_endpoint=ANY, kv_events_topic="kv", page_size=PAGE, **fields
         )
-        self.feed = KVEventFeed(context, options, self.log)
+        self.feed = KVEventFeed(context, options, self.log, ANY)
         published, replay = self.feed.addresses
         self.sub, self.asks = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         for socket, address in ((self.sub, published), (self.asks, replay)):
