@@ -11,9 +11,11 @@ from support.handovers import named
 from support.sim import VOCAB, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, SimSide, assert_all_returned, make_peer
 
+from pdserve.disaggregation.handover.kv_receiver import ReceiverState
 from pdserve.disaggregation.handover.migration.migration_target import MigrationTarget
 from pdserve.disaggregation.handover.peer import Reading
 from pdserve.messages.base import pack_i32
+from pdserve.messages.handover import FirstToken, Withdrawn
 from pdserve.messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken, ReqArrived, RunningRequest
 from pdserve.messages.outputs import FinishType, Timing, TokenLogprob
 from pdserve.messages.requests import AbortReq, LogprobOptions
@@ -101,6 +103,18 @@ def test_a_request_that_ends_on_its_way_is_refused_and_no_client_is_told(target,
     target.commit()
     assert target.said() == [MoveRefused]
     assert not target.answers
+
+
+def test_a_migrating_request_takes_no_first_token_and_keeps_its_memory(target: Target) -> None:
+    """It has output already, and its sender has begun."""
+    target.offer(kv_len=8)
+    target.pair.advance()
+    room = target.receivers.rooms[7]
+    assert room.state is ReceiverState.TRANSFERRING
+    target.scheduler.planner.claims.reservations[HERE].asked_back = True
+    for message in (FirstToken("decode", ROOM, 5, 0, Timing()), Withdrawn("decode", ROOM, begun=False)):
+        target.receivers.handlers()[type(message)](target.mover, message, target.now)
+    assert (room.state, room.handover, room.req.output_len) == (ReceiverState.TRANSFERRING, ROOM, 2)
 
 
 def test_kv_of_a_request_that_is_over_is_no_clients_either(target: Target) -> None:
