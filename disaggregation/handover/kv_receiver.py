@@ -62,7 +62,7 @@ class ReceiverMemory:
     """Whether window pages are allocated for the KV, if the model has windowed layers."""
 
 
-class PageCheck(NamedTuple):
+class LandedCheck(NamedTuple):
     """What is needed when the worker has checked landed pages."""
 
     hold: KVHold
@@ -109,7 +109,7 @@ class KVReceiver:
     """Time at which it became DRAINING."""
     granted: bool = False
     """Whether the prefill may write to ``pages``."""
-    check: PageCheck | None = None
+    check: LandedCheck | None = None
     """The check under way: the worker has the pages, and perhaps converts them."""
     there_ms: float | None = None
     """The prefill's forecast in milliseconds. None if it has not come or was not asked for."""

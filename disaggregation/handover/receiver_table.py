@@ -62,7 +62,7 @@ from .incoming_prompts import IncomingPrompts
 from .kv_receiver import (
     KVConsumer,
     KVReceiver,
-    PageCheck,
+    LandedCheck,
     ReceiverMemory,
     ReceiverState,
     StoreStage,
@@ -272,7 +272,7 @@ class ReceiverTable:
             self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING and receiver.memory is not None:
             receiver.state = ReceiverState.VERIFYING
-            receiver.check = PageCheck(receiver.memory.hold, msg.timing, msg.hashes)
+            receiver.check = LandedCheck(receiver.memory.hold, msg.timing, msg.hashes)
             receiver.deadline = self._now + self._limits.landing
             self._rooms.revoke(receiver, are_checked=True)  # a write during the check would go unnoticed
             check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
@@ -291,7 +291,7 @@ class ReceiverTable:
         done = partial(self._checked, receiver, check)
         debug.landed(receiver.req, check.hold, first, pages, check.hashes, done)
 
-    def _checked(self, receiver: KVReceiver, check: PageCheck, problem: str, now: float) -> None:
+    def _checked(self, receiver: KVReceiver, check: LandedCheck, problem: str, now: float) -> None:
         """Start the request if its landed pages are good (``problem`` is empty), otherwise fail the room."""
         receiver.check = None
         if receiver.state is ReceiverState.DRAINING:

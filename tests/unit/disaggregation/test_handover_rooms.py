@@ -10,7 +10,7 @@ from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle, until_delivered
 
 from pdserve.disaggregation.handover import unclaimed_rooms
-from pdserve.disaggregation.handover.kv_receiver import PageCheck
+from pdserve.disaggregation.handover.kv_receiver import LandedCheck
 from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import PeerState, Writing
 from pdserve.messages.handover import (
@@ -220,7 +220,7 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"), pair.now)
     receivers.on_abort_ack(pair.link, AbortAck("decode", first), pair.now)
     room = pair.decode.rooms.rooms[1]
-    room.check = PageCheck(room.memory.hold, Timing(), b"")
+    room.check = LandedCheck(room.memory.hold, Timing(), b"")
     receivers.on_verified(PagesVerified(first, ok=False), pair.now)
     room.check = None
     senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
