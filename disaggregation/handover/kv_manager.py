@@ -37,6 +37,7 @@ from ...scheduler.scheduler import Scheduler
 from .limits import HandoverLimits
 from .local_instance import LocalInstance
 from .membership import InstanceMembership
+from .migration.migration_rooms import MigrationRooms
 from .migration.migration_source import MigrationSource
 from .migration.migration_target import MigrationTarget
 from .network import Network
@@ -92,10 +93,10 @@ class KVManager:
         )
         self.membership = InstanceMembership(epoch, scheduler, network, self._peers)
         # The receivers come last, because the other sides may free memory. Migrations come first: they claim theirs.
-        moves_out, too_long = self.moves_out, self.moves_out.on_too_long
+        moves_out, too_long = self.moves_out, self.moves_out.rooms.on_too_long
         router.register(
-            *(moves_out.handlers(), moves_out.on_gone),
-            claims=moves_out.knows,
+            *(moves_out.handlers(), moves_out.rooms.on_gone),
+            claims=moves_out.rooms.knows,
             too_long={MoveOffer: too_long, MoveCommit: too_long},
         )
         router.register(self.moves_in.handlers(), self.moves_in.on_gone)
@@ -133,7 +134,7 @@ class KVManager:
     def on_finished(self, req: Req) -> None:
         """See ``Handovers``."""
         if self._options.return_kv:
-            self.moves_out.give_back(req)
+            self.moves_out.returns.give_back(req)
 
     def move_all(self, to: list[tuple[str, int]]) -> None:
         """See ``Handovers``."""
@@ -153,7 +154,7 @@ class KVManager:
 
     def pinned(self) -> list[KVHold]:
         """See ``Handovers``."""
-        return self.senders.pinned() + self.receivers.pinned() + self.moves_out.pinned()
+        return self.senders.pinned() + self.receivers.pinned() + self.moves_out.rooms.pinned()
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """Pass an event of the worker's transfer engine to the side that it concerns."""
@@ -167,8 +168,8 @@ class KVManager:
             case _:
                 self._peers.on_event(event, now)
 
-    def _pushing_side(self, handover: HandoverId) -> MigrationSource | PromptPushes:
-        return self.moves_out if self.moves_out.knows(handover) else self.senders.pushes
+    def _pushing_side(self, handover: HandoverId) -> MigrationRooms | PromptPushes:
+        return self.moves_out.rooms if self.moves_out.rooms.knows(handover) else self.senders.pushes
 
     def poll(self, now: float) -> None:
         """Run one tick: read messages of peers, advance rooms and enforce deadlines."""
@@ -210,7 +211,7 @@ class KVManager:
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
         """See ``Handovers``."""
-        sides = (self.senders, self.receivers, self.moves_out, self.moves_in)
+        sides = (self.senders, self.receivers, self.moves_out.rooms, self.moves_in)
         return [room for side in sides for room in side.info(now)]
 
     def metrics(self) -> list[Family]:
@@ -260,7 +261,7 @@ METRICS: Metrics[KVManager] = (
     counter(
         "pdserve_kv_returned_total",
         "Finished requests with KV given back to a prefill, or taken from a decode.",
-        lambda m: {"out": m.moves_out.given, "in": m.moves_in.kept},
+        lambda m: {"out": m.moves_out.returns.given, "in": m.moves_in.kept},
         "direction",
         note="Directions: `out`, `in`. With `--return-kv`.",
     ),

@@ -117,7 +117,7 @@ HELD = Owner(
     planner=PLANNED,
 )
 DIRECTION = {"done": 2, "failed": 3, "rooms": range(1)}
-MOVES = Owner(done=0, failed=0, paused_seconds=0.0, given=0, kept=0)
+MOVES = Owner(done=0, failed=0, paused_seconds=0.0, returns=Owner(given=0), kept=0)
 PLACE = Owner(prompts=0, predicted_seconds=0.0, actual_seconds=0.0)
 TIER_COUNTS = Owner(
     **{"saved": 60, "loaded": 30, "stored": 55, "fetched": 20, "asked": 25, "skipped": 1},

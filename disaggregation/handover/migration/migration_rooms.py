@@ -1,0 +1,240 @@
+"""Migrations to other instances, of both kinds: the transfer of their KV, and how they end.
+
+A migration that fails while the worker reads its pages is DRAINING until the worker confirms that it has stopped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ....mem_cache.base_prefix_cache import KVHold
+from ....mem_cache.page_run import PageRun
+from ....messages.base import REASON_CHARS, HandoverId, pack_i32
+from ....messages.decode import shown
+from ....messages.handover import (
+    Abort,
+    AbortAck,
+    Progress,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
+from ....messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused
+from ....messages.outputs import Timing
+from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
+from ....scheduler.scheduler import Scheduler
+from ..kv_sender import delivered_pages, digest_of
+from ..limits import HandoverLimits
+from ..peer import Peer, PeerState
+from ..peer_router import Handlers, ignore
+from .migration import KVPush, Migration, MigrationState
+
+
+class MigrationRooms:
+    """Owner of all migrations and KV returns to other instances, until they are over."""
+
+    def __init__(self, scheduler: Scheduler, limits: HandoverLimits) -> None:
+        self._scheduler = scheduler
+        self._page_size = scheduler.options.page_size
+        self._limits = limits
+        self._migrations: list[Migration] = []
+        self._rooms: dict[int, Migration] = {}
+        """Migrations that were offered to their peer, by room."""
+        self._now = 0.0
+
+    def set_time(self, now: float) -> None:
+        """Set the time of the tick."""
+        self._now = now
+
+    def add(self, move: Migration) -> None:
+        """Add a migration that begins."""
+        self._migrations.append(move)
+
+    def draw_id(self, move: Migration) -> HandoverId:
+        """Return the id of a migration that is about to be offered."""
+        move.handover = HandoverId(move.peer.epoch, secrets.randbits(63), 0)
+        move.state = MigrationState.OFFERED
+        self._rooms[move.handover.room] = move
+        return move.handover
+
+    def when_reached(self, move: Migration, now: float) -> None:
+        """Have a migration offered if its peer is connected."""
+        if move.peer.same_as is not None:
+            move.peer = move.peer.same_as
+        if move.peer.gone:
+            self.fail(move, f"the instance can't be used: {move.peer.reason}")
+        elif move.peer.state is PeerState.OPEN:
+            move.owner.on_reached(move, now)
+
+    def check_deadline(self, move: Migration, now: float) -> None:
+        """Fail a migration past its deadline."""
+        if move.state is not MigrationState.DRAINING and now > move.deadline:
+            self.fail(move, f"it took too long ({move.state.name.lower()})")
+
+    # --- the other instance answers ---
+
+    def handlers(self) -> Handlers:
+        """Return the handlers of the messages about transfers, and of ``MoveReady`` and ``MoveRefused``."""
+        return {
+            TransferRequest: self.on_request,
+            Abort: self.on_abort,
+            RoomQueued: ignore,  # the offer came from this instance
+            MoveReady: self.on_ready,
+            MoveRefused: self.on_refused,
+        }
+
+    def knows(self, handover: HandoverId) -> bool:
+        """Return whether this hand-over belongs to a migration or KV return from here."""
+        move = self._rooms.get(handover.room)
+        return move is not None and move.handover == handover
+
+    def of(self, peer: Peer, handover: HandoverId) -> Migration | None:
+        """Return the migration that a message of ``peer`` is about, or None."""
+        move = self._rooms.get(handover.room)
+        return move if move is not None and move.handover == handover and move.peer is peer else None
+
+    def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
+        """Push the KV to the other instance, which has memory and asks for it."""
+        move = self.of(peer, msg.handover)
+        if move is None or move.state is not MigrationState.OFFERED:
+            return
+        memory = self._scheduler.memory
+        run = memory.pinned.run(msg.decode_prefix_len, move.kv_len, goes_on=move.kv_len)
+        problem = self._mismatch(move, msg, run)
+        read = move.hold or move.req.hold
+        if problem is None and read is not None and not memory.pinned.keep_window(read, run):
+            problem = "it has moved on meanwhile, and what its windows held is needed for other requests"
+        if problem is not None:
+            peer.send(TransferFailed(peer.epoch, msg.handover, 409, problem))
+            self.fail(move, problem)
+            return
+        move.state, move.deadline = MigrationState.PUSHING, self._now + self._limits.transfer
+        hold = move.hold if move.hold is not None else memory.pinned.pin(move.req)
+        move.hold, move.push = None, KVPush(msg, run, hold)
+        src = [pack_i32(pages) for pages in memory.pinned.pages_in(hold, run, run.begin, run.end)]
+        # Queued in the order of the steps, so that the steps that compute these pages run first.
+        push = SendPages(msg.handover, src, msg.dst_pages, last=True, checksum=msg.checksum)
+        self._scheduler.outbox.to_worker(push)
+
+    def _mismatch(self, move: Migration, msg: TransferRequest, run: PageRun) -> str | None:
+        req, skipped = move.req, msg.decode_prefix_len
+        if move.hold is None and (req.hold is None or req.computed < move.kv_len):
+            return "its memory was taken meanwhile, for other requests"
+        if msg.prompt_len != move.kv_len or msg.prompt_digest != digest_of(req, move.kv_len):
+            return "the other instance means another request"
+        bad_prefix = skipped % self._page_size or not 0 <= skipped <= move.kv_len
+        if bad_prefix or [len(pages) // 4 for pages in msg.dst_pages] != run.counts:
+            return "the other instance offers other pages than are needed"
+        return None
+
+    def on_progress(self, event: SendProgress) -> None:
+        """Restart a migration's time limit when more of its pages have landed, here and at the other instance."""
+        move = self._rooms.get(event.handover.room)
+        if move is None or move.push is None or move.state is not MigrationState.PUSHING:
+            return
+        push = move.push
+        if move.handover == event.handover and event.nbytes > push.landed:
+            push.landed, move.deadline = event.nbytes, self._now + self._limits.transfer
+            pages = delivered_pages(self._scheduler.worker.layout, push.run, push.landed)
+            move.peer.send(Progress(move.peer.epoch, event.handover, pages))
+
+    def on_send_ended(self, event: SendEnded) -> None:
+        """Release the pages of a hand-over, which the worker will not touch again."""
+        move = self._rooms.get(event.handover.room)
+        if move is None or move.handover != event.handover or move.push is None:
+            return
+        if move.state is MigrationState.DRAINING and not event.cancelled:
+            return  # it crossed our CancelSend; the answer to that is under way and must find this migration
+        asked = move.push.asked
+        self._let_go_of(move.push.hold)
+        move.push = None
+        if move.state is MigrationState.DRAINING:
+            self.forget(move)
+        elif event.error is not None or event.cancelled:
+            reason = f"the KV transfer failed: {event.error or 'cancelled'}"
+            move.peer.send(TransferFailed(move.peer.epoch, event.handover, 502, shown(reason, REASON_CHARS)))
+            self.fail(move, reason)
+        else:
+            move.state, move.deadline = MigrationState.LANDING, self._now + self._limits.transfer
+            timing, hashes = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes), b""
+            if asked.hashes:
+                first = asked.decode_prefix_len // self._page_size
+                hashes = self._scheduler.memory.debug.told(move.req, first, move.kv_len // self._page_size)
+            move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing, hashes))
+            move.owner.on_sent(move)
+
+    def on_ready(self, peer: Peer, msg: MoveReady, now: float) -> None:
+        """Have a request paused that the other instance is ready to continue."""
+        move = self.of(peer, msg.handover)
+        if move is not None:
+            move.owner.on_ready(move, msg.handover, self._now)
+
+    # --- the ways out ---
+
+    def on_refused(self, peer: Peer, msg: MoveRefused, now: float) -> None:
+        """Fail a migration that the other instance refuses."""
+        move = self.of(peer, msg.handover)
+        if move is not None and move.state is not MigrationState.DRAINING:
+            self.fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
+
+    def on_too_long(self, peer: Peer, msg: MoveOffer | MoveCommit) -> None:
+        """Fail a migration with a message that exceeds the peer's frame limit."""
+        move = self.of(peer, msg.handover)
+        if move is not None:
+            self.fail(move, "its tokens or logprobs are more than one message may hold")
+
+    def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
+        """Fail a migration that the other instance aborts, and acknowledge it when nothing is written any more."""
+        move = self.of(peer, msg.handover)
+        if move is None or (move.push is None and move.hold is None):
+            peer.send(AbortAck(peer.epoch, msg.handover))
+        else:
+            move.abort_asked = True
+        if move is not None:
+            self.fail(move, f"the other instance gave up: {shown(msg.reason, REASON_CHARS)}")
+
+    def on_gone(self, peer: Peer) -> None:
+        """Fail all migrations to an instance that died or fell silent."""
+        for move in [move for move in self._migrations if move.peer is peer]:
+            self.fail(move, f"the other instance is gone: {peer.reason}")
+
+    def pinned(self) -> list[KVHold]:
+        """Return memory that the worker may still read."""
+        holds = [move.push.hold if move.push is not None else move.hold for move in self._migrations]
+        return [hold for hold in holds if hold is not None]
+
+    def info(self, now: float) -> list[dict[str, Any]]:
+        """Return the open migrations for ``/transfers``."""
+        return [move.info(now) for move in self._migrations]
+
+    def fail(self, move: Migration, reason: str, *, tell: bool = True) -> None:
+        """End a migration without success. ``tell``: notify the peer, if it knows of the migration."""
+        if move.state is MigrationState.DRAINING:
+            return
+        state, move.state, move.reason = move.state, MigrationState.DRAINING, reason
+        move.owner.on_failed(move, state, reason)
+        if tell and move.handover is not None:
+            move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
+        if move.push is not None:
+            self._scheduler.outbox.to_worker(CancelSend(move.push.asked.handover))
+            return
+        if move.hold is not None:
+            self._let_go_of(move.hold)
+            move.hold = None
+        self.forget(move)
+
+    def forget(self, move: Migration) -> None:
+        """Drop a migration that is over, and acknowledge the peer's abort."""
+        self._migrations.remove(move)
+        move.owner.on_over(move)
+        if move.handover is not None:
+            self._rooms.pop(move.handover.room, None)
+            if move.abort_asked:
+                move.peer.send(AbortAck(move.peer.epoch, move.handover))
+
+    def _let_go_of(self, hold: KVHold) -> None:
+        """Unpin the memory of a migration, which the worker does not read any more."""
+        self._scheduler.memory.pinned.let_window_go(hold)
+        self._scheduler.memory.pinned.unpin(hold)
