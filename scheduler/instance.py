@@ -54,27 +54,32 @@ class LoadedInstance:
     ) -> None:
         scheduler = self.scheduler = Scheduler(ctx.options, worker, outbox, lambda each: make_handovers(each, poller))
         scheduler.handovers.membership.register()
+        memory, planner, peers = scheduler.memory, scheduler.planner, scheduler.handovers.membership
         self._idle_check = IdleCheck(scheduler)
-        handovers, pressure = HandoverFeature(scheduler), PressureMeter(scheduler)
-        memory_saver, resize, draining = (
+        handovers = HandoverFeature(scheduler.handovers, scheduler.instance_role, lambda: scheduler.has_freed)
+        pressure, memory_saver, resize = (
+            PressureMeter(memory.pool, planner),
             MemorySaver(scheduler),
             PoolResize(scheduler),
-            DrainFeature(scheduler, all_read),
         )
-        profiling = Profiling(outbox, lambda: scheduler.memory.pool.newest_step)
+        draining = DrainFeature(scheduler, all_read)
+        watchdog = Watchdog(lambda: scheduler.in_flight_since, ctx.options.watchdog_timeout)
+        profiling = Profiling(outbox, lambda: memory.pool.newest_step)
         tiers = TierFeature(scheduler.tiers)
-        hashing = KVHashing(scheduler.memory, scheduler.worker.layout, outbox)
+        hashing = KVHashing(memory, scheduler.worker.layout, outbox)
         report = MetricsReport(scheduler, [handovers, tiers, hashing, pressure, memory_saver])
         feeds = make_kv_feeds(ctx, scheduler, poller)
         shown = [handovers, tiers, hashing, memory_saver, resize, pressure, profiling]
-        watched = [draining, memory_saver, Watchdog(scheduler), handovers, hashing, tiers]
+        watched = [draining, memory_saver, watchdog, handovers, hashing, tiers]
+        # Only an instance with automatic placement may be chosen for prompts that it was not named for.
+        pace = scheduler.estimator.pace if ctx.options.disaggregation_threshold == "auto" else no_pace
         self._before_steps: list[Feature] = [handovers, resize, memory_saver]
         self._after_steps: list[Feature] = [profiling, draining, pressure, report, *feeds]
         self._timed: list[Feature] = [handovers, resize, memory_saver, tiers, profiling, *feeds, self._idle_check]
         asked = [
-            *(SessionFeature(scheduler), CacheFlush(scheduler), hashing, tiers),
+            *(SessionFeature(scheduler), CacheFlush(memory, scheduler.reqs), hashing, tiers),
             ServerInfoFeature(scheduler, ctx.epoch, self._idle_check, shown),
-            Health(scheduler, ctx.epoch, watched),
+            Health(ctx.epoch, watched, peers, scheduler.instance_role, pace),
         ]
         self.handlers = Handlers(outbox, self, *self._before_steps, *self._after_steps, *asked)
 
@@ -132,6 +137,10 @@ class LoadedInstance:
     def seconds_left(self, now: float) -> float:
         """Return the seconds until ``tick`` has something to do without a message; infinity for never."""
         return min(self.scheduler.deadlines.seconds_left(now), *[feature.seconds_left(now) for feature in self._timed])
+
+
+def no_pace(now: float) -> None:
+    """Return None: routers may not choose the instance for prompts by themselves."""
 
 
 def make_kv_feeds(ctx: ChildContext[SchedulerOptions], scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...messages.control import FlushCacheReq, FlushCacheResult
 from ...messages.question import RefusedAnswer
 from ..feature import Feature
 from ..handlers import answers
-from ..scheduler import Scheduler
+from ..kv_memory import KVMemory
+from ..req import Req
 
 
 class CacheFlush(Feature):
-    """Flushes of the prefix cache."""
+    """Flushes of the prefix cache. ``reqs``: the requests that have not ended, by rid."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, memory: KVMemory, reqs: Mapping[str, Req]) -> None:
+        self._memory = memory
+        self._reqs = reqs
 
     @answers(FlushCacheReq)
     def flush(self, question: FlushCacheReq, now: float) -> FlushCacheResult | RefusedAnswer:
         """Drop every cached prefix, unless requests are running."""
-        if running := len(self._scheduler.reqs):
+        if running := len(self._reqs):
             return RefusedAnswer(400, f"{running} requests are running; flush when the instance is idle")
-        return FlushCacheResult(self._scheduler.memory.flush())
+        return FlushCacheResult(self._memory.flush())

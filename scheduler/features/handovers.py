@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ...messages.control import MAX_TRANSFERS, RoleReq, RoleResult, Transfers, TransfersReq
@@ -25,7 +26,8 @@ from ...messages.worker import (
 )
 from ..feature import Feature
 from ..handlers import answers, receives
-from ..scheduler import Scheduler
+from ..handover import Handovers
+from ..role import InstanceRole
 
 log = logging.getLogger(__name__)
 NO_MIGRATION = "this instance exchanges no KV; start it with --handover on"
@@ -33,11 +35,15 @@ ONLY_UNIFIED = "this instance exchanges no KV, so it can only be unified; start 
 
 
 class HandoverFeature(Feature):
-    """The hand-overs of ``scheduler``, and the questions about them."""
+    """The hand-overs of the instance, and the questions about them.
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._handovers = scheduler.handovers
+    ``has_freed`` returns whether the last tick freed memory that a hand-over may wait for.
+    """
+
+    def __init__(self, handovers: Handovers, role: InstanceRole, has_freed: Callable[[], bool]) -> None:
+        self._handovers = handovers
+        self._role = role
+        self._has_freed = has_freed
 
     def tick(self, now: float) -> None:
         """Read from peers, advance hand-overs, check deadlines."""
@@ -48,7 +54,7 @@ class HandoverFeature(Feature):
         limit = self._handovers.timeout_ms()
         if limit is None:
             return math.inf
-        return 0.0 if self._scheduler.has_freed else limit / 1000
+        return 0.0 if self._has_freed() else limit / 1000
 
     def status(self, now: float) -> dict[str, Any]:
         """See ``Feature``."""
@@ -84,10 +90,9 @@ class HandoverFeature(Feature):
     @answers(RoleReq)
     def change_role(self, question: RoleReq, now: float) -> RoleResult | RefusedAnswer:
         """Change the instance's role, and tell peers."""
-        role, before = self._scheduler.instance_role, self._scheduler.role
         if self._handovers.membership.refusal() is not None:
             return RefusedAnswer(409, ONLY_UNIFIED)
-        role.mode = question.role
+        before, self._role.mode = self._role.mode, question.role
         self._handovers.membership.register()
         log.info("role changed from %s to %s", before, question.role)
         return RoleResult(question.role, before)

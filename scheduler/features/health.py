@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ...messages.control import Identity, Ping, Pong
+from ...messages.control import Identity, Pace, Ping, Pong
 from ..feature import Feature
 from ..handlers import answers
-from ..scheduler import Scheduler
+from ..handover import Membership
+from ..role import InstanceRole
 
 
 class Watchdog(Feature):
-    """Notices a model worker that is stuck in a step."""
+    """Notices a model worker that is stuck in a step.
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    ``in_flight_since`` returns when the oldest step under way was sent, or None. ``timeout``: seconds for one step.
+    """
+
+    def __init__(self, in_flight_since: Callable[[], float | None], timeout: float) -> None:
+        self._in_flight_since = in_flight_since
+        self._timeout = timeout
 
     def problem(self, now: float) -> str | None:
         """See ``Feature``."""
-        since = self._scheduler.in_flight_since
-        if since is not None and now - since > self._scheduler.options.watchdog_timeout:
+        since = self._in_flight_since()
+        if since is not None and now - since > self._timeout:
             return f"the model worker has been busy with one step for {now - since:.0f} s"
         return None
 
 
 class Health(Feature):
-    """Answers pings with the first problem, or the first warning, of ``features``."""
+    """Answers pings with the first problem, or the first warning, of ``features``.
 
-    def __init__(self, scheduler: Scheduler, epoch: str, features: Sequence[Feature]) -> None:
-        self._scheduler = scheduler
+    ``pace`` returns the pace at a time, or None if routers may not choose this instance for prompts by themselves.
+    """
+
+    def __init__(
+        self,
+        epoch: str,
+        features: Sequence[Feature],
+        peers: Membership,
+        role: InstanceRole,
+        pace: Callable[[float], Pace | None],
+    ) -> None:
         self._epoch = epoch
         self._features = features
+        self._peers = peers
+        self._role = role
+        self._pace = pace
 
     @answers(Ping)
     def ping(self, question: Ping, now: float) -> Pong:
         """Return whether the instance can serve, and how peers and routers know it."""
         problem = next((text for f in self._features if (text := f.problem(now)) is not None), None)
         warning = next((text for f in self._features if (text := f.warning(now))), "")
-        scheduler, peers = self._scheduler, self._scheduler.handovers.membership
-        host, port = peers.found_at() or ("", None)
-        identity = Identity(self._epoch, scheduler.role, host, port)
-        # Only an instance with automatic placement may be chosen for prompts that it was not named for.
-        is_free = peers.refusal() is None and scheduler.options.disaggregation_threshold == "auto"
-        pace = scheduler.estimator.pace(now) if is_free else None
+        host, port = self._peers.found_at() or ("", None)
+        identity = Identity(self._epoch, self._role.mode, host, port)
+        pace = self._pace(now) if self._peers.refusal() is None else None
         return Pong(problem is None, problem or warning, identity, pace)

@@ -19,7 +19,8 @@ from typing import Any
 from ...messages.metrics import Family
 from ...runtime.metrics import Metrics, gauge, one_of, read
 from ..feature import Feature
-from ..scheduler import Scheduler
+from ..kv_pool import KVPool
+from ..planner import StepPlanner
 
 SOME_SHARE, HIGH_SHARE = 1 / 4, 1 / 16
 SOME_SECONDS, HIGH_SECONDS = 60.0, 10.0
@@ -56,14 +57,15 @@ def share_left(usage: Mapping[str, int]) -> float:
 class PressureMeter(Feature):
     """Measures memory pressure, and remembers the time of the last retraction."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, pool: KVPool, planner: StepPlanner) -> None:
+        self._pool = pool
+        self._planner = planner
         self._retractions = 0
         self._at = -math.inf
 
     def tick(self, now: float) -> None:
         """Note retractions since the last tick; ``now``: ``time.monotonic()``."""
-        count = self._scheduler.planner.retraction.count
+        count = self._planner.retraction.count
         if count != self._retractions:
             self._retractions, self._at = count, now
 
@@ -77,8 +79,7 @@ class PressureMeter(Feature):
 
     def level(self, now: float) -> Pressure:
         """Return the level at ``now``."""
-        scheduler = self._scheduler
-        return pressure(share_left(scheduler.memory.pool.usage()), len(scheduler.planner.waiting), now - self._at)
+        return pressure(share_left(self._pool.usage()), len(self._planner.waiting), now - self._at)
 
 
 METRICS: Metrics[Pressure] = (

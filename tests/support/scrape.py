@@ -84,7 +84,11 @@ def metrics_of(scheduler: Scheduler) -> Page:
 def parts_of(scheduler: Scheduler) -> list[Feature]:
     """Return the parts of an instance that report figures of the scheduler's own parts."""
     hashing = KVHashing(scheduler.memory, scheduler.worker.layout, scheduler.outbox)
-    return [HandoverFeature(scheduler), TierFeature(scheduler.tiers), hashing]
+    return [
+        HandoverFeature(scheduler.handovers, scheduler.instance_role, lambda: scheduler.has_freed),
+        TierFeature(scheduler.tiers),
+        hashing,
+    ]
 
 
 def families_of(scheduler: Scheduler) -> list[Family]:

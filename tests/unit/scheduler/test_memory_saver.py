@@ -296,7 +296,9 @@ def test_what_a_worker_keeps_is_refused_by_name() -> None:
 
 def test_metrics_tell_what_is_away_and_how_short_memory_is() -> None:
     rig = Rig(SimInstance(make_options(max_total_tokens=64)))
-    report = MetricsReport(rig.scheduler, [PressureMeter(rig.scheduler), rig.occupation])
+    report = MetricsReport(
+        rig.scheduler, [PressureMeter(rig.scheduler.memory.pool, rig.scheduler.planner), rig.occupation]
+    )
     rig.ask(True)
     rig.obey()
     report.tick(rig.sim.now)
@@ -325,7 +327,7 @@ def test_levels(left: float, waiting: int, since: float, level: Pressure) -> Non
 
 def test_a_retraction_is_pressure_for_a_while() -> None:
     sim = SimInstance(make_options(max_total_tokens=64, schedule_conservativeness=0.1))
-    meter = PressureMeter(sim.scheduler)
+    meter = PressureMeter(sim.scheduler.memory.pool, sim.scheduler.planner)
     meter.tick(1.0)
     assert meter.level(1.0) is Pressure.NONE
     for i in range(4):

@@ -189,7 +189,7 @@ def test_every_declared_metric_is_reported() -> None:
     tiered.tiers.store.state = StoreState("closed", "", pages=1, nbytes=1)  # a store that can say what it holds
     sent = Sent()
     tiered.outbox._detokenizer = sent
-    meters = [PressureMeter(tiered.scheduler), MemorySaver(tiered.scheduler)]
+    meters = [PressureMeter(tiered.scheduler.memory.pool, tiered.scheduler.planner), MemorySaver(tiered.scheduler)]
     MetricsReport(tiered.scheduler, [*parts_of(tiered.scheduler), *meters]).tick(0.0)
     tiered.outbox.flush()
     reported = {
