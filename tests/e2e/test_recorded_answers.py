@@ -49,14 +49,21 @@ def test_only_the_last_digits_of_numbers_may_differ() -> None:
 
 
 def test_a_stream_reads_the_same_however_its_tokens_are_divided_into_events() -> None:
-    def event(text: str, ids: list[int], finish: str | None, index: int = 0) -> str:
-        choice = {"index": index, "text": text, "token_ids": ids, "finish_reason": finish}
+    def event(text: str, ids: list[int], finish: str | None, index: int = 0, **first: list[int]) -> str:
+        end = {} if finish is None else {"matched_stop": None}
+        choice = {"index": index, "text": text, "finish_reason": finish, **end, "token_ids": ids, **first}
         return f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n"
 
     done = "data: [DONE]\n\n"
-    one = event("ab", [1, 2], "stop") + event("c", [3], "stop", 1) + done
-    four = event("", [1], None) + event("c", [3], "stop", 1) + ": keep-alive\n\n" + event("ab", [2], "stop") + done
-    assert joined(one, repeats=False) == joined(four, repeats=False)
+    one = event("ab", [1, 2], "stop", prompt_token_ids=[9]) + event("c", [3], "stop", 1) + done
+    four = (
+        event("", [1], None, prompt_token_ids=[9])
+        + event("c", [3], "stop", 1)
+        + ": keep-alive\n\n"
+        + event("ab", [2], "stop")
+        + done
+    )
+    assert json.dumps(joined(one, repeats=False)) == json.dumps(joined(four, repeats=False))
     assert joined(event("ab", [2, 1], "stop") + done, repeats=False) != joined(
         event("ab", [1, 2], "stop") + done, repeats=False
     )

@@ -155,7 +155,9 @@ def _sum(first: Any, second: Any, name: str = "") -> Any:
     if name == "choices":
         return [_sum(first[0], second[0])]
     if isinstance(first, dict) and isinstance(second, dict):
-        return first | {key: _sum(first[key], value, key) if key in first else value for key, value in second.items()}
+        # In the order of the later event: the last one has the fields of the end at their place.
+        both = {key: _sum(first[key], value, key) if key in first else value for key, value in second.items()}
+        return both | {key: value for key, value in first.items() if key not in second}
     if (isinstance(first, list) and isinstance(second, list)) or name in ("text", "content"):
         return first + second
     return second
