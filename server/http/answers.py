@@ -24,6 +24,15 @@ def respond(answer: AnswerBody) -> Response:
     return json_response(answer.model_dump(exclude_unset=True))
 
 
+def respond_large(answer: type[AnswerBody], **fields: Any) -> Response:
+    """Return the response with a large ``answer``. Its values are neither checked nor copied.
+
+    A model would need 10 ms for 100,000 token ids, while no other request is served.
+    """
+    assert fields.keys() <= answer.model_fields.keys(), answer
+    return json_response(fields)
+
+
 class ErrorDetail(AnswerBody):
     """See docs/http-api.md."""
 

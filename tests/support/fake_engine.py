@@ -167,7 +167,7 @@ class FakeEngine:
 
     def _answer(self, question: Message) -> None:
         if isinstance(question, Ping):
-            self._soon(Pong(self.pong.ready, self.pong.reason, id=question.id))
+            self._soon(msgspec.structs.replace(self.pong, id=question.id))
         elif isinstance(question, FlushCacheReq):
             self._soon(msgspec.structs.replace(self.flush_result, id=question.id))
         elif isinstance(question, ServerInfoReq):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,7 +20,6 @@ from ....messages.base import unpack_i32
 from ....messages.sampling import SamplingParams
 from ....messages.sessions import SessionState, SnapshotReq
 from ....runtime.web.access_log import CLIENT_GONE, AccessRecord
-from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import NAME as KEY_NAME
 from ....runtime.web.keys import Caller
 from ..answers import respond
@@ -36,7 +36,7 @@ from ..openai.conversation import read_conversation
 from ..parsing import parse_body
 from ..session_store.session_files import Listed, Session, SessionInfo
 from ..state import HttpState
-from .schemas import Deleted, RestoreAnswer, RestoreBody, SessionList, SnapshotAnswer, SnapshotBody
+from .schemas import Deleted, RestoreAnswer, RestoreBody, SessionEntry, SessionList, SnapshotAnswer, SnapshotBody
 
 SNAPSHOT_SECONDS = 30.0
 """Timeout of the scheduler's answer, which waits for the store no longer than ``scheduler/kept_pages.py`` says."""
@@ -56,8 +56,8 @@ async def snapshot(request: Request) -> Response:
         info, nbytes, kv = await save_request(request, body.name, body.rid, ttl)
     else:
         info, nbytes, kv = await _save_prompt(request, body, ttl)
-    content = {name: getattr(info, name) for name in SessionInfo.__struct_fields__ if name not in ("owner", "model")}
-    return json_response({**content, "bytes": nbytes, "kv": kv})
+    shown = {name: getattr(info, name) for name in SnapshotAnswer.model_fields if name in SessionInfo.__struct_fields__}
+    return respond(SnapshotAnswer(**shown, bytes=nbytes, kv=kv))
 
 
 async def save_request(request: Request, name: str, rid: str, ttl: float) -> tuple[SessionInfo, int, str]:
@@ -175,23 +175,25 @@ async def restore(request: Request) -> Response:
     state = session.state
     resume = (state.is_open and state.output_len > 0) if body.resume is None else body.resume
     if not resume:
-        return json_response(await _restored(request, owner, session, body))
+        return respond(await _restored(request, owner, session, body))
     rid = body.rid or _free_name(request, "restore-")
     return ResumedResponse(http, _named(state, rid), owner, stream=body.stream, incremental=body.incremental)
 
 
-async def _restored(request: Request, owner: str, session: Session, body: RestoreBody) -> dict[str, object]:
+async def _restored(request: Request, owner: str, session: Session, body: RestoreBody) -> RestoreAnswer:
     choice = await bring_back(request, owner, session.state)
     token_ids = unpack_i32(session.state.token_ids)
     cached = choice.cached_tokens or 0
-    answer: dict[str, object] = {
-        "name": session.info.name,
-        "tokens": len(token_ids),
-        "cached_tokens": cached,
-        "computed_tokens": (choice.prompt_tokens or 0) - cached,
-        "resumable": session.state.is_open,
-    }
-    return answer | ({"token_ids": token_ids.tolist()} if body.return_token_ids else {})
+    answer = RestoreAnswer(
+        name=session.info.name,
+        tokens=len(token_ids),
+        cached_tokens=cached,
+        computed_tokens=(choice.prompt_tokens or 0) - cached,
+        resumable=session.state.is_open,
+    )
+    if body.return_token_ids:
+        answer.token_ids = token_ids.tolist()
+    return answer
 
 
 async def bring_back(request: Request, owner: str, state: SessionState) -> Choice:
@@ -270,15 +272,16 @@ async def list_sessions(request: Request) -> Response:
     found = await HttpState.of(request).sessions.run(
         lambda files: files.listed(None if caller.is_admin else caller.name)
     )
-    return json_response({"sessions": [_entry(listed, with_owner=caller.is_admin) for listed in found]})
+    return respond(SessionList(sessions=[_entry(listed, with_owner=caller.is_admin) for listed in found]))
 
 
-def _entry(listed: Listed, *, with_owner: bool) -> dict[str, object]:
-    if listed.info is None:
-        shown = {"name": listed.name, "owner": listed.owner, "bytes": listed.nbytes, "damaged": True}
-    else:
-        shown = msgspec.structs.asdict(listed.info) | {"bytes": listed.nbytes}
-    return shown if with_owner else {name: value for name, value in shown.items() if name != "owner"}
+def _entry(listed: Listed, *, with_owner: bool) -> SessionEntry:
+    shown: dict[str, Any] = {"name": listed.name, "owner": listed.owner, "damaged": True}
+    if listed.info is not None:
+        shown = msgspec.structs.asdict(listed.info)
+    if not with_owner:
+        del shown["owner"]
+    return SessionEntry(**shown, bytes=listed.nbytes)
 
 
 @endpoint(Deleted, query=(QueryParameter("owner"),))

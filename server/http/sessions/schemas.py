@@ -87,14 +87,14 @@ class SnapshotAnswer(AnswerBody):
     """``POST /kv/snapshot``. ``kv``: "stored", or why not all of it is. Sizes in bytes, times Unix's."""
 
     name: str
+    created: float
+    expires: float
     prompt_tokens: int
     output_tokens: int
     kv_tokens: int
     kv_bytes: int
     bytes: int
     kv: str
-    created: float
-    expires: float
 
 
 class RestoreAnswer(AnswerBody):
@@ -115,8 +115,6 @@ class SessionEntry(AnswerBody):
 
     name: str
     owner: str | None = None
-    bytes: int
-    damaged: bool = False
     created: float | None = None
     expires: float | None = None
     model: str | None = None
@@ -124,6 +122,8 @@ class SessionEntry(AnswerBody):
     output_tokens: int | None = None
     kv_tokens: int | None = None
     kv_bytes: int | None = None
+    bytes: int
+    damaged: bool = False
     instances: list[str] | None = None
 
 

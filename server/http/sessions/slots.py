@@ -10,8 +10,8 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
+from ..answers import respond
 from ..endpoint import QueryParameter, endpoint
 from ..errors import bad_request
 from ..parsing import parse_body
@@ -34,19 +34,19 @@ async def slot_action(request: Request) -> Response:
     name = (await parse_body(request, SlotBody)).filename
     # Clients that send a number expect one back. A long one is no slot, and exceeds JSON's precise range.
     is_number = len(slot) <= SLOT_DIGITS and slot.isascii() and slot.isdecimal()
-    content: dict[str, object] = {"id_slot": int(slot) if is_number else slot, "filename": name}
+    answer = SlotAnswer(id_slot=int(slot) if is_number else slot)
     owner = Caller.of(request.scope).name
     if action == "save":
         info, nbytes, _ = await save_request(request, name, slot, ttl)
-        content |= {"n_saved": info.prompt_tokens + info.output_tokens, "n_written": nbytes + info.kv_bytes}
+        answer.n_saved, answer.n_written = info.prompt_tokens + info.output_tokens, nbytes + info.kv_bytes
     elif action == "restore":
         session = await sessions.run(lambda files: files.load(owner, name))
         choice = await bring_back(request, owner, session.state)
-        cached = choice.cached_tokens or 0
-        content |= {"n_restored": cached, "n_read": session.info.kv_bytes}
+        answer.n_restored, answer.n_read = choice.cached_tokens or 0, session.info.kv_bytes
     else:
         erased = await remove(request, owner, name)
-        tokens = len(erased.state.token_ids) // 4 if erased is not None else 0
-        return json_response({"id_slot": content["id_slot"], "n_erased": tokens})
-    milliseconds = round((time.monotonic() - began) * 1000, 3)
-    return json_response({**content, "timings": {f"{action}_ms": milliseconds}})
+        answer.n_erased = len(erased.state.token_ids) // 4 if erased is not None else 0
+        return respond(answer)
+    answer.filename = name
+    answer.timings = {f"{action}_ms": round((time.monotonic() - began) * 1000, 3)}
+    return respond(answer)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.sampling import SamplingParams
-from ....runtime.web.json_response import json_response
 from ..answers import AnswerBody, MetricsText, respond
 from ..endpoint import endpoint
 from ..engine.plan import Prompt, PromptPlan
@@ -22,6 +21,19 @@ from ..state import HttpState
 HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0
 
 
+class PaceAnswer(AnswerBody):
+    """How fast one more request would decode: milliseconds from one token to the next, and its maximum length.
+
+    ``decode_ms``: without prompts beside it. ``stream_ms``: added by each further request. ``budget_ms``: its limit.
+    """
+
+    token_ms: float
+    decode_ms: float
+    stream_ms: float
+    budget_ms: float
+    max_tokens: int
+
+
 class HealthAnswer(AnswerBody):
     """It can serve. ``warning``: what somebody should look after nonetheless. The rest says which instance it is."""
 
@@ -30,6 +42,7 @@ class HealthAnswer(AnswerBody):
     role: Literal["unified", "prefill", "decode"] | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    pace: PaceAnswer | None = None
     warning: str | None = None
 
 
@@ -45,12 +58,14 @@ async def health(request: Request) -> Response:
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
         raise ApiError(503, verdict.reason, code="hangs" if verdict.hangs else None)
-    answer: dict[str, Any] = {"status": "ready"}
+    told: dict[str, Any] = {}
     if verdict.identity is not None:
-        answer |= msgspec.structs.asdict(verdict.identity)
+        told |= msgspec.structs.asdict(verdict.identity)
     if verdict.pace is not None:
-        answer["pace"] = msgspec.structs.asdict(verdict.pace)
-    return json_response(answer | ({"warning": verdict.reason} if verdict.reason else {}))
+        told["pace"] = PaceAnswer(**msgspec.structs.asdict(verdict.pace))
+    if verdict.reason:
+        told["warning"] = verdict.reason
+    return respond(HealthAnswer(status="ready", **told))
 
 
 @endpoint(LivenessAnswer)

@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....messages.text import DecodeReq, EncodeReq, Limits
-from ....runtime.web.json_response import json_response
 from ....runtime.web.keys import Caller
-from ..answers import AnswerBody, respond
+from ..answers import AnswerBody, respond, respond_large
 from ..endpoint import endpoint
 from ..errors import bad_request
 from ..openai.common import check_model
@@ -97,14 +96,14 @@ async def tokenize(request: Request) -> Response:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     counts = [len(ids) for ids in told.token_ids]
-    content: dict[str, Any] = {
-        "count": counts if batch else counts[0],
-        "max_model_len": limits.context_length,
-        "tokens": told.token_ids if batch else told.token_ids[0],
-    }
-    if told.pieces is not None:
-        content["token_strs"] = told.pieces if batch else told.pieces[0]
-    return json_response(content)
+    strings = {} if told.pieces is None else {"token_strs": told.pieces if batch else told.pieces[0]}
+    return respond_large(
+        Tokens,
+        count=counts if batch else counts[0],
+        max_model_len=limits.context_length,
+        tokens=told.token_ids if batch else told.token_ids[0],
+        **strings,
+    )
 
 
 @endpoint(Text, body=DetokenizeBody)
@@ -121,7 +120,7 @@ async def detokenize(request: Request) -> Response:
     if told.error is not None:
         raise bad_request("tokens", told.error)
     text = told.texts if batch else told.texts[0]
-    return json_response({"prompt": text, "text": text})
+    return respond_large(Text, prompt=text, text=text)
 
 
 def _card(state: HttpState, name: str, limits: Limits) -> ModelCard:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from support.endpoints import ANSWERS, BODY_MODELS, QUESTIONS, STREAMS
 from support.fake_engine import FakeEngine, events, with_engine
 
+from pdserve.messages.control import Identity, Pace, Pong
 from pdserve.messages.outputs import FinishReason, FinishType, ReqError, TextBatch
 from pdserve.server.http.answers import ErrorAnswer, MetricsText
 from pdserve.server.http.bodies.fields import Body, inner_bodies
@@ -67,6 +68,23 @@ def test_streamed_answers(path: str, body: dict[str, Any], usage: dict[str, bool
         assert chunks
         for chunk in chunks:
             check(STREAMS[path], chunk)
+
+    with_engine(run)
+
+
+def test_health_is_declared_with_all_that_an_instance_reports() -> None:
+    identity = Identity(epoch="e", role="decode", bootstrap_host="", bootstrap_port=8998)
+    pace = Pace(token_ms=1.5, decode_ms=1.0, stream_ms=0.25, budget_ms=0.0, max_tokens=512)
+
+    async def run(engine: FakeEngine) -> None:
+        engine.pong = Pong(True, "the store fails", identity, pace)
+        response = await engine.get("/health")
+        check(QUESTIONS["/health"], response.json())
+        assert response.text == (
+            '{"status":"ready","epoch":"e","role":"decode","bootstrap_host":"","bootstrap_port":8998,'
+            '"pace":{"token_ms":1.5,"decode_ms":1.0,"stream_ms":0.25,"budget_ms":0.0,"max_tokens":512},'
+            '"warning":"the store fails"}'
+        )
 
     with_engine(run)
 
