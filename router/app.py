@@ -68,8 +68,8 @@ def make_app(
     control = ControlEndpoints(fleet, client, bodies, options)
     sessions = SessionEndpoints(control, fleet, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
-    visits = AccessCounts()
-    metrics = RouterMetrics(fleet, visits)
+    access_counts = AccessCounts()
+    metrics = RouterMetrics(fleet, access_counts)
 
     def ended(checks: asyncio.Task[None]) -> None:
         if not checks.cancelled() and (error := checks.exception()):
@@ -95,7 +95,7 @@ def make_app(
         },
         lifespan=lifespan,
     )
-    return guard(app, options, Server.ROUTER, visits, metrics.visited, own_admin_key=own_admin_key)
+    return guard(app, options, Server.ROUTER, access_counts, metrics.observe, own_admin_key=own_admin_key)
 
 
 def make_routes(

@@ -37,7 +37,7 @@ WRITTEN_LEVELS = 200
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
 
-class Said(NamedTuple):
+class ControlAnswer(NamedTuple):
     """An instance's answer to a question."""
 
     instance: Instance
@@ -144,15 +144,15 @@ class ControlEndpoints:
     async def _ask_one(self, request: Request, body: bytes) -> Response:
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
-            said = await self._ask_while_up(instance, request, body)
-            if said is not None and said.status:
-                return answer_of(said)
-            if said is not None and said.is_late:
+            answer = await self._ask_while_up(instance, request, body)
+            if answer is not None and answer.status:
+                return answer_of(answer)
+            if answer is not None and answer.is_late:
                 # The same question would take as long at the next one.
-                raise InstanceSilentError(said.body)
+                raise InstanceSilentError(answer.body)
         raise NoInstanceError("no instance is healthy")
 
-    async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> Said | None:
+    async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> ControlAnswer | None:
         """Ask one question. Return None if the instance is taken out before it answers."""
         asking = asyncio.create_task(self.ask(instance, request, body, seconds=TEXT_TIMEOUT))
         try:
@@ -166,8 +166,8 @@ class ControlEndpoints:
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info: the router's view of every instance, and each instance's own."""
-        told = await self.ask_all(request)
-        instances = [{**said.instance.summary(), "info" if said.ok else "error": said.body} for said in told]
+        answers = await self.ask_all(request)
+        instances = [{**answer.instance.summary(), "info" if answer.ok else "error": answer.body} for answer in answers]
         options = self._options
         router = {"policy": options.policy, "can_serve": self._fleet.can_serve(), "retries": options.retries}
         return json_response({"role": "router", "router": router, "instances": instances})
@@ -175,33 +175,35 @@ class ControlEndpoints:
     async def transfers(self, request: Request) -> Response:
         """GET /transfers: the hand-overs of every instance. Without any answer: the first refusal, or 503."""
         asked = await self.ask_all(request)
-        told = [said for said in asked if said.ok and isinstance(said.body, dict)]
-        if not told:
-            for said in asked:
-                if said.status in NOT_ALLOWED:
-                    return answer_of(said)
+        answers = [answer for answer in asked if answer.ok and isinstance(answer.body, dict)]
+        if not answers:
+            for answer in asked:
+                if answer.status in NOT_ALLOWED:
+                    return answer_of(answer)
             raise NoInstanceError("no instance tells of its hand-overs")
-        rooms = [room | {"instance": said.instance.url} for said in told for room in said.entries("transfers")]
-        return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})
+        rooms = [room | {"instance": answer.instance.url} for answer in answers for room in answer.entries("transfers")]
+        return json_response({"open": sum(answer.count("open") for answer in answers), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request: abort at all instances. A request of a pair runs on both of its legs and counts once."""
-        told = await self.ask_all(request, await self._bodies.read(request))
-        if refused := refusal(told):
+        answers = await self.ask_all(request, await self._bodies.read(request))
+        if refused := refusal(answers):
             return refused
         # A prefill serves whole requests as well. Legs are requests that another instance answers.
-        aborted = sum(said.count("aborted") - said.count("legs") for said in told)
-        return json_response({"aborted": aborted, "instances": [said.report() for said in told]})
+        aborted = sum(answer.count("aborted") - answer.count("legs") for answer in answers)
+        return json_response({"aborted": aborted, "instances": [answer.report() for answer in answers]})
 
     async def flush_cache(self, request: Request) -> Response:
         """POST /flush_cache: flush all instances. An error if one that is up refuses."""
-        told = await self.ask_all(request)
-        if refused := refusal(told):
+        answers = await self.ask_all(request)
+        if refused := refusal(answers):
             return refused
-        flushed = sum(said.count("flushed") for said in told)
-        return json_response({"success": True, "flushed": flushed, "instances": [said.report() for said in told]})
+        flushed = sum(answer.count("flushed") for answer in answers)
+        return json_response(
+            {"success": True, "flushed": flushed, "instances": [answer.report() for answer in answers]}
+        )
 
-    async def ask_all(self, request: Request, body: bytes = b"") -> list[Said]:
+    async def ask_all(self, request: Request, body: bytes = b"") -> list[ControlAnswer]:
         """Ask all instances; return their answers in the order of the fleet. See ``ask``."""
         return await asyncio.gather(*(self.ask(i, request, body) for i in self._fleet.instances))
 
@@ -213,13 +215,13 @@ class ControlEndpoints:
         *,
         seconds: float = QUESTION_TIMEOUT,
         query: str = "",
-    ) -> Said:
+    ) -> ControlAnswer:
         """Ask an instance the client's own question. Never raises: the answer reports a failure.
 
         ``seconds`` limits the time. ``query`` is appended to the path, with its question mark.
         """
         if instance.state is HealthState.UNHEALTHY:
-            return Said(instance, 0, instance.reason)
+            return ControlAnswer(instance, 0, instance.reason)
         scope = request.scope
         # The server leaves out the body of an answer to HEAD by itself.
         method = "GET" if request.method == "HEAD" else request.method
@@ -228,17 +230,17 @@ class ControlEndpoints:
                 path, headers = quote(scope["path"]) + query, passed_on(scope["headers"])
                 answer = await self._client.fetch(method, instance.url, path, body, headers)
         except TimeoutError:
-            return Said(instance, 0, f"no answer within {seconds:g} s", is_late=True)
+            return ControlAnswer(instance, 0, f"no answer within {seconds:g} s", is_late=True)
         except BadAnswer as exc:
             # It answers, so it is alive, but the answer is useless.
-            return Said(instance, 502, error_body(502, f"{instance} answered what can't be passed on: {exc}"))
+            return ControlAnswer(instance, 502, error_body(502, f"{instance} answered what can't be passed on: {exc}"))
         except ClientError as exc:
             self._fleet.report_failure(instance, f"can't be reached ({exc})")
-            return Said(instance, 0, instance.reason)
+            return ControlAnswer(instance, 0, instance.reason)
         if answer.status not in SUCCESS and answer.status < 400:
             text = f"{instance} answered with status {answer.status}, which answers no question"
-            return Said(instance, 502, error_body(502, text))
-        return Said(instance, answer.status, content_of(answer.body), passed_back(answer.headers))
+            return ControlAnswer(instance, 502, error_body(502, text))
+        return ControlAnswer(instance, answer.status, content_of(answer.body), passed_back(answer.headers))
 
 
 def content_of(body: bytes) -> Any:
@@ -259,22 +261,22 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-def refusal(told: list[Said]) -> Response | None:
+def refusal(answers: list[ControlAnswer]) -> Response | None:
     """Return the answer to a client if an instance refused its order, or none was reached; None if it was executed.
 
     An instance that is down has nothing to abort and nothing to flush.
     """
-    reached = [said for said in told if said.status]
+    reached = [answer for answer in answers if answer.status]
     if not reached:
         raise NoInstanceError("no instance can be reached")
-    for said in reached:
-        if not said.ok:
-            return answer_of(said)
+    for answer in reached:
+        if not answer.ok:
+            return answer_of(answer)
     return None
 
 
-def answer_of(said: Said) -> Response:
+def answer_of(answer: ControlAnswer) -> Response:
     """Make the response to the client from one instance's answer."""
-    response = json_response(said.body, said.status)
-    response.raw_headers.extend(without_type(said.headers))
+    response = json_response(answer.body, answer.status)
+    response.raw_headers.extend(without_type(answer.headers))
     return response

@@ -164,10 +164,10 @@ class InstanceAnsweredError(RouterError):
         self.status = status = status if status >= 400 else 502
         self.headers = without_type(headers)
         self.retryable = status in (TOO_MANY, 502, 503)
-        said = parsed or {}
-        self.kind, self.code = said.get("type", self.kind), said.get("code")
+        error = parsed or {}
+        self.kind, self.code = error.get("type", self.kind), error.get("code")
         # Either instance of a pair may report a failure between them.
-        self.blames_peer = said.get("type") == "transfer_error"
+        self.blames_peer = error.get("type") == "transfer_error"
         self.is_load = status == TOO_MANY or (status == 503 and self.code == OVERLOADED)
         is_coded = isinstance(self.code, str)
         if status == 503 and not self.blames_peer and (not is_coded or self.code in ABOUT_INSTANCE):
@@ -179,9 +179,9 @@ class InstanceAnsweredError(RouterError):
         return super().fields() if self._said is None else {"status": self.status, **self._said}
 
 
-def error_of(status: int, said: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:
+def error_of(status: int, body: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:
     """Return the error for an instance's error response: ``InstanceCrashedError`` if one of its processes died."""
-    answered = InstanceAnsweredError(status, said, where, headers)
+    answered = InstanceAnsweredError(status, body, where, headers)
     if status == 503 and answered.code == INSTANCE_FAILED:
         return InstanceCrashedError(f"{where}: {answered.message}")
     return answered

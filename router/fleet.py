@@ -110,7 +110,7 @@ class Fleet:
 
     def named(self, epoch: str, url: str) -> Instance | None:
         """Return the instance with this epoch, or else the one at ``url``; None if the router has neither."""
-        known = [i for i in self.instances if epoch and i.told.epoch == epoch]
+        known = [i for i in self.instances if epoch and i.report.epoch == epoch]
         return next(iter(known or [i for i in self.instances if i.url == url]), None)
 
     def undecided(self) -> bool:

@@ -24,7 +24,7 @@ from .options import RouterOptions
 DOWN_FACTOR = 4
 HANGS = "hangs"
 """Error code of an instance's ``/health`` if its processes do not answer each other."""
-MAX_TOLD_BYTES = 64 << 10
+MAX_REPORT_BYTES = 64 << 10
 SILENCES = 3
 """Consecutive checks without an answer after which an instance is taken out, if it answers no request either.
 
@@ -104,7 +104,7 @@ class HealthMonitor:
             instance.alive_at = time.monotonic()  # also while it drains: it still finishes its requests
         if answer.status == HTTPStatus.OK:
             role = instance.role
-            problem = instance.learn(_told(answer.body), answers)
+            problem = instance.learn(_read_report(answer.body), answers)
             if instance.role is not role:
                 self._fleet.role_changed()
             return problem, False
@@ -112,20 +112,20 @@ class HealthMonitor:
         return f"/health says {answer.status}{said}", hangs
 
 
-def _told(body: bytes) -> HealthReport:
+def _read_report(body: bytes) -> HealthReport:
     """Read what an instance reports about itself.
 
     The result is empty unless it is a pdserve of this version. An invalid pace is left out.
     """
     try:
-        return decode(_TOLD, body, MAX_TOLD_BYTES)
+        return decode(_REPORT, body, MAX_REPORT_BYTES)
     except UndeclaredMessage:
         pass
     try:
-        return HealthReport(**msgspec.structs.asdict(decode(_IDENTITY, body, MAX_TOLD_BYTES)))
+        return HealthReport(**msgspec.structs.asdict(decode(_IDENTITY, body, MAX_REPORT_BYTES)))
     except UndeclaredMessage:
         return HealthReport()
 
 
-_TOLD = msgspec.json.Decoder(HealthReport)
+_REPORT = msgspec.json.Decoder(HealthReport)
 _IDENTITY = msgspec.json.Decoder(ReportedIdentity)

@@ -97,7 +97,7 @@ class Instance:
     """Role given by the options. A member of pairs can change it by its own report."""
     bootstrap_port: int | None = None
     """Bootstrap port of a prefill, if the options give one."""
-    told: HealthReport = field(default_factory=HealthReport)
+    report: HealthReport = field(default_factory=HealthReport)
     """Last report of the instance about itself."""
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
@@ -122,7 +122,7 @@ class Instance:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     named: Role = field(init=False)
     """Role given by the options."""
-    _answers_told: int = 0
+    _answers_at_report: int = 0
     """Number of answers that its reported pace includes."""
 
     def __post_init__(self) -> None:
@@ -143,29 +143,29 @@ class Instance:
         The options win over the instance's own report. An exception is a loopback address, which means another host to
         a decode on another host.
         """
-        told = self.told
+        report = self.report
         knows_better = self.bootstrap_port is None or is_loopback(self.host)
-        host = (told.bootstrap_host if knows_better else "") or self.host
-        return host, self.bootstrap_port or told.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
+        host = (report.bootstrap_host if knows_better else "") or self.host
+        return host, self.bootstrap_port or report.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
 
     @property
     def token_ms(self) -> float | None:
         """Estimated time per token of one more request there, with the requests since its report. None: unknown."""
-        pace = self.told.pace
+        pace = self.report.pace
         return None if pace is None else self._since(pace, pace.token_ms)
 
     @property
     def decode_ms(self) -> float | None:
         """Estimate like ``token_ms``, without prompts in between."""
-        pace = self.told.pace
+        pace = self.report.pace
         return None if pace is None else self._since(pace, pace.decode_ms)
 
-    def _since(self, pace: Pace, told_ms: float) -> float:
-        return max(0.0, told_ms + pace.stream_ms * (self.answers - self._answers_told))
+    def _since(self, pace: Pace, reported_ms: float) -> float:
+        return max(0.0, reported_ms + pace.stream_ms * (self.answers - self._answers_at_report))
 
     def has_room_of(self, other: Instance) -> bool:
         """Return whether requests may become as long here as at ``other``."""
-        mine, others = self.told.pace, other.told.pace
+        mine, others = self.report.pace, other.report.pace
         return mine is not None and others is not None and mine.max_tokens >= others.max_tokens
 
     @property
@@ -175,29 +175,29 @@ class Instance:
         It is true as well if decode steps alone take the smaller part of the budget. Then prompts take the time, and
         they would do so elsewhere.
         """
-        pace, token_ms, decode_ms = self.told.pace, self.token_ms, self.decode_ms
+        pace, token_ms, decode_ms = self.report.pace, self.token_ms, self.decode_ms
         if pace is None or token_ms is None or decode_ms is None or not pace.budget_ms:
             return True
         return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
-    def learn(self, told: HealthReport, answers: int | None = None) -> str | None:
+    def learn(self, report: HealthReport, answers: int | None = None) -> str | None:
         """Take in an instance's report about itself; return why it cannot play its role, None if it can.
 
         ``answers`` is the number of its answers when it was asked. None: the number of now.
         """
-        if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
+        if report.epoch and self.report.epoch and report.epoch != self.report.epoch:
             logger.info("%s has been started anew", self)
             self.breaker.forget()
-        is_news = told.bootstrap_port != self.told.bootstrap_port
-        if is_news and self.bootstrap_port and told.bootstrap_port not in (None, self.bootstrap_port):
+        is_changed = report.bootstrap_port != self.report.bootstrap_port
+        if is_changed and self.bootstrap_port and report.bootstrap_port not in (None, self.bootstrap_port):
             logger.warning(
                 "%s says that its bootstrap port is %s; --prefill says %s, which decodes are told",
-                *(self, told.bootstrap_port, self.bootstrap_port),
+                *(self, report.bootstrap_port, self.bootstrap_port),
             )
-        before, self.told = self.told, told
-        self._answers_told = self.answers if answers is None else answers
+        before, self.report = self.report, report
+        self._answers_at_report = self.answers if answers is None else answers
         self._take_role(before)
-        if told.role == "unified" and told.bootstrap_port is None and self.role is not Role.WORKER:
+        if report.role == "unified" and report.bootstrap_port is None and self.role is not Role.WORKER:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
         return None
 
@@ -207,11 +207,11 @@ class Instance:
         An instance that reports "unified" can be either leg of a pair. It keeps the role that the options give it,
         unless it had another one before.
         """
-        role = ROLES.get(self.told.role, self.named)
+        role = ROLES.get(self.report.role, self.named)
         if role is Role.WORKER and before.role not in ("prefill", "decode"):
             role = self.role
         if role is not self.role:
-            logger.info("%s says that it is %s", self, self.told.role)
+            logger.info("%s says that it is %s", self, self.report.role)
             self.role = role
 
     @contextmanager
@@ -237,7 +237,7 @@ class Instance:
         return {
             "url": self.url,
             "role": self.role,
-            "epoch": self.told.epoch or None,
+            "epoch": self.report.epoch or None,
             "bootstrap_port": self.bootstrap_address[1] if self.role is Role.PREFILL else None,
             "state": self.state,
             "reason": self.reason,

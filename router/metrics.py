@@ -29,23 +29,23 @@ RETRIED = (502, 503)
 class RouterMetrics:
     """The router's metrics. Only times of requests that generate count."""
 
-    def __init__(self, fleet: Fleet, visits: AccessCounts) -> None:
+    def __init__(self, fleet: Fleet, access_counts: AccessCounts) -> None:
         self.fleet = fleet
-        self.visits = visits
+        self.access_counts = access_counts
         self._page = MetricsPage(self._families)
         self.first_token = Histogram(SECONDS)
         self.duration = Histogram(SECONDS)
         self.relayed_bytes = 0
 
-    def visited(self, visit: AccessRecord, seconds: float) -> None:
+    def observe(self, record: AccessRecord, seconds: float) -> None:
         """Count a request that was answered after ``seconds``."""
-        generates = visit.facts is not None and visit.facts.at_router is AtRouter.GENERATE
-        if not generates or visit.status != 200:
+        generates = record.facts is not None and record.facts.at_router is AtRouter.GENERATE
+        if not generates or record.status != 200:
             return
-        self.relayed_bytes += visit.sent_bytes
+        self.relayed_bytes += record.sent_bytes
         self.duration.observe(seconds)
-        if visit.streams and visit.first_byte_at:
-            self.first_token.observe(visit.first_byte_at - visit.started)
+        if record.streams and record.first_byte_at:
+            self.first_token.observe(record.first_byte_at - record.started)
 
     async def page(self, request: Request) -> Response:
         """GET /metrics."""
@@ -53,11 +53,11 @@ class RouterMetrics:
 
     async def targets(self, request: Request) -> Response:
         """GET /metrics/targets: the instances, for Prometheus' ``http_sd_configs``."""
-        told = [
+        samples = [
             {"targets": [urlsplit(i.url).netloc], "labels": {"leg": i.role, "__scheme__": urlsplit(i.url).scheme}}
             for i in self.fleet.instances
         ]
-        return Response(orjson.dumps(told), media_type="application/json")
+        return Response(orjson.dumps(samples), media_type="application/json")
 
     def _families(self) -> list[Metric]:
         return exposed(read(METRICS, self), {})
@@ -79,12 +79,14 @@ METRICS: Metrics[RouterMetrics] = (
     counter(
         "pdserve_router_responses_total",
         "Answers of any kind; 499: the client left before there was one.",
-        lambda m: m.visits.by_labels(),
+        lambda m: m.access_counts.by_labels(),
         "method",
         "path",
         "status",
     ),
-    gauge("pdserve_router_requests_in_flight", "Requests that are not answered yet.", lambda m: m.visits.in_flight),
+    gauge(
+        "pdserve_router_requests_in_flight", "Requests that are not answered yet.", lambda m: m.access_counts.in_flight
+    ),
     histogram(
         "pdserve_router_time_to_first_token_seconds",
         "From a streamed request's arrival to the first byte of its answer's body.",

@@ -18,7 +18,7 @@ from ..runtime.web.json_response import json_response
 from ..runtime.web.keys import Caller
 from .client_bodies import ClientBodies
 from .dispatcher import drop
-from .endpoints import ControlEndpoints, Said, answer_of, until_disconnect
+from .endpoints import ControlAnswer, ControlEndpoints, answer_of, until_disconnect
 from .errors import BadRequestError, InstanceSilentError, NoInstanceError
 from .fleet import Fleet
 from .instance import Instance, Role
@@ -69,18 +69,18 @@ class SessionEndpoints:
 
     async def listed(self, request: Request) -> Response:
         """GET /kv/sessions: list the sessions of all instances, each once, with the instances that have it."""
-        told = [said for said in await self._control.ask_all(request) if said.status]
-        good = [said for said in told if said.ok and isinstance(said.body, dict)]
+        answers = [answer for answer in await self._control.ask_all(request) if answer.status]
+        good = [answer for answer in answers if answer.ok and isinstance(answer.body, dict)]
         if not good:
-            if not told:
+            if not answers:
                 raise NoInstanceError("no instance can be reached")
-            return answer_of(told[0])
+            return answer_of(answers[0])
         merged: dict[tuple[str, str], dict[str, Any]] = {}
-        for said in good:
-            for session in said.entries("sessions"):
+        for answer in good:
+            for session in answer.entries("sessions"):
                 key = (str(session.get("owner", "")), str(session.get("name", "")))
                 known = merged.setdefault(key, session | {"instances": []})
-                known["instances"].append(said.instance.url)
+                known["instances"].append(answer.instance.url)
         return json_response({"sessions": [merged[key] for key in sorted(merged)]})
 
     async def delete(self, request: Request) -> Response:
@@ -90,9 +90,13 @@ class SessionEndpoints:
 
     async def _everywhere(self, request: Request, body: bytes, query: str) -> Response:
         asked = (self._control.ask(instance, request, body, query=query) for instance in self._fleet.instances)
-        told = [said for said in await asyncio.gather(*asked) if said.status]
+        answers = [answer for answer in await asyncio.gather(*asked) if answer.status]
         # Instances with one folder delete one file: the first of them has it.
-        done = [said for said in told if said.ok] or [said for said in told if said.status not in NOT_HERE] or told
+        done = (
+            [answer for answer in answers if answer.ok]
+            or [answer for answer in answers if answer.status not in NOT_HERE]
+            or answers
+        )
         if not done:
             raise NoInstanceError("no instance can be reached")
         return answer_of(done[0])
@@ -110,15 +114,15 @@ class SessionEndpoints:
             await drop(left)
 
     async def _ask_in_turn(self, request: Request, body: bytes, query: str) -> Response:
-        refused: Said | None = None
+        refused: ControlAnswer | None = None
         for instance in self._in_order():
-            said = await self._control.ask(instance, request, body, seconds=SESSION_SECONDS, query=query)
-            if said.is_late:
-                raise InstanceSilentError(said.body)
-            if said.status and said.status not in ELSEWHERE:
-                return answer_of(said)
-            if said.status and (refused is None or refused.status in NOT_HERE):
-                refused = said
+            answer = await self._control.ask(instance, request, body, seconds=SESSION_SECONDS, query=query)
+            if answer.is_late:
+                raise InstanceSilentError(answer.body)
+            if answer.status and answer.status not in ELSEWHERE:
+                return answer_of(answer)
+            if answer.status and (refused is None or refused.status in NOT_HERE):
+                refused = answer
         if refused is None:
             raise NoInstanceError("no instance is healthy")
         return answer_of(refused)

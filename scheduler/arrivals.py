@@ -10,7 +10,7 @@ import msgspec
 from ..messages.base import I32
 from ..messages.outputs import FinishReason, FinishType, ReqError
 from ..messages.requests import Bootstrap, GenerateReq
-from .outbox import news_interval
+from .outbox import send_interval
 from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .runs_requests import RunsRequests
@@ -39,8 +39,8 @@ class Arrivals:
                 # sender.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
         budget = max(1, min(msg.sampling.max_new_tokens, scheduler.memory.pool.end.undone - msg.prompt_len))
-        news = news_interval(msg, scheduler.options.stream_interval)
-        req = Req.create(msg, route, ReqState.WAITING, budget, news, now, scheduler.role)
+        interval = send_interval(msg, scheduler.options.stream_interval)
+        req = Req.create(msg, route, ReqState.WAITING, budget, interval, now, scheduler.role)
         req.limit_output(scheduler.memory.pool.max_total_tokens)
         scheduler.reqs[req.rid] = scheduler.planner.came(req)
         scheduler.deadlines.add(req)
@@ -113,9 +113,9 @@ class Arrivals:
             return f"the request may grow to {most} tokens; this instance holds at most {scheduler.longest}"
         if len(output) >= max_new_tokens:
             return "the request has all of its output already"
-        news = news_interval(msg, scheduler.options.stream_interval)
+        interval = send_interval(msg, scheduler.options.stream_interval)
         state, now, role = ReqState.TRANSFERRING, scheduler.now, scheduler.role
-        req = Req.create(msg, Route.INCOMING, state, max_new_tokens, news, now, role)
+        req = Req.create(msg, Route.INCOMING, state, max_new_tokens, interval, now, role)
         req.elsewhere = True
         req.extend(output)
         scheduler.reqs[req.rid] = scheduler.planner.came(req)

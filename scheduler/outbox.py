@@ -1,7 +1,7 @@
 """Outgoing messages of the scheduler, collected over one tick and sent as one frame for each receiver.
 
 A message for every token would burden detokenizer, HTTP, router and client. So a request's tokens wait in
-``Req.untold`` until there are ``news_interval`` of them, or until the request ends or is retracted.
+``Req.pending_output`` until there are ``send_interval`` of them, or until the request ends or is retracted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUIET_INTERVAL = 32
 """Tokens sent at a time if no client sees them before the end. Not all at once: the end would wait for their text."""
 
 
-def news_interval(msg: GenerateReq, stream_interval: int) -> int:
+def send_interval(msg: GenerateReq, stream_interval: int) -> int:
     """Return how many tokens of a request are sent at a time.
 
     Only the detokenizer finds stop strings, and what is computed after one is wasted. So it gets each token at once,
@@ -133,10 +133,10 @@ class Outbox:
                 ids = req.msg.input_ids if req.msg.return_prompt else b""
                 prompt = PromptReport(ids, req.input_logprobs)
             req.announced = True
-        item = ReqTokens(req.rid, req.untold, finish, meta, req.untold_logprobs or None, init, prompt)
-        req.untold = []
-        if req.untold_logprobs:
-            req.untold_logprobs = []
+        item = ReqTokens(req.rid, req.pending_output, finish, meta, req.pending_logprobs or None, init, prompt)
+        req.pending_output = []
+        if req.pending_logprobs:
+            req.pending_logprobs = []
         last = self._to_detokenizer[-1] if self._to_detokenizer else None
         # The report on a prompt may be long. Such an item is a message of its own, which a frame can hold or not.
         if isinstance(last, TokenBatch) and prompt is None and last.items[-1].prompt is None:

@@ -82,17 +82,17 @@ class PeerRequests:
 
     def leave_moved(self, req: Req, where: ReqMoved) -> None:
         """End a request that continues elsewhere. Its client gets all pending output first, then the new location."""
-        self._scheduler.tell(req)
+        self._scheduler.send_output(req)
         self._scheduler.leave(req, ReqState.MOVED)
         self._scheduler.outbox.answer(where)
 
     def start_moved(self, req: Req, now: float) -> None:
         """Continue a migrated request: all of its output is known, and its KV is here as far as it was handed over."""
         req.elsewhere = False
-        req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
-        req.untold_logprobs = list(req.logprobs)
+        req.pending_output = req.token_ids[req.prompt_len : req.known_len].tolist()
+        req.pending_logprobs = list(req.logprobs)
         if req.hold is not None and self._scheduler.memory.extend(req):
             self._scheduler.planner.start_landed(req, now)
         else:
             self.recompute(req, now)
-        self._scheduler.tell(req)
+        self._scheduler.send_output(req)

@@ -150,11 +150,11 @@ class Req:
     """Whether its whole prompt was computed before and then released."""
     announced: bool = False
     """Whether the detokenizer knows this request."""
-    news_interval: int = 1
-    """Tokens sent to the detokenizer at a time; see ``outbox.news_interval``."""
-    untold: list[int] = field(default_factory=list)
+    send_interval: int = 1
+    """Tokens sent to the detokenizer at a time; see ``outbox.send_interval``."""
+    pending_output: list[int] = field(default_factory=list)
     """Pending output: the newest tokens, not yet sent to the detokenizer."""
-    untold_logprobs: list[TokenLogprob] = field(default_factory=list)
+    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of all output tokens, if they are wanted. A migrated request takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
@@ -186,7 +186,7 @@ class Req:
         route: Route,
         state: ReqState,
         max_new_tokens: int,
-        news_interval: int,
+        send_interval: int,
         now: float = 0.0,
         role: InstanceRole = "unified",
     ) -> Req:
@@ -212,7 +212,7 @@ class Req:
             times=ReqTimes(arrival=msg.arrival, turn=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)),
             stop_ids=frozenset(msg.stop_ids),
             tenant=Tenant(msg.key_name, msg.user),
-            news_interval=news_interval,
+            send_interval=send_interval,
         )
         req._forget_scores()
         return req
@@ -286,7 +286,7 @@ class Req:
     @property
     def has_news(self) -> bool:
         """Whether pending output should be sent now, after a token that is not the last."""
-        if len(self.untold) >= self.news_interval or (self.msg.stream and not self.announced):
+        if len(self.pending_output) >= self.send_interval or (self.msg.stream and not self.announced):
             return True
         # The request was retracted while this token was under way: the next one may take long.
         return self.state is ReqState.WAITING
@@ -335,9 +335,9 @@ class Req:
         """Append a sampled token that has become known."""
         self.token_ids[self.known_len] = token_id
         self.known_len += 1
-        self.untold.append(token_id)
+        self.pending_output.append(token_id)
         if logprob is not None:
-            self.untold_logprobs.append(logprob)
+            self.pending_logprobs.append(logprob)
             self.logprobs.append(logprob)
 
     def start_over(self, now: float) -> None:
@@ -350,7 +350,7 @@ class Req:
         self.known_len, self.computed = self.prompt_len, 0
         # A hash may cover output that is reset, and a released hold keeps the old list.
         self.page_hashes = []
-        self.untold, self.untold_logprobs, self.logprobs = [], [], []
+        self.pending_output, self.pending_logprobs, self.logprobs = [], [], []
         self._forget_scores()
         self.times.first_token = 0.0
         self.started_over = True

@@ -57,7 +57,7 @@ class RunsRequests(Protocol):
     def leave(self, req: Req, state: ReqState) -> None:
         """Remove a request from every queue and release its memory; nothing is sent."""
 
-    def tell(self, req: Req) -> None:
+    def send_output(self, req: Req) -> None:
         """Send a request's pending output, if there is any."""
 
     def on_newest_token(self, req: Req, token: int, now: float) -> None:

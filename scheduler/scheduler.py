@@ -165,7 +165,7 @@ class Scheduler:
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
             return
-        self.tell(req)
+        self.send_output(req)
         self.leave(req, ReqState.FAILED)
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.route_told))
 
@@ -214,7 +214,7 @@ class Scheduler:
             step = self.planner.plan(now)
             self.estimator.turns_came(self.planner.take_turns(), now)
             for req in self.planner.retraction.latest:
-                self.tell(req)
+                self.send_output(req)
             self.outbox.all_to_worker(self.tiers.copies.take_before())
             if step is None:
                 self._end_stuck(now)
@@ -322,11 +322,11 @@ class Scheduler:
         if finish is not None:
             self.end(req, ReqState.FINISHED, finish)
         elif req.has_news:
-            self.tell(req)
+            self.send_output(req)
 
-    def tell(self, req: Req) -> None:
+    def send_output(self, req: Req) -> None:
         """Send a request's pending output, if there is any; the request has not ended."""
-        if not req.untold:
+        if not req.pending_output:
             return
         # The meta goes with the first tokens, so that a stream can report counts. A stop string may end the request at
         # any tokens, so then it goes with all.

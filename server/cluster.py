@@ -216,10 +216,10 @@ def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
     """Return the times of an instance's start by phase; empty if it does not report them."""
     try:
         response = client.get(url + "/server_info")
-        told = response.json().get("load_seconds", {}) if response.is_success else {}
+        reported = response.json().get("load_seconds", {}) if response.is_success else {}
     except (httpx.TransportError, ValueError):
         return {}
-    return {part: seconds for part, seconds in told.items() if seconds >= 0.05}
+    return {part: seconds for part, seconds in reported.items() if seconds >= 0.05}
 
 
 def ordinal(number: int) -> str:

@@ -35,11 +35,11 @@ def fit_logprobs(
         return sampling
     fitting = limit // (answers * each) - scored
     if output < UNLIMITED or fitting < 1:
-        told = "1 output token" if output >= UNLIMITED else f"{output} output tokens"
+        described = "1 output token" if output >= UNLIMITED else f"{output} output tokens"
         least = 1 if output >= UNLIMITED else output
         raise PromptError(
             FIELD,
-            f"{answers} x ({scored} prompt tokens + {told}) x {each} log-probabilities are "
+            f"{answers} x ({scored} prompt tokens + {described}) x {each} log-probabilities are "
             f"{answers * (scored + least) * each}, the limit is {limit} (--max-logprobs-per-request); "
             "ask for fewer alternatives, tokens or answers, or score less of the prompt, or raise the option",
         )

@@ -157,7 +157,7 @@ class SenderTable:
 
     def _end_declined(self, req: Req) -> None:
         text = "the decode instance computes the prompt itself"
-        req.untold, req.untold_logprobs = [], []  # the client gets the decode's first token instead
+        req.pending_output, req.pending_logprobs = [], []  # the client gets the decode's first token instead
         self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:

@@ -94,9 +94,9 @@ class LimitedTemplate:
     def _get_ready(self) -> None:
         if self._is_ready:
             return
-        told = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
-        if told.error:
-            raise TokenizerLoadError(told.error)
+        reply = self._frames.receive(Rendered, time.monotonic() + self._limits.seconds)
+        if reply.error:
+            raise TokenizerLoadError(reply.error)
         self._is_ready = True
 
     def _reason(self, error: Exception) -> str:

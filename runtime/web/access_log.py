@@ -36,7 +36,7 @@ OTHER = "other"
 """Label in place of paths and methods that clients make up: each would be a time series of its own."""
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before it was answered."""
-SCOPE_KEY = "pdserve.visit"
+SCOPE_KEY = "pdserve.access_record"
 
 
 class AccessRecord:
@@ -150,68 +150,68 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[SCOPE_KEY] = AccessRecord(scope, self._proxies.client(scope))
-        visit.facts = self._table.find(visit.path)
+        record = scope[SCOPE_KEY] = AccessRecord(scope, self._proxies.client(scope))
+        record.facts = self._table.find(record.path)
         others = [(name, value) for name, value in scope["headers"] if name != HEADER]
-        scope["headers"] = [*others, (HEADER, visit.request_id.encode("ascii"))]
+        scope["headers"] = [*others, (HEADER, record.request_id.encode("ascii"))]
 
         # No coroutine of its own, which each event would pay for.
         def send_on(message: Message) -> Awaitable[None]:
-            visit.on_send(message)
+            record.on_send(message)
             return send(message)
 
-        context = REQUEST_ID.set(visit.request_id)
+        context = REQUEST_ID.set(record.request_id)
         self._counts.in_flight += 1
         try:
             await self._app(scope, receive, send_on)
         finally:
             self._counts.in_flight -= 1
-            self._ended(visit)
+            self._ended(record)
         # Not behind an error: its traceback is yet to be logged, by the server, in this same task.
         REQUEST_ID.reset(context)
 
-    def _ended(self, visit: AccessRecord) -> None:
-        visit.status = visit.status or CLIENT_GONE
-        method = visit.method if visit.method in METHODS else OTHER
-        self._counts.responses[method, visit.label, visit.status] += 1
-        seconds = round(time.monotonic() - visit.started, 6)
+    def _ended(self, record: AccessRecord) -> None:
+        record.status = record.status or CLIENT_GONE
+        method = record.method if record.method in METHODS else OTHER
+        self._counts.responses[method, record.label, record.status] += 1
+        seconds = round(time.monotonic() - record.started, 6)
         if self._on_end is not None:
-            self._on_end(visit, seconds)
+            self._on_end(record, seconds)
         if not self._access_log:
             return
-        line = access_line(visit, seconds)
-        if _may_be_a_stranger(visit):
+        line = access_line(record, seconds)
+        if _may_be_a_stranger(record):
             self._refused.add(line)
             return
         fields = {
-            "client": visit.client,
-            "method": shown(visit.method),
-            "path": shown(visit.path),
-            "status": visit.status,
+            "client": record.client,
+            "method": shown(record.method),
+            "path": shown(record.path),
+            "status": record.status,
             "seconds": seconds,
-            "bytes": visit.sent_bytes,
-            "request_id": visit.request_id,
-            **visit.details,
+            "bytes": record.sent_bytes,
+            "request_id": record.request_id,
+            **record.details,
         }
-        level = logging.DEBUG if visit.facts is not None and visit.facts.is_poll else logging.INFO
-        log.log(level, "%s", line, extra={"rid": visit.rid or visit.request_id, "fields": fields})
+        level = logging.DEBUG if record.facts is not None and record.facts.is_poll else logging.INFO
+        log.log(level, "%s", line, extra={"rid": record.rid or record.request_id, "fields": fields})
 
 
-def access_line(visit: AccessRecord, seconds: float) -> str:
+def access_line(record: AccessRecord, seconds: float) -> str:
     """Make the line of a request in the access log. Characters that would break the line are replaced."""
-    asked = f'{shown(visit.client)} "{shown(visit.method)} {shown(visit.path)}"'
-    line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
-    if visit.rid not in ("", visit.request_id):
-        line += f" x-request-id={visit.request_id}"
+    asked = f'{shown(record.client)} "{shown(record.method)} {shown(record.path)}"'
+    line = f"{asked} {record.status} {seconds:.3f}s{_words(record.details)}"
+    if record.rid not in ("", record.request_id):
+        line += f" x-request-id={record.request_id}"
     return line
 
 
-def _may_be_a_stranger(visit: AccessRecord) -> bool:
+def _may_be_a_stranger(record: AccessRecord) -> bool:
     """Return whether the request failed and its sender is unknown. Such lines are limited, to protect the log."""
-    if visit.status in (401, 403):
+    if record.status in (401, 403):
         return True
-    is_open = visit.facts is not None and visit.facts.access is Access.OPEN
-    return 400 <= visit.status < 500 and (is_open or not visit.is_known)
+    is_open = record.facts is not None and record.facts.access is Access.OPEN
+    return 400 <= record.status < 500 and (is_open or not record.is_known)
 
 
 def _words(details: Mapping[str, Any]) -> str:

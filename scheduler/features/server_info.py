@@ -29,7 +29,7 @@ class ServerInfoFeature(Feature):
         self._features = features
 
     @answers(ServerInfoReq)
-    def tell(self, question: ServerInfoReq, now: float) -> ServerInfo:
+    def report(self, question: ServerInfoReq, now: float) -> ServerInfo:
         """Describe the state of the instance."""
         info = server_info(self._scheduler, self._epoch, self._idle_check.newest())
         for feature in self._features:

@@ -75,12 +75,12 @@ async def parse_body(request: Request, schema: type[B]) -> B:
 
     The content type is not checked, so that a plain ``curl -d`` works.
     """
-    state, visit = HttpState.of(request), AccessRecord.of(request.scope)
+    state, record = HttpState.of(request), AccessRecord.of(request.scope)
 
     def read(data: bytes, is_large: bool) -> B:
         content = parse_json(data, is_large)
         if ignored := state.field_names.check(schema, content):
-            visit.headers.append((IGNORED_HEADER, ignored))
+            record.headers.append((IGNORED_HEADER, ignored))
         return validate(schema, content)
 
     try:

@@ -76,15 +76,15 @@ async def kv_hashes(request: Request) -> Response:
             raise bad_request(read.field, read.error)
         [token_ids] = read.token_ids
     packed = pack_i32(token_ids)
-    told = await questions.ask(KVHashesReq(packed, body.extra_key), SECONDS)
-    layers = [layer for group in told.groups if group.layers for layer in _layers(group)]
+    found = await questions.ask(KVHashesReq(packed, body.extra_key), SECONDS)
+    layers = [layer for group in found.groups if group.layers for layer in _layers(group)]
     return json_response(
         {
             "tokens": len(token_ids),
-            "cached_tokens": told.cached_tokens,
-            "page_size": told.page_size,
-            "order": told.order,
-            "extra_key": told.extra_key,
+            "cached_tokens": found.cached_tokens,
+            "page_size": found.page_size,
+            "order": found.order,
+            "extra_key": found.extra_key,
             "layers": sorted(layers, key=lambda layer: layer["layer"]),
         }
     )

@@ -158,8 +158,8 @@ def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
     null = {"type": "null"}
     if null in field.get("anyOf", ()):
         return field
-    told: JsonSchemaValue = {name: field[name] for name in ("title", "default") if name in field}
-    return {"anyOf": [{name: value for name, value in field.items() if name not in told}, null], **told}
+    kept: JsonSchemaValue = {name: field[name] for name in ("title", "default") if name in field}
+    return {"anyOf": [{name: value for name, value in field.items() if name not in kept}, null], **kept}
 
 
 @cache

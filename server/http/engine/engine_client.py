@@ -103,12 +103,12 @@ class EngineClient:
         group: str | None = None,
         caller: Caller = ANYBODY,
         follows: bool = False,
-        keeps_told: bool = True,
+        keeps_sent: bool = True,
     ) -> Submission:
         """Send one request for each prompt.
 
         ``group``: a name for all answers, beside those in ``plans``. ``follows``: the client can read the rest of an
-        answer elsewhere. ``keeps_told``: see ``Choice``. Raises ``ApiError``:
+        answer elsewhere. ``keeps_sent``: see ``Choice``. Raises ``ApiError``:
         - 400 if a name is in use;
         - 413 if the prompts are too large;
         - 429 if too much is running already;
@@ -120,7 +120,7 @@ class EngineClient:
             # No key's name contains "\\0", so no client can ask for prefixes of another one.
             plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
         is_prefill = self.role == "prefill"
-        asker = Asker(caller.name, streaming, group, is_prefill, keeps_told, self._max_request_bytes)
+        asker = Asker(caller.name, streaming, group, is_prefill, keeps_sent, self._max_request_bytes)
         batch = await make_batch(plans, asker)
         # No await from here on: no answer can come, and no name be taken, before all are known.
         self._check_open()
@@ -167,7 +167,7 @@ class EngineClient:
         streaming: bool,
         caller: Caller = ANYBODY,
         follows: bool = False,
-        keeps_told: bool = True,
+        keeps_sent: bool = True,
     ) -> Submission:
         """Take over the answer that began at another instance and goes on here.
 
@@ -176,7 +176,7 @@ class EngineClient:
         self._check_open()
         if len(plans) != 1 or plans[0].n != 1:
             raise bad_request(None, "a ticket is for one answer")
-        submission = await self.moved.take(ticket, plans[0], streaming=streaming, keeps_told=keeps_told)
+        submission = await self.moved.take(ticket, plans[0], streaming=streaming, keeps_sent=keeps_sent)
         choice, names = submission.choices[0], []
         if not self.live.is_named(plans[0].rid, caller):
             names = [plans[0].rid]
@@ -192,7 +192,7 @@ class EngineClient:
         streaming: bool,
         caller: Caller = ANYBODY,
         follows: bool = False,
-        keeps_told: bool = True,
+        keeps_sent: bool = True,
     ) -> Submission:
         """Continue a session of ``owner`` under the name that its request has now.
 
@@ -204,7 +204,7 @@ class EngineClient:
             raise bad_request("rid", f'"{request.rid}" is in use by a running request; choose another')
         wire_rid = self.live.wire_rid(request.rid)
         kind = Kind.STREAM if streaming else Kind.WHOLE
-        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, keeps_told=keeps_told)
+        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, keeps_sent=keeps_sent)
         choice.replay = bool(state.running.output)
         key = _own_key(request.extra_key, owner) if self._cache_by_key else request.extra_key
         nbytes = len(state.token_ids)

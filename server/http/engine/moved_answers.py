@@ -119,7 +119,7 @@ class MovedAnswers:
             awaited.set()
         return submission
 
-    async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool, keeps_told: bool = True) -> Submission:
+    async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool, keeps_sent: bool = True) -> Submission:
         """Return the answer of a ticket, without what its client has already received. Raises ``ApiError`` 404."""
         if ticket.key not in self._parked and (self._keys is None or self._keys.is_genuine(ticket.key)):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
@@ -133,17 +133,17 @@ class MovedAnswers:
             raise ApiError(404, "there is no moved answer for this ticket: it was read, or nobody came for it in time")
         parked.timer.cancel()
         (choice,) = parked.submission.choices
-        choice.rid, choice.keep_output, choice.keeps_told = plan.rid, plan.keep_output, keeps_told
+        choice.rid, choice.keep_output, choice.keeps_sent = plan.rid, plan.keep_output, keeps_sent
         choice.kind = Kind.STREAM if streaming else Kind.WHOLE
-        choice.opened, choice.told_chars, choice.told_tokens = ticket.opened, ticket.chars, ticket.tokens
+        choice.opened, choice.sent_chars, choice.sent_tokens = ticket.opened, ticket.chars, ticket.tokens
         return parked.submission
 
     # --- answers that go on elsewhere ---
 
     def relay(self, moved: ReqMoved, choice: Choice, owner: Submission, on_text: OnText) -> None:
         """Read the rest of ``choice`` at the other instance, for a client that can't follow."""
-        told = (choice.chars, choice.completion_tokens, choice.opened)
-        ticket = Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, choice.rid, 0)
+        sent = (choice.chars, choice.completion_tokens, choice.opened)
+        ticket = Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, choice.rid, 0)
         self._away.add(moved.rid)
         task = asyncio.get_running_loop().create_task(self._read(ticket, choice, owner, on_text))
         self._relays[moved.rid] = _Relay(task, choice, on_text)

@@ -50,14 +50,14 @@ class RequestBatch:
 class Asker:
     """What all prompts of an HTTP request have in common. ``group``: a name for all their answers, beside their own.
 
-    ``keeps_told``: see ``Choice``. ``limit``: maximum length of the messages, in bytes.
+    ``keeps_sent``: see ``Choice``. ``limit``: maximum length of the messages, in bytes.
     """
 
     key_name: str
     streaming: bool
     group: str | None
     is_prefill: bool
-    keeps_told: bool
+    keeps_sent: bool
     limit: int
 
 
@@ -96,7 +96,7 @@ def _choice(batch: RequestBatch, prompt_index: int, i: int, plan: PromptPlan, as
         wire_rid=rid,
         arrival=arrival,
         keep_output=plan.keep_output,
-        keeps_told=asker.keeps_told,
+        keeps_sent=asker.keeps_sent,
         kind=Kind.LEG if plan.bootstrap is not None and asker.is_prefill else kind,
     )
 

@@ -159,16 +159,16 @@ class EngineResponse(Response):
         self._renderer = renderer
         self._is_stream = stream
         self._group = group
-        self._keeps_told = not stream or renderer.repeats
+        self._keeps_sent = not stream or renderer.repeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. Raises ``ApiError`` while nothing has been sent; a later error is sent as an event."""
-        visit = AccessRecord.of(scope)
+        record = AccessRecord.of(scope)
         # Without an answer here, a client can't write names of its choice into the log.
         if header(scope["headers"], TICKET) is None:
-            visit.name(self._name)
+            record.name(self._name)
         submission = await self._submission(scope)
-        visit.name(self._name)
+        record.name(self._name)
         log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):
@@ -181,7 +181,7 @@ class EngineResponse(Response):
         except ApiError as e:
             raise e.renamed(self._renderer.field_names) from None
         finally:
-            visit.details |= summary(submission)
+            record.details |= summary(submission)
             self._engine.end(submission)
             submission.close()
 
@@ -192,7 +192,7 @@ class EngineResponse(Response):
         plans, self._plans = self._plans, ()
         if ticket is not None:
             return await self._engine.adopt(
-                ticket, plans, streaming=self._is_stream, caller=caller, follows=follows, keeps_told=self._keeps_told
+                ticket, plans, streaming=self._is_stream, caller=caller, follows=follows, keeps_sent=self._keeps_sent
             )
         return await self._engine.submit(
             plans,
@@ -200,7 +200,7 @@ class EngineResponse(Response):
             group=self._group,
             caller=caller,
             follows=follows,
-            keeps_told=self._keeps_told,
+            keeps_sent=self._keeps_sent,
         )
 
     async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,19 +223,19 @@ class EngineResponse(Response):
 
     def _ticket(self, submission: Submission, moved: AnswerMoved) -> bytes:
         (choice,) = submission.choices
-        told = (choice.told_chars, choice.told_tokens, choice.opened)
-        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, self._name, self._renderer.created).dump()
+        sent = (choice.sent_chars, choice.sent_tokens, choice.opened)
+        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, self._name, self._renderer.created).dump()
 
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
         started = False
         try:
             with KeepAlive(submission):
                 while True:
-                    news = await submission.news()
+                    deltas = await submission.deltas()
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-                    events = b"".join(map(self._renderer.events, news)) if news else KEEP_ALIVE
+                    events = b"".join(map(self._renderer.events, deltas)) if deltas else KEEP_ALIVE
                     if submission.done:
                         events += self._renderer.last_events(submission.choices)
                         break

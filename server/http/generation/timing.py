@@ -31,7 +31,7 @@ def timing(spent: Timing, seconds: float) -> dict[str, Any]:
     # A moved request's phases come from another host and include message delays: they may sum to a little more.
     total = max(seconds * 1000, counted)
     reply = total - counted
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "total_ms": _rounded(total),
         "first_token_ms": _rounded(spent.first_token_ms),
         **{name: _rounded(getattr(spent, name)) for name in SUMS},
@@ -41,14 +41,14 @@ def timing(spent: Timing, seconds: float) -> dict[str, Any]:
         "detokenize_ms": _rounded(spent.detokenize_ms),
     }
     if spent.push_ms:
-        told["push_ms"] = _rounded(spent.push_ms)
+        fields["push_ms"] = _rounded(spent.push_ms)
     phases = [(one.phase, one.at, one.ms) for one in spent.phases] + [(Phase.REPLY, spent.here, reply)]
-    told["phases"] = [
+    fields["phases"] = [
         {"phase": phase.value, "at": at, "process": PROCESSES[phase], "ms": _rounded(ms)} for phase, at, ms in phases
     ]
     if spent.timeline is not None:
-        told["timeline"] = {name: _rounded(ms) for name, ms in msgspec.structs.asdict(spent.timeline).items()}
-    return told
+        fields["timeline"] = {name: _rounded(ms) for name, ms in msgspec.structs.asdict(spent.timeline).items()}
+    return fields
 
 
 def timing_of(choices: Sequence[Choice]) -> dict[str, dict[str, Any]]:

@@ -25,11 +25,11 @@ class InstanceMetrics:
     """Makes the metric families of each scrape. Every sample of pdserve's own has the instance's ``role``."""
 
     def __init__(
-        self, options: ServerOptions, engine: EngineClient, visits: AccessCounts, info: Mapping[str, str]
+        self, options: ServerOptions, engine: EngineClient, access_counts: AccessCounts, info: Mapping[str, str]
     ) -> None:
         self._options = options
         self.engine = engine
-        self.visits = visits
+        self.access_counts = access_counts
         self.info = info
         self._aliases: tuple[Alias, ...] = ALIASES[options.metrics_aliases]
         self._throughput = Growth(base=time.monotonic(), least=1.0)
@@ -71,13 +71,17 @@ METRICS: Metrics[InstanceMetrics] = (
     counter(
         "pdserve_http_responses_total",
         "Answers of any kind; 499: the client left before there was one.",
-        lambda m: m.visits.by_labels(),
+        lambda m: m.access_counts.by_labels(),
         "method",
         "path",
         "status",
         note="Paths that don't exist are `other`.",
     ),
-    gauge("pdserve_http_requests_in_flight", "HTTP requests that are not answered yet.", lambda m: m.visits.in_flight),
+    gauge(
+        "pdserve_http_requests_in_flight",
+        "HTTP requests that are not answered yet.",
+        lambda m: m.access_counts.in_flight,
+    ),
     gauge("pdserve_live_requests", "Requests that the engine has not ended.", lambda m: len(m.engine.live)),
 )
 BETWEEN_SCRAPES: Metrics[InstanceMetrics] = (

@@ -193,10 +193,10 @@ def by_tier(meta: ReqMeta) -> dict[str, Any]:
     assert meta.cached_beyond is not None
     # The counts may come from another instance, and need not be right.
     host, storage = meta.cached_beyond.host, meta.cached_beyond.store
-    told: dict[str, Any] = {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
+    tokens: dict[str, Any] = {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
     if (held := meta.held) is not None:
-        told["decode"] = {"device": held.device, "host": held.host, "storage": held.store}
-    return told
+        tokens["decode"] = {"device": held.device, "host": held.host, "storage": held.store}
+    return tokens
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

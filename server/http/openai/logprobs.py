@@ -109,8 +109,8 @@ class CompletionLogprobsWriter:
         start = self._offsets.get(choice.index)
         if start is None:
             # An answer that began at another instance: what was sent from there comes before.
-            start = len(echo) + choice.told_logprob_chars
-            if choice.keeps_told:
+            start = len(echo) + choice.sent_logprob_chars
+            if choice.keeps_sent:
                 start += sum(entry.chars for entry in choice.logprobs)
             start -= sum(entry.chars for entry in entries)
         # Before the end, text that is held back may be longer than what is shown.

@@ -75,10 +75,10 @@ async def save_request(request: Request, name: str, rid: str, ttl: float) -> tup
 
 async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tuple[SessionInfo, int, str]:
     state, caller = HttpState.of(request), Caller.of(request.scope)
-    submission = await state.engine.submit([_plan(request, body)], streaming=True, caller=caller, keeps_told=False)
+    submission = await state.engine.submit([_plan(request, body)], streaming=True, caller=caller, keeps_sent=False)
     try:
         async with watch_disconnect(request.receive, submission):
-            await submission.news()  # the first token shows that the prompt is computed
+            await submission.deltas()  # the first token shows that the prompt is computed
             return await _write_down(request, body.name, submission.choices[0].wire_rid, ttl, with_output=False)
     except ApiError as e:
         sent = next(name for name in ("messages", "text", "input_ids") if getattr(body, name) is not None)
@@ -258,7 +258,7 @@ class ResumedResponse(EngineResponse):
             streaming=self._is_stream,
             caller=caller,
             follows=follows,
-            keeps_told=self._keeps_told,
+            keeps_sent=self._keeps_sent,
         )
 
 

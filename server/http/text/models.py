@@ -91,17 +91,17 @@ async def tokenize(request: Request) -> Response:
     key_name = Caller.of(request.scope).name
     question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces, key_name=key_name)
     ask = lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS)  # noqa: E731
-    told = await state.questions.ask(request, body.characters, ask, has_chat=chat is not None)
-    if told.error is not None:
-        raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
+    result = await state.questions.ask(request, body.characters, ask, has_chat=chat is not None)
+    if result.error is not None:
+        raise bad_request({"text": "prompt"}.get(result.field or "", result.field), result.error)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
-    counts = [len(ids) for ids in told.token_ids]
-    strings = {} if told.pieces is None else {"token_strs": told.pieces if batch else told.pieces[0]}
+    counts = [len(ids) for ids in result.token_ids]
+    strings = {} if result.pieces is None else {"token_strs": result.pieces if batch else result.pieces[0]}
     return respond_large(
         Tokens,
         count=counts if batch else counts[0],
         max_model_len=limits.context_length,
-        tokens=told.token_ids if batch else told.token_ids[0],
+        tokens=result.token_ids if batch else result.token_ids[0],
         **strings,
     )
 
@@ -116,10 +116,10 @@ async def detokenize(request: Request) -> Response:
     lists: Any = body.tokens if batch else [body.tokens]
     question = DecodeReq(lists, body.skip_special_tokens)
     work = sum(map(len, lists))
-    told = await state.questions.ask(request, work, lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS))
-    if told.error is not None:
-        raise bad_request("tokens", told.error)
-    text = told.texts if batch else told.texts[0]
+    result = await state.questions.ask(request, work, lambda: state.engine.questions.ask(question, TIMEOUT_SECONDS))
+    if result.error is not None:
+        raise bad_request("tokens", result.error)
+    text = result.texts if batch else result.texts[0]
     return respond_large(Text, prompt=text, text=text)
 
 

@@ -53,13 +53,13 @@ def router_page() -> Page:
     """Return the metrics page of a router that has answered a request."""
 
     async def run() -> Page:
-        visits = AccessCounts()
-        visits.responses["POST", "/generate", 200] += 1
+        access_counts = AccessCounts()
+        access_counts.responses["POST", "/generate", 200] += 1
         fleet = Fleet(RouterOptions(prefill=["http://127.0.0.1:1"], decode=["http://127.0.0.1:2"]))
-        metrics = RouterMetrics(fleet, visits)
-        visit = AccessRecord({"method": "POST", "path": "/generate", "headers": []})
-        visit.status = 200
-        metrics.visited(visit, 0.1)
+        metrics = RouterMetrics(fleet, access_counts)
+        record = AccessRecord({"method": "POST", "path": "/generate", "headers": []})
+        record.status = 200
+        metrics.observe(record, 0.1)
         return Page(bytes((await metrics.page(None)).body).decode())  # type: ignore[arg-type]
 
     return asyncio.run(run())

@@ -11,7 +11,7 @@ from support.sim import SimInstance
 
 from pdserve.messages.worker import MeasuredStep
 from pdserve.router.fleet import MOST_WAITING, Fleet, Pair
-from pdserve.router.health import _told
+from pdserve.router.health import _read_report
 from pdserve.router.instance import Answering, HealthReport, HealthState, Instance, ReportedPace, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
@@ -118,9 +118,9 @@ def test_what_came_while_it_was_asked_counts():
 @pytest.mark.parametrize("token_ms", ["null", "-1", "1e7", '"1"', "1e400"])
 def test_a_pace_that_makes_no_sense_is_none_and_the_rest_is_heard(token_ms):
     numbers = f'"decode_ms": 1, "stream_ms": 1, "budget_ms": 1, "max_tokens": 1, "token_ms": {token_ms}'
-    told = _told(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
+    told = _read_report(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
     assert (told.epoch, told.role, told.bootstrap_port, told.pace) == ("e", "decode", 9000, None)
-    assert _told(b"[]") == HealthReport()
+    assert _read_report(b"[]") == HealthReport()
 
 
 def test_a_request_that_moves_counts_where_it_is():

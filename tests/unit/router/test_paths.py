@@ -70,7 +70,7 @@ class Front:
         else:
             router = RouterOptions(worker=["http://127.0.0.1:1"], **options)
             metrics = RouterMetrics(Fleet(router), counts)
-            self.app = guard(self.seen, router, server, counts, metrics.visited)
+            self.app = guard(self.seen, router, server, counts, metrics.observe)
 
     def http(self, **headers: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.router_rig import generate, scenario
 
-from pdserve.router.health import _told
+from pdserve.router.health import _read_report
 from pdserve.router.instance import HealthReport, Instance, Role
 
 PREFILL = {"status": "ready", "epoch": "one", "role": "prefill", "bootstrap_host": "", "bootstrap_port": 9444}
@@ -147,7 +147,7 @@ def nested(depth: int) -> str:
     ],
 )
 def test_what_is_no_answer_of_ours_does_no_harm(body):
-    assert _told(body.encode(errors="surrogateescape")) == HealthReport()
+    assert _read_report(body.encode(errors="surrogateescape")) == HealthReport()
 
 
 def test_a_fresh_start_is_not_made_to_rest_for_the_one_before():

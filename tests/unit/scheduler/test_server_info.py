@@ -48,7 +48,7 @@ def test_before_the_first_idle_moment_it_says_so() -> None:
 def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
     scheduler = TieredSim().scheduler
     info = ServerInfoFeature(scheduler, "epoch", IdleCheck(scheduler), parts_of(scheduler))
-    told = info.tell(ServerInfoReq(), 0.0).info
+    told = info.report(ServerInfoReq(), 0.0).info
     assert told["tiers"]["store"]["breaker"] == "closed"
     assert not {path for path in paths(told) if path.endswith(".type")}
 

@@ -159,7 +159,7 @@ def test_a_retracted_request_tells_what_it_has_before_it_waits(stream: bool) -> 
         sim.plan()
         for req in sim.scheduler.planner.waiting.values():
             waited += bool(req.retractions)
-            assert not req.untold
+            assert not req.pending_output
         sim.work()
     assert waited
     for rid, prompt in prompts.items():

@@ -35,7 +35,7 @@ def grow(choice: Choice, tokens: int, taken_each: int) -> list[Delta]:
 
 @pytest.mark.parametrize("taken_each", [1, 4])
 def test_a_stream_that_repeats_nothing_keeps_nothing_that_it_has_told(taken_each: int) -> None:
-    choice = make_choice(keeps_told=False)
+    choice = make_choice(keeps_sent=False)
     deltas = grow(choice, 400, taken_each)
     assert "".join(delta.text for delta in deltas) == 400 * PIECE
     assert [i for delta in deltas for i in delta.token_ids] == list(range(400))
@@ -43,7 +43,7 @@ def test_a_stream_that_repeats_nothing_keeps_nothing_that_it_has_told(taken_each
     assert [delta.offset for delta in deltas] == list(range(0, 400 * len(PIECE), taken_each * len(PIECE)))
     assert (choice.text, choice.token_ids, choice.logprobs) == ("", [], [])
     assert (choice.chars, choice.completion_tokens) == (400 * len(PIECE), 400)
-    assert (choice.told_chars, choice.told_tokens, choice.told_logprob_chars) == (2000, 400, 2000)
+    assert (choice.sent_chars, choice.sent_tokens, choice.sent_logprob_chars) == (2000, 400, 2000)
 
 
 def test_a_whole_answer_is_put_together_once() -> None:
@@ -66,14 +66,14 @@ def test_a_stream_that_repeats_copies_its_text_once_for_each_event() -> None:
         assert choice.text == 2 * (i + 1) * PIECE
 
 
-@pytest.mark.parametrize("keeps_told", [False, True])
-def test_what_was_told_elsewhere_is_not_told_again(keeps_told: bool) -> None:
-    choice = make_choice(keeps_told=keeps_told, told_chars=7 * len(PIECE), told_tokens=7, opened=True)
+@pytest.mark.parametrize("keeps_sent", [False, True])
+def test_what_was_told_elsewhere_is_not_told_again(keeps_sent: bool) -> None:
+    choice = make_choice(keeps_sent=keeps_sent, sent_chars=7 * len(PIECE), sent_tokens=7, opened=True)
     deltas = grow(choice, 12, 2)
     assert [len(delta.token_ids) for delta in deltas] == [0, 0, 0, 1, 2, 2]
     assert "".join(delta.text for delta in deltas) == 5 * PIECE
     assert [entry.token_id for delta in deltas for entry in delta.logprobs] == list(range(7, 12))
-    assert (choice.told_chars, choice.told_tokens) == (12 * len(PIECE), 12)
+    assert (choice.sent_chars, choice.sent_tokens) == (12 * len(PIECE), 12)
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_the_scheduler_ends_what_it_cannot_tell_and_tells_the_rest() -> None:
     sim.scheduler.reqs["b"].input_logprobs = [TokenLogprob(1, -1.0, [(1, -1.0)] * 20)] * 20
     sim.outbox.answer(Pong(True, id=1))
     for req in sim.scheduler.reqs.values():
-        req.untold = [1]
+        req.pending_output = [1]
         sim.outbox.tokens(req, None, None)
     assert sim.outbox.flush() == ["b"]
     told = [[item.rid for item in m.items] if isinstance(m, TokenBatch) else m for m in limited.sent]
