@@ -1,0 +1,114 @@
+"""The output of one request: its decoder, and the search for its stop strings if it has any.
+
+A request without stop strings decodes an item's tokens at once. One with stop strings, or an item with logprobs, needs
+the text of each token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..messages.outputs import FinishReason, FinishType, ReqText, ReqTokens
+from .request_decoder import RequestDecoder
+from .stop_strings import StopMatcher
+
+
+class Piece(NamedTuple):
+    """Text of an item's first ``tokens`` tokens. ``matched`` is the stop string that the last of them completed."""
+
+    text: str
+    tokens: int
+    matched: str | None = None
+    chars: Sequence[int] = ()
+    """Number of characters that each token completed, if it was asked for."""
+
+
+class Output(ABC):
+    """State of one request that is being decoded. ``seconds`` is the time spent on it so far."""
+
+    __slots__ = ("_decoder", "seconds")
+
+    def __init__(self, decoder: RequestDecoder) -> None:
+        self._decoder = decoder
+        self.seconds = 0.0
+
+    @abstractmethod
+    def advance(self, item: ReqTokens) -> ReqText:
+        """Decode an item that has only tokens. The result has a finish if they complete a stop string."""
+
+    @abstractmethod
+    def read(self, token_ids: Sequence[int]) -> Piece:
+        """Decode tokens, up to the one that completes a stop string."""
+
+    @abstractmethod
+    def read_each(self, token_ids: Sequence[int]) -> Piece:
+        """Decode tokens as ``read`` does, and count the characters of each."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """Return text that was held back, once no more tokens follow."""
+
+
+class PlainOutput(Output):
+    """Output of a request without stop strings."""
+
+    __slots__ = ()
+
+    def advance(self, item: ReqTokens) -> ReqText:
+        """See ``Output``."""
+        return ReqText(item.rid, self._decoder.decode(item.token_ids), item.token_ids, meta=item.meta)
+
+    def read(self, token_ids: Sequence[int]) -> Piece:
+        """See ``Output``."""
+        return Piece(self._decoder.decode(token_ids), len(token_ids))
+
+    def read_each(self, token_ids: Sequence[int]) -> Piece:
+        """See ``Output``."""
+        texts = [self._decoder.decode([token_id]) for token_id in token_ids]
+        return Piece("".join(texts), len(token_ids), chars=[len(text) for text in texts])
+
+    def flush(self) -> str:
+        """Return "": nothing is held back."""
+        return ""
+
+
+class StoppableOutput(Output):
+    """Output of a request with stop strings. The next ``min_tokens`` tokens can't complete one."""
+
+    __slots__ = ("_matcher", "_unstoppable")
+
+    def __init__(self, decoder: RequestDecoder, stop: Sequence[str], min_tokens: int) -> None:
+        super().__init__(decoder)
+        self._matcher = StopMatcher(stop)
+        self._unstoppable = min_tokens
+
+    def advance(self, item: ReqTokens) -> ReqText:
+        """See ``Output``. Each item has a meta in case it ends the request; a stream needs only the first one."""
+        piece = self.read_each(item.token_ids)
+        if piece.matched is not None:
+            finish = FinishReason(FinishType.STOP, piece.matched)
+            return ReqText(item.rid, piece.text, item.token_ids[: piece.tokens], finish, item.meta)
+        return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta if item.init is not None else None)
+
+    def read(self, token_ids: Sequence[int]) -> Piece:
+        """See ``Output``."""
+        return self.read_each(token_ids)
+
+    def read_each(self, token_ids: Sequence[int]) -> Piece:
+        """See ``Output``."""
+        texts, chars = [], []
+        for token_id in token_ids:
+            text = self._decoder.decode([token_id])
+            chars.append(len(text))
+            released = self._matcher.feed(text, may_match=not self._unstoppable)
+            self._unstoppable -= self._unstoppable > 0
+            texts.append(released.text)
+            if released.matched is not None:
+                return Piece("".join(texts), len(chars), released.matched, chars)
+        return Piece("".join(texts), len(chars), None, chars)
+
+    def flush(self) -> str:
+        """See ``Output``."""
+        return self._matcher.flush()
