@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MARGIN_BYTES = 512 << 20
+MARGIN_BYTES = 128 << 20
+"""KV of 5,900 tokens of SmolLM2, or of 1,000 of an 8B model: one burst of prompts. The worker commits again behind it.
+
+More would delay the other processes of a host, which start at the same time, and stay in memory unused.
+"""
 MARGIN_SHARE = 8
 """Never more than this part of the memory that is free when the pool is made: others may want it first."""
 SLICE_BYTES = 256 << 10
