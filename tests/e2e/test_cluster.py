@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -171,6 +172,16 @@ def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_pa
         wait_until(lambda: all(s.info()["pool"]["in_use"] == 0 for s in (a, b)), 10, "all memory is back")
         for server in (a, b):
             assert server.info()["invariants"] == "ok"
+
+
+def test_only_model_workers_have_torch_in_memory_and_processes_belong_to_the_supervisor(small_pair):
+    for server in (small_pair.prefill, small_pair.decode):
+        family = server.family()
+        others = {"supervisor", "tokenizer", "scheduler", "detokenizer", "http", "bootstrap"}
+        assert family.keys() >= others | {"worker"}
+        mapped = {name: Path(f"/proc/{process.pid}/maps").read_text() for name, process in family.items()}
+        assert {name for name, maps in mapped.items() if "libtorch" in maps} == {"worker"}
+        assert {family[name].ppid() for name in {*others, "worker"} - {"supervisor"}} == {family["supervisor"].pid}
 
 
 def test_a_plain_server_opens_no_port_but_its_own(alone):
