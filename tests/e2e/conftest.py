@@ -38,7 +38,7 @@ def alone(_alone: Launched) -> Iterator[Launched]:
 @pytest.fixture(scope="session")
 def _small_pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
     pools = ("--chunked-prefill-size", "64", "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3")
-    # A test looks at what each process maps, which nobody but root could otherwise.
+    # A test reads what each process maps. Without the flag only root may.
     quiet, pools = "--disable-access-log", (*pools, "--allow-core-dumps")
     with pd_pair(tmp_path_factory.mktemp("small"), "tcp", *tiny_args, *pools, quiet, router_args=[quiet]) as pair:
         yield pair
