@@ -2,7 +2,7 @@
 
 A question's class names the type of its answer: ``class RoleReq(Question[RoleResult])``. Any question may be answered
 by ``RefusedAnswer`` instead. ``routes.py`` declares every question and answer to the channels by itself. A new one is
-declared nowhere else.
+declared nowhere else; ``routes.py`` must import its module.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ A file that owns counts ends in a table of their metrics, one entry each::
 
 ``read(METRICS, planner)`` gives the values as they are now. ``GET /metrics`` shows what was read, whichever process
 read it, and ``make docs`` writes all tables into docs/metrics.md. So nothing else names the metric.
+Only a new table needs one more line: ``read`` where the other metrics of its process are read.
 
 A name follows Prometheus' conventions: it ends in its unit (``_seconds``, ``_bytes``, ``_tokens``, ``_ratio``), and a
 counter's in ``_total``.

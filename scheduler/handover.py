@@ -87,7 +87,7 @@ class Handovers(Protocol):
     def on_finished(self, req: Req) -> None:
         """Note that a request here is about to end normally. It still has its memory."""
 
-    def chunk_planned(self, req: Req) -> SendPages | None:
+    def take_computed_pages(self, req: Req) -> SendPages | None:
         """Return what the worker shall push of a prompt when the step that is about to be sent computes more of it."""
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
@@ -183,7 +183,7 @@ class NoHandovers:
     def on_finished(self, req: Req) -> None:
         """Do nothing."""
 
-    def chunk_planned(self, req: Req) -> None:
+    def take_computed_pages(self, req: Req) -> None:
         """Return None: nothing is pushed."""
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> NoReturn:

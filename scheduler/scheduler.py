@@ -219,7 +219,7 @@ class Scheduler:
             if step is None:
                 self._end_stuck(now)
                 break
-            pushes = [self.handovers.chunk_planned(req) for req in step.prefilled]
+            pushes = [self.handovers.take_computed_pages(req) for req in step.prefilled]
             step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)

@@ -24,9 +24,9 @@ ROUNDING = 0.5
 class IncomingPrompts:
     """The ``KVConsumer`` of prompts that a prefill computes."""
 
-    def __init__(self, scheduler: Scheduler, choice: PlacementPolicy) -> None:
+    def __init__(self, scheduler: Scheduler, policy: PlacementPolicy) -> None:
         self._scheduler = scheduler
-        self._choice = choice
+        self._policy = policy
         self.recomputed = 0
         """Number of prompts that were computed here because their hand-over failed after the first token."""
 
@@ -59,7 +59,7 @@ class IncomingPrompts:
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
         """Start to decode the request."""
         req = receiver.req
-        self._choice.learn_lag(receiver.peer.epoch, len(receiver.pages[0]) // 4, now - req.times.first_token, now)
+        self._policy.learn_lag(receiver.peer.epoch, len(receiver.pages[0]) // 4, now - req.times.first_token, now)
         set_timing(receiver, there, now)
         self._scheduler.peer_requests.start_landed(req, now)
 

@@ -82,9 +82,9 @@ class KVManager:
             router,
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
-        self._choice = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
-        self.senders = SenderTable(scheduler, epoch, options.page_size, limits, self._choice)
-        self.receivers = ReceiverTable(scheduler, epoch, limits, self._peers.peer_at, self._choice)
+        self._policy = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
+        self.senders = SenderTable(scheduler, epoch, options.page_size, limits, self._policy)
+        self.receivers = ReceiverTable(scheduler, epoch, limits, self._peers.peer_at, self._policy)
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MigrationSource(scheduler, limits, reach)
         self.moves_in = MigrationTarget(
@@ -121,7 +121,7 @@ class KVManager:
 
     def cancel(self, req: Req, reason: str) -> None:
         """Abandon every hand-over and migration of a request that ended here before they were complete."""
-        self._choice.on_cancelled(req, self._now)
+        self._policy.on_cancelled(req, self._now)
         self.moves_out.cancel(req, reason)
         self.moves_in.cancel(req, reason)
         self.senders.cancel(req, reason)
@@ -140,9 +140,9 @@ class KVManager:
         """See ``Handovers``."""
         self.moves_out.move_all(to)
 
-    def chunk_planned(self, req: Req) -> SendPages | None:
+    def take_computed_pages(self, req: Req) -> SendPages | None:
         """See ``Handovers``."""
-        return self.senders.pushes.chunk_planned(req)
+        return self.senders.pushes.take_computed_pages(req)
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """See ``Handovers``."""
@@ -150,7 +150,7 @@ class KVManager:
 
     def on_first_token(self, req: Req, now: float) -> None:
         """See ``Handovers``."""
-        self._choice.on_first_token(req, now)
+        self._policy.on_first_token(req, now)
 
     def pinned(self) -> list[KVHold]:
         """See ``Handovers``."""
@@ -205,7 +205,7 @@ class KVManager:
             | {"bytes": received.bytes_received, "withdrawn": received.withdrawn},
             "peers": self._peers.table.info(),
             "refused": self._peers.refused,
-            "choices": self._choice.info(),
+            "choices": self._policy.info(),
             "store_first": asdict(received.placement.store_first.counts),
         }
 
@@ -219,7 +219,7 @@ class KVManager:
         return [
             *read(SENT_METRICS, self.senders),
             *read(RECEIVED_METRICS, self.receivers),
-            *read(PLACEMENT_METRICS, self._choice),
+            *read(PLACEMENT_METRICS, self._policy),
             *read(FETCH_METRICS, self.receivers.placement.store_first.counts),
             *read(METRICS, self),
             *read(PEER_METRICS, self._peers),

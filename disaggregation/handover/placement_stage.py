@@ -30,14 +30,14 @@ class PlacementStage:
         rooms: ReceiverRooms,
         limits: HandoverLimits,
         peer_at: Callable[[str, int, float], Peer],
-        choice: PlacementPolicy,
+        policy: PlacementPolicy,
     ) -> None:
         self._scheduler = scheduler
         self._rooms = rooms
         self._limits = limits
         self._peer_at = peer_at
-        self._choice = choice
-        self.store_first = StoreFirst(scheduler, choice)
+        self._policy = policy
+        self.store_first = StoreFirst(scheduler, policy)
 
     def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
         """Record the prefill's forecast of its time to the first token, in milliseconds."""
@@ -60,7 +60,7 @@ class PlacementStage:
         receiver.decided = True
         req, memory = receiver.req, self._scheduler.memory
         pages = memory.pool.pages_up(req.prompt_len - receiver.prefix_len) // memory.pool.page_size
-        if self._choice.is_here(req, receiver.peer.epoch, there_ms, receiver.prefix_len, pages, now):
+        if self._policy.is_here(req, receiver.peer.epoch, there_ms, receiver.prefix_len, pages, now):
             self.compute_here(receiver, now)
             self.tell_declined(receiver, now)
 

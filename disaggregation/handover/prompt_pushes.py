@@ -30,7 +30,7 @@ class PromptPushes:
         self.bytes_sent = 0
         self.push_seconds = 0.0
 
-    def chunk_planned(self, req: Req) -> SendPages | None:
+    def take_computed_pages(self, req: Req) -> SendPages | None:
         """Return the pages to push after the step that is about to be sent to the worker, or None."""
         sender = self._rooms.of(req)
         if sender is None or sender.transfer is None or sender.state is SenderState.DRAINING:

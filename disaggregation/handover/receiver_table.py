@@ -93,16 +93,16 @@ class ReceiverTable:
         epoch: str,
         limits: HandoverLimits,
         peer_at: Callable[[str, int, float], Peer],
-        choice: PlacementPolicy,
+        policy: PlacementPolicy,
     ) -> None:
         self._checksum = not scheduler.options.disable_handover_checksum
         self._scheduler = scheduler
         self._limits = limits
         self._peer_at = peer_at
-        self._choice = choice
+        self._policy = policy
         self._rooms = ReceiverRooms(scheduler, epoch)
-        self._prompts = IncomingPrompts(scheduler, choice)
-        self.placement = PlacementStage(scheduler, self._rooms, limits, peer_at, choice)
+        self._prompts = IncomingPrompts(scheduler, policy)
+        self.placement = PlacementStage(scheduler, self._rooms, limits, peer_at, policy)
         self._queue = ReceiverQueue(scheduler, self._rooms, self.placement.store_first, limits)
         self._now = 0.0
         self.done = 0
@@ -144,10 +144,10 @@ class ReceiverTable:
             length=req.prompt_len,
             goes_on=req.prompt_len - 1,  # another answer to the same prompt begins in the last token's page
             awaits_first_token=True,
-            decided=not self._choice.asks,
+            decided=not self._policy.asks,
             store=StoreStage.NEW,
         )
-        if self._choice.is_short(req):
+        if self._policy.is_short(req):
             self.placement.compute_here(receiver, now)
 
     def add_migrating(
@@ -380,7 +380,7 @@ class ReceiverTable:
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return
-        self._choice.on_cancelled(req, self._now)
+        self._policy.on_cancelled(req, self._now)
         receiver.consumer.lost(receiver, status, reason, self._now)
 
 

@@ -3,7 +3,7 @@
 A ``KVSender`` is one hand-over, named by its bootstrap room. It opens with the client's request or with the decode's
 first message, whichever comes first::
 
-    request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token → FirstToken
+    request + TransferRequest → enqueued → take_computed_pages* pushes pages → first_token → FirstToken
                                                               └─ SendEnded, and the first token → TransferDone
 
 An idle instance computes a short prompt before the decode asks, and pushes the pages when it is asked. A prompt that is
@@ -63,11 +63,11 @@ class SenderTable:
         epoch: str,
         page_size: int,
         limits: HandoverLimits,
-        choice: PlacementPolicy,
+        policy: PlacementPolicy,
     ) -> None:
         self._scheduler = scheduler
         self._epoch = epoch
-        self._choice = choice
+        self._policy = policy
         self._page_size = page_size
         self._limits = limits
         self._rooms = SenderRooms(scheduler, limits)
@@ -239,7 +239,7 @@ class SenderTable:
         if req is None:
             return
         if request is None or decode is None:
-            may_be_wanted = self._leaves_whole(req) and not self._choice.would_decline(req)
+            may_be_wanted = self._leaves_whole(req) and not self._policy.would_decline(req)
             if may_be_wanted and self._scheduler.peer_requests.may_compute_ahead(req):
                 sender.state = SenderState.AHEAD
                 self._scheduler.enqueue(req, now)
@@ -258,7 +258,7 @@ class SenderTable:
             return
         req.times.ready = now
         req.phases.mark(now)
-        push = self.pushes.chunk_planned(req) if req.hold is not None else None
+        push = self.pushes.take_computed_pages(req) if req.hold is not None else None
         if push is not None:
             # Queued in the order of the steps, so that the steps that compute these pages run first.
             self._scheduler.outbox.to_worker(push)

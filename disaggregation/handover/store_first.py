@@ -57,9 +57,9 @@ class StoreFirstCounts:
 class StoreFirst:
     """Owner of the store stage of all rooms."""
 
-    def __init__(self, scheduler: Scheduler, choice: PlacementPolicy) -> None:
+    def __init__(self, scheduler: Scheduler, policy: PlacementPolicy) -> None:
         self._scheduler = scheduler
-        self._choice = choice
+        self._policy = policy
         self.counts = StoreFirstCounts()
 
     def look(self, receiver: KVReceiver, now: float) -> None:
@@ -142,7 +142,7 @@ class StoreFirst:
     def _patience(self, receiver: KVReceiver, pages: int, now: float) -> float:
         req, tiers = receiver.req, self._scheduler.tiers
         missing, page_size = req.prompt_len - req.computed, self._scheduler.memory.pool.page_size
-        prospects = self._choice.prospects(req, receiver.peer.epoch, receiver.there_ms, now)
+        prospects = self._policy.prospects(req, receiver.peer.epoch, receiver.there_ms, now)
         return patience_ms(missing, pages, page_size, tiers.store.fetch_ms(pages, now), prospects)
 
 

@@ -19,7 +19,10 @@ I64 = npt.NDArray[np.int64]
 
 
 class NativeSampler:
-    """Chooses tokens as ``sampler.sample`` does, on ``team``'s threads or, without one, on the caller's."""
+    """Chooses tokens as ``rules.sample`` does, on ``team``'s threads or, without one, on the caller's.
+
+    ``cpu_engine/src/sampling.cpp`` does the work.
+    """
 
     def __init__(self, team: Team | None = None) -> None:
         """Raises ``BuildError`` where the kernels can't be had."""

@@ -1,4 +1,4 @@
-"""Framing of server-sent events, as every HTTP front writes them."""
+"""Framing of server-sent events. Streams are written by ``server/http/generation/`` and ``router/client_answer.py``."""
 
 DATA_PREFIX = b"data: "
 EVENT_END = b"\n\n"

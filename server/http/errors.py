@@ -1,4 +1,7 @@
-"""Every error that an instance answers with. ``runtime/web/errors.py`` has the fields, the path's API their shape."""
+"""Errors of an instance before its answer has begun. ``generation/engine_response.py`` writes those within a stream.
+
+``runtime/web/errors.py`` has the fields, the path's API their shape.
+"""
 
 from __future__ import annotations
 

@@ -110,9 +110,9 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         return self.senders.pinned() + self.receivers.pinned()
 
-    def chunk_planned(self, req):
+    def take_computed_pages(self, req):
         """See ``KVManager``."""
-        return self.senders.pushes.chunk_planned(req)
+        return self.senders.pushes.take_computed_pages(req)
 
     def on_prompt_computed(self, req, token, logprob) -> None:
         """See ``KVManager``."""

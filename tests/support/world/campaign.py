@@ -136,7 +136,7 @@ class Campaign:
 
     def places(self) -> tuple[int, int]:
         """Prompts that living instances decided to compute themselves, and those that they left to others."""
-        choices = [node.manager._choice for node in self._nodes()]
+        choices = [node.manager._policy for node in self._nodes()]
         return sum(c.here.prompts for c in choices), sum(c.there.prompts for c in choices)
 
     # --- instances ---

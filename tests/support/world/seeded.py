@@ -142,9 +142,9 @@ def memory_goes_back_with_its_first_user(patch: Patch) -> None:
 
 def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
     """The prefill gives its window pages back as soon as the prompt's last step is sent."""
-    original = PromptPushes.chunk_planned
+    original = PromptPushes.take_computed_pages
 
-    def chunk_planned(self: PromptPushes, req: Any) -> Any:
+    def take_computed_pages(self: PromptPushes, req: Any) -> Any:
         push = original(self, req)
         if push is not None and push.last:
             pool, hold = self._scheduler.memory.pool, req.hold
@@ -154,7 +154,7 @@ def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
                 pool.windows._detach(page)
         return push
 
-    patch.setattr(PromptPushes, "chunk_planned", chunk_planned)
+    patch.setattr(PromptPushes, "take_computed_pages", take_computed_pages)
 
 
 def a_window_page_is_not_granted(patch: Patch) -> None:

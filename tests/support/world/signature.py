@@ -86,7 +86,7 @@ SKIPPED = frozenset(
         "invitation",
         "token_ids",
         "stop_ids",
-        "_choice",
+        "_policy",
         "_estimator",
         "_held_until",
         "foreseen",

@@ -229,7 +229,7 @@ def test_what_is_cached_as_a_whole_leaves_something_to_be_computed(logprobs):
     prompt = range(8)  # whole pages
     pair.submit("a", prompt, 1, max_new_tokens=4)
     run_until_idle(pair)
-    pair.decode.choice = pair.decode.receivers.placement._choice = PlacementPolicy(
+    pair.decode.choice = pair.decode.receivers.placement._policy = PlacementPolicy(
         "auto", Fixed(ms=-1.0)
     )  # sooner than anywhere
     pair.submit("b", prompt, 2, max_new_tokens=4, logprobs=logprobs)
