@@ -19,7 +19,7 @@ from ..runtime.cluster_secret import RouterKeys
 from ..runtime.web.access_log import CLIENT_GONE, AccessCounts, error_shape
 from ..runtime.web.apis import path_table
 from ..runtime.web.client.client import HttpClient
-from ..runtime.web.cluster_auth import ClusterClient
+from ..runtime.web.cluster_auth import OPEN_CLUSTER, ClusterClient
 from ..runtime.web.errors import error_fields
 from ..runtime.web.guard import guard
 from ..runtime.web.json_response import json_response
@@ -49,7 +49,7 @@ def make_client(options: RouterOptions) -> HttpClient:
     # An answer is passed on as it is, so it must come uncompressed.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
     keys = RouterKeys.read(options.cluster_secret_file)
-    cluster = ClusterClient(keys) if keys is not None else None
+    cluster = ClusterClient(keys) if keys is not None else OPEN_CLUSTER
     return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS, cluster)
 
 

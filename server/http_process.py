@@ -25,7 +25,7 @@ from ..runtime.cluster_secret import ClusterSecret
 from ..runtime.malloc import return_freed_memory
 from ..runtime.rlimits import allow_many_connections
 from ..runtime.signals import FAILED, STOP
-from ..runtime.web.cluster_auth import ClusterClient
+from ..runtime.web.cluster_auth import OPEN_CLUSTER, ClusterClient
 from ..runtime.web.keys import caches_by_key
 from ..runtime.web.own_admin_key import own_admin_key
 from ..runtime.web.ports import listen
@@ -55,7 +55,7 @@ async def serve(ctx: ChildContext[ServerOptions], listener: socket.socket, model
         options.disaggregation_mode,
         cache_by_key=caches_by_key(options),
         answer_keys=AnswerKeys(ctx.secret),
-        cluster=ClusterClient(secret) if secret is not None else None,
+        cluster=ClusterClient(secret) if secret is not None else OPEN_CLUSTER,
         max_logprobs=options.max_logprobs_per_request,
         max_requests=options.max_queued_requests + options.max_running_requests,
     )

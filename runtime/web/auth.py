@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...messages.error_codes import OVERLOADED
 from ..cluster_secret import TooManySignatures
 from .access_log import AccessRecord
-from .cluster_auth import PROOF_HEADER, PROOF_PATH, SIGNATURE_HEADER, ClusterServer
+from .cluster_auth import OPEN_SERVER, PROOF_HEADER, PROOF_PATH, OpenServer
 from .keys import ADMIN, ANYBODY, KEY_NAME_HEADER, SCOPE_KEY, Caller, Keys
 from .path_guard import error_answer
 from .paths import Access, PathTable
@@ -35,8 +35,8 @@ class ApiKeyAuth:
     application behind must not serve it (``PathGuard``). ``metrics_are_open`` is ``--metrics-without-key``.
 
     A router (``is_router``) adds the caller's name to the requests that it passes on. It replaces the client's key by
-    the admin key, if there is one. With ``signs`` it sends no key, because it signs its requests. ``cluster`` is for an
-    instance of a cluster with a secret. It takes signed requests, and answers challenges with a proof.
+    the admin key, if there is one. With ``signs`` it sends no key, because it signs its requests. ``cluster`` checks
+    signed requests and answers challenges with a proof, if the cluster has a secret.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ApiKeyAuth:
         metrics_are_open: bool = False,
         is_router: bool = False,
         signs: bool = False,
-        cluster: ClusterServer | None = None,
+        cluster: OpenServer = OPEN_SERVER,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -73,7 +73,7 @@ class ApiKeyAuth:
         send = self._proving(scope, send)
         facts = self._table.find(scope["path"])
         caller = await self._caller(scope["headers"])
-        if self._cluster is not None and (signature := _header(scope, SIGNATURE_HEADER)) is not None:
+        if (signature := self._cluster.signature(scope["headers"])) is not None:
             try:
                 signed = self._cluster.check(
                     signature,
@@ -112,7 +112,7 @@ class ApiKeyAuth:
         await self._app(scope, receive, send)
 
     async def _caller(self, headers: list[tuple[bytes, bytes]]) -> Caller | None:
-        routers_sign = self._cluster is not None
+        routers_sign = self._cluster.requires_signatures
         if self._keys.takes_long(headers):
             # In a thread, since the event loop has streams to serve. One at a time, since each takes 16 MiB.
             find = partial(self._keys.caller, headers, routers_sign=routers_sign)
@@ -129,7 +129,7 @@ class ApiKeyAuth:
         return access is Access.ADMIN or (access is Access.CACHE and bool(self._keys))
 
     def _proving(self, scope: Scope, send: Send) -> Send:
-        if self._cluster is None or scope["path"] != PROOF_PATH:
+        if scope["path"] != PROOF_PATH:
             return send
         proof = self._cluster.proof(scope["headers"])
         return send if proof is None else _with_header(send, (PROOF_HEADER, proof))
@@ -155,10 +155,6 @@ class ApiKeyAuth:
             headers = [header for header in headers if header[0] not in KEY_HEADERS]
             headers.append((b"authorization", b"Bearer " + self._keys.admin.encode()))
         return headers
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def _target(scope: Scope) -> bytes:

@@ -28,7 +28,8 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -73,7 +74,45 @@ def _digest(body: Sequence[bytes | memoryview]) -> bytes:
     return digest.hexdigest().encode()
 
 
-class ClusterClient:
+class ClusterAccess(ABC):
+    """How a client and the servers of its cluster authenticate each other."""
+
+    @abstractmethod
+    async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
+        """Return what ``signatures`` needs to know of a request's body."""
+
+    @abstractmethod
+    async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
+        """Have a new connection's server prove by ``ask`` that it belongs to the cluster."""
+
+    @abstractmethod
+    def signatures(
+        self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
+    ) -> Sequence[tuple[bytes, bytes]]:
+        """Return the headers that sign a request to the instance ``epoch``."""
+
+
+class OpenCluster(ClusterAccess):
+    """Access to servers without a cluster secret: nothing is proven or signed."""
+
+    async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
+        """Return "", without reading the body."""
+        return b""
+
+    async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
+        """Ask for no proof."""
+
+    def signatures(
+        self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
+    ) -> Sequence[tuple[bytes, bytes]]:
+        """Return no headers."""
+        return ()
+
+
+OPEN_CLUSTER = OpenCluster()
+
+
+class ClusterClient(ClusterAccess):
     """The side that connects and asks: a router with its keys, or an instance with the secret."""
 
     def __init__(self, ring: KeyRing) -> None:
@@ -81,6 +120,20 @@ class ClusterClient:
         self._key = ring.keys("requests to an instance")[0]
         self._places: dict[bytes, str] = {}
         """Where each epoch was found first."""
+
+    async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
+        """Return the body's digest."""
+        return await digest_of(body)
+
+    async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
+        """See ``ClusterAccess``."""
+        await ask(self)
+
+    def signatures(
+        self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
+    ) -> Sequence[tuple[bytes, bytes]]:
+        """Return the header of ``sign`` for a request that is sent now."""
+        return (self.sign(epoch, method, target, headers, digest, time.time()),)
 
     @staticmethod
     def challenge() -> bytes:
@@ -120,8 +173,34 @@ class ClusterClient:
         return SIGNATURE_HEADER, signed + b"." + mac
 
 
-class ClusterServer:
+class OpenServer:
+    """The side of a server without a cluster secret: it proves nothing, and ignores signatures."""
+
+    requires_signatures = False
+    """Whether routers sign their requests to this server."""
+
+    def proof(self, headers: Headers) -> bytes | None:
+        """Return None: there is nothing to prove."""
+        return None
+
+    def signature(self, headers: Headers) -> bytes | None:
+        """Return None: signatures are ignored."""
+        return None
+
+    def check(
+        self, signature: bytes, method: str, target: bytes, headers: Headers, now: float, *, only_reads: bool = False
+    ) -> Signed | str:
+        """Raise ``AssertionError``: ``signature`` finds none to check."""
+        raise AssertionError("a server without a cluster secret checks no signature")
+
+
+OPEN_SERVER = OpenServer()
+
+
+class ClusterServer(OpenServer):
     """The side of the instance ``epoch`` that listens at ``host`` and ``port``."""
+
+    requires_signatures = True
 
     def __init__(
         self,
@@ -145,6 +224,10 @@ class ClusterServer:
                 macs = (_mac(key, value, self._epoch, self._port) for key in self._proof_keys)
                 return b".".join((self._epoch, self._port, *macs))
         return None
+
+    def signature(self, headers: Headers) -> bytes | None:
+        """Return the signature in a request's ``headers``, None if there is none."""
+        return next((value for name, value in headers if name == SIGNATURE_HEADER), None)
 
     def check(
         self, signature: bytes, method: str, target: bytes, headers: Headers, now: float, *, only_reads: bool = False

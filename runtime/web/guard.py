@@ -11,7 +11,7 @@ from ..cluster_secret import ClusterSecret
 from .access_log import AccessCounts, AccessLog, AccessRecord
 from .apis import path_table
 from .auth import ApiKeyAuth
-from .cluster_auth import ClusterServer
+from .cluster_auth import OPEN_SERVER, ClusterServer
 from .keys import KeyOptions, read_keys
 from .origin_check import OriginOptions, check_origins
 from .path_guard import PathGuard
@@ -57,7 +57,7 @@ def guard(
     is_router, secret = server is Server.ROUTER, None
     if not is_router:
         secret = ClusterSecret.read(options.cluster_secret_file)
-    cluster = ClusterServer(secret, epoch, options.host, options.port) if secret is not None else None
+    cluster = ClusterServer(secret, epoch, options.host, options.port) if secret is not None else OPEN_SERVER
     keys, table = read_keys(options), path_table(server)
     if own_admin_key is not None:
         keys = keys.with_own_admin(own_admin_key)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ..cluster_auth import CHALLENGE_HEADER, PROOF_HEADER, PROOF_PATH, ClusterClient, digest_of
+from ..cluster_auth import CHALLENGE_HEADER, OPEN_CLUSTER, PROOF_HEADER, PROOF_PATH, ClusterAccess, ClusterClient
 from .connection import Connection, Headers
 from .errors import CannotConnect, ClientError, ConnectionGone
 from .pool import ConnectionPool, Origin, SocketOptions
@@ -64,9 +64,9 @@ class _Request(NamedTuple):
 class HttpClient:
     """Client for any number of servers. ``headers`` go with each request, beside the host.
 
-    With ``cluster``, a server gets nothing before it has proven that it belongs to the cluster, and requests to it are
-    signed. Only connecting has a time limit (``connect_seconds``); the caller limits the time of an answer. Redirects
-    are answers like any other. Proxies and other settings of the environment are ignored.
+    With a ``ClusterClient``, a server gets nothing before it has proven that it belongs to the cluster, and requests to
+    it are signed. Only connecting has a time limit (``connect_seconds``); the caller limits the time of an answer.
+    Redirects are answers like any other. Proxies and other settings of the environment are ignored.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpClient:
         headers: SentHeaders,
         connect_seconds: float,
         socket_options: SocketOptions = (),
-        cluster: ClusterClient | None = None,
+        cluster: ClusterAccess = OPEN_CLUSTER,
     ) -> None:
         self._headers = header_lines(headers)
         self._cluster = cluster
@@ -106,7 +106,7 @@ class HttpClient:
         were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
         """
         server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
-        digest = b"" if self._cluster is None else await digest_of(pieces)
+        digest = await self._cluster.digest(pieces)
         request, pool = _Request(method, path, tuple(headers), pieces, digest), server.pool
         request.head(server)  # raises before anything is sent, if the request is invalid
         gone: ConnectionGone | None = None
@@ -124,8 +124,7 @@ class HttpClient:
                 gone = e
         try:
             connection = await pool.connect()
-            if self._cluster is not None:
-                await self._prove(self._cluster, connection, server, url)
+            await self._cluster.prove(partial(self._prove, connection, server, url))
         except CannotConnect as e:
             raise gone or e from None  # what came first says more
         return await self._ask(connection, pool, self._message(request, server, connection), silence)
@@ -144,14 +143,12 @@ class HttpClient:
             server.pool.close()
 
     def _message(self, request: _Request, server: _Server, connection: Connection) -> list[bytes | memoryview]:
-        if self._cluster is None:
-            return [request.head(server), *request.body]
-        signature = self._cluster.sign(
-            connection.epoch, request.method, request.path, request.headers, request.digest, time.time()
+        signatures = self._cluster.signatures(
+            connection.epoch, request.method, request.path, request.headers, request.digest
         )
-        return [request.head(server, (signature,)), *request.body]
+        return [request.head(server, signatures), *request.body]
 
-    async def _prove(self, cluster: ClusterClient, connection: Connection, server: _Server, url: str) -> None:
+    async def _prove(self, connection: Connection, server: _Server, url: str, cluster: ClusterClient) -> None:
         """Find out which instance the new ``connection`` leads to; raises ``CannotConnect``."""
         challenge = cluster.challenge()
         question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
