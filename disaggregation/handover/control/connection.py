@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...errors import LinkLost, ProtocolBroken
 from ...wire.reactor import Reactor
 from ...wire.stream import MAX_TURN, Stream
-from .connection_cipher import ConnectionCipher
+from .connection_cipher import Cipher
 from .frames import GREETING, KEY_BYTES, LENGTH, wrong_greeting
 
 FIRST_PIECE = 4096
@@ -37,7 +37,7 @@ class ControlConnection:
     """
 
     def __init__(
-        self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, frame_limit: int, send_limit: int
+        self, sock: socket.socket, reactor: Reactor, cipher: Cipher, frame_limit: int, send_limit: int
     ) -> None:
         self.stream = Stream(sock)
         self.cipher = cipher

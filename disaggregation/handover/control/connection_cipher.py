@@ -14,8 +14,9 @@ This is the pattern ``NNpsk0`` of the Noise protocol framework, with the keys in
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...errors import ProtocolBroken
-from .frames import GREETING, KEY_BYTES, NO_KEY, greeting
+from .frames import GREETING, KEY_BYTES, greeting
 
 SEAL_BYTES = 16
 """Length that sealing adds to a frame, in bytes."""
@@ -36,19 +37,72 @@ class _Ciphers(NamedTuple):
     receiving: ChaCha20Poly1305
 
 
-class ConnectionCipher:
-    """Sealing state of one connection.
+class Cipher(Protocol):
+    """Protection of one connection's frames."""
 
-    ``keys``: keys of the cluster's secrets, the current one first; empty without a secret. The dialling end uses the
-    first. The dialled end accepts any, and answers with the one that sealed the first frame.
+    greeting: bytes
+    """What this end sends first."""
+    overhead: int
+    """Length that sealing adds to a frame, in bytes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether frames can be sealed."""
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether a sealed frame of the other end is still expected."""
+
+    def greeted(self, theirs: bytes) -> None:
+        """Take the other end's whole greeting. Raises ``ProtocolBroken`` if the ends don't match."""
+
+    def seal(self, frame: bytes) -> bytes:
+        """Return ``frame`` as it is sent."""
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the content of a frame. Raises ``ProtocolBroken`` if it can't be opened."""
+
+
+class PlainCipher:
+    """Cipher of a connection without a cluster secret: frames are sent as they are."""
+
+    overhead = 0
+    ready = True
+    unanswered = False
+
+    def __init__(self) -> None:
+        self.greeting = greeting()
+
+    def greeted(self, theirs: bytes) -> None:
+        """See ``Cipher``. Two ends without a secret greet alike."""
+        if theirs != self.greeting:
+            raise ProtocolBroken(
+                "it has a cluster secret, and this instance none: start both with the same --cluster-secret-file"
+            )
+
+    def seal(self, frame: bytes) -> bytes:
+        """Return ``frame``."""
+        return frame
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return ``sealed``, which is the frame."""
+        return sealed
+
+
+class ConnectionCipher:
+    """Cipher of a connection with a cluster secret.
+
+    ``keys``: keys of the cluster's secrets, the current one first. The dialling end uses the first. The dialled end
+    accepts any, and answers with the one that sealed the first frame.
     """
 
-    def __init__(self, keys: list[bytes], *, dialled: bool) -> None:
+    overhead = SEAL_BYTES
+
+    def __init__(self, keys: Sequence[bytes], *, dialled: bool) -> None:
         self._keys = keys
         self._dialled = dialled
-        self._private = X25519PrivateKey.generate() if keys else None
-        public = self._private.public_key().public_bytes_raw() if self._private is not None else NO_KEY
-        self.greeting = greeting(public)
+        self._private = X25519PrivateKey.generate()
+        self.greeting = greeting(self._private.public_key().public_bytes_raw())
         self._candidates: list[_Ciphers] = []
         self._sent = 0
         self._received = 0
@@ -56,51 +110,32 @@ class ConnectionCipher:
     @property
     def ready(self) -> bool:
         """Whether frames can be sealed: both ends have greeted, and the secret in use is known."""
-        return not self._keys or len(self._candidates) == 1
-
-    @property
-    def overhead(self) -> int:
-        """Length that sealing adds to a frame here, in bytes."""
-        return SEAL_BYTES if self._keys else 0
+        return len(self._candidates) == 1
 
     @property
     def unanswered(self) -> bool:
-        """Whether there is a secret and no frame of the other end has come yet."""
-        return bool(self._keys) and not self._received
+        """Whether no frame of the other end has come yet."""
+        return not self._received
 
     def greeted(self, theirs: bytes) -> None:
         """Derive the keys from the other end's whole greeting. Raises ``ProtocolBroken`` if the ends don't match."""
-        problem = self._agree(theirs[GREETING.size :], theirs)
-        if problem is not None:
-            raise ProtocolBroken(problem)
-
-    def _agree(self, public: bytes, theirs: bytes) -> str | None:
-        if self._private is None:
-            if public == NO_KEY:
-                return None
-            return "it has a cluster secret, and this instance none: start both with the same --cluster-secret-file"
-        if public == NO_KEY:
-            return "it has no cluster secret: start it with this instance's --cluster-secret-file"
         try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError:  # a point that would make the result public
-            return "its key is none"
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs[GREETING.size :]))
+        except ValueError:  # zeros, or another point that would make the result public
+            raise ProtocolBroken(
+                "its key is none: if it has no cluster secret, start it with this instance's --cluster-secret-file"
+            ) from None
         both = self.greeting + theirs if self._dialled else theirs + self.greeting
         keys = self._keys[:1] if self._dialled else self._keys
         self._candidates = [_ciphers(key, shared, both, dialled=self._dialled) for key in keys]
-        return None
 
     def seal(self, frame: bytes) -> bytes:
-        """Return ``frame`` as it is sent: sealed if there is a secret."""
-        if not self._keys:
-            return frame
+        """Return ``frame`` sealed."""
         self._sent += 1
         return self._candidates[0].sending.encrypt(NONCE.pack(self._sent), frame, None)
 
     def open(self, sealed: bytes) -> bytes:
         """Return the content of a frame. Raises ``ProtocolBroken`` if no known secret has sealed it."""
-        if not self._keys:
-            return sealed
         self._received += 1
         for ciphers in self._candidates:
             try:
@@ -110,6 +145,11 @@ class ConnectionCipher:
             self._candidates = [ciphers]
             return frame
         raise ProtocolBroken("it has another cluster secret: give both the same --cluster-secret-file")
+
+
+def make_cipher(keys: Sequence[bytes], *, dialled: bool) -> Cipher:
+    """Return the cipher of a new connection. ``keys`` is empty without a cluster secret."""
+    return ConnectionCipher(keys, dialled=dialled) if keys else PlainCipher()
 
 
 def _ciphers(key: bytes, shared: bytes, greetings: bytes, *, dialled: bool) -> _Ciphers:

@@ -32,7 +32,7 @@ from ...wire import tcp_socket
 from ...wire.listener import BACKLOG, Listener
 from ...wire.reactor import Reactor
 from .connection import ControlConnection
-from .connection_cipher import ConnectionCipher
+from .connection_cipher import Cipher, make_cipher
 from .frames import FRAME_MESSAGES, LONG_FRAME_BYTES, MESSAGES_A_TURN, SHORT_FRAME_BYTES, make_frames
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _Accepted(ControlConnection):
     ``deadline``: latest time of a stranger's Hello. ``sends``: maximum frame size that the peer accepts, in bytes.
     """
 
-    def __init__(self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, identity: int) -> None:
+    def __init__(self, sock: socket.socket, reactor: Reactor, cipher: Cipher, identity: int) -> None:
         super().__init__(sock, reactor, cipher, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
         self.identity = identity
         self.deadline = time.monotonic() + STRANGER_SECONDS
@@ -92,9 +92,7 @@ class _Accepted(ControlConnection):
 class _Dialled(_Accepted):
     """A dialled connection, which is a peer's from the beginning. ``deadline``: latest time of the peer's greeting."""
 
-    def __init__(
-        self, sock: socket.socket, reactor: Reactor, cipher: ConnectionCipher, identity: int, place: str
-    ) -> None:
+    def __init__(self, sock: socket.socket, reactor: Reactor, cipher: Cipher, identity: int, place: str) -> None:
         super().__init__(sock, reactor, cipher, identity)
         self.frame_limit, self.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
         self.deadline = time.monotonic() + DIAL_SECONDS
@@ -152,7 +150,7 @@ class ControlPort:
             tcp_socket.tune(sock, SILENCE_SECONDS)
             tcp_socket.start_connecting(sock, address, port)
             place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-            cipher = ConnectionCipher(self._keys, dialled=True)
+            cipher = make_cipher(self._keys, dialled=True)
             connection = _Dialled(sock, self._reactor, cipher, self._last_identity, place)
         except OSError:
             sock.close()
@@ -286,7 +284,7 @@ class ControlPort:
             self._last_identity += 1
             try:
                 tcp_socket.tune(sock, SILENCE_SECONDS)
-                cipher = ConnectionCipher(self._keys, dialled=False)
+                cipher = make_cipher(self._keys, dialled=False)
                 connection = _Accepted(sock, self._reactor, cipher, self._last_identity)
             except OSError as e:  # a connection that was reset already can't be set up
                 self.refusals.add(f"refused a connection: {e}")
