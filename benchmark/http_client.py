@@ -33,6 +33,17 @@ class BodySink(Protocol):
         """Take bytes that arrived at ``at`` (of the client's clock)."""
 
 
+class _WholeBody:
+    """Sink that keeps a body."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def feed(self, data: bytes, at: float) -> None:
+        """See ``BodySink``."""
+        self.data += data
+
+
 class _TimedConnection(Connection):
     """``now``: when the bytes came that are being parsed."""
 
@@ -47,10 +58,10 @@ class _TimedConnection(Connection):
 
 
 class _Exchange:
-    """One request and its answer: what a ``ResponseReceiver`` is. ``text``: a body that no sink took."""
+    """One request and its answer: what a ``ResponseReceiver`` is. ``error``: the body of another status than 200."""
 
-    def __init__(self, connection: _TimedConnection, sink: BodySink | None) -> None:
-        self.text = bytearray()
+    def __init__(self, connection: _TimedConnection, sink: BodySink) -> None:
+        self.error = bytearray()
         self._connection = connection
         self._sink = sink
         self._status = 0
@@ -72,10 +83,10 @@ class _Exchange:
 
     def take_body(self, data: bytes) -> None:
         """See ``ResponseReceiver``."""
-        if self._status == 200 and self._sink is not None:
+        if self._status == 200:
             self._sink.feed(data, self._connection.now)
         else:
-            self.text += data
+            self.error += data
 
     def take_end(self, error: ClientError | None) -> None:
         """See ``ResponseReceiver``."""
@@ -105,11 +116,11 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Any:
         """Return the JSON that GET ``path`` answers; raises ``RequestError``."""
-        return _parse(path, await self._request(self._message("GET", path, b""), None))
+        return _parse(path, await self._read(self._message("GET", path, b"")))
 
     async def post(self, path: str, body: bytes = b"") -> bytes:
         """Return the answer to POST ``path``; raises ``RequestError``."""
-        return await self._request(self._message("POST", path, body), None)
+        return await self._read(self._message("POST", path, body))
 
     async def post_stream(self, path: str, body: bytes, sink: BodySink) -> None:
         """POST ``body`` and feed the answer to ``sink``; raises ``RequestError`` when it is no 200 or breaks off."""
@@ -123,7 +134,12 @@ class HttpClient:
         own = header_lines([(b"content-type", b"application/json")]) if method == "POST" else b""
         return request_head(method, self._path + path, self._headers, own, len(body)) + body
 
-    async def _request(self, message: bytes, sink: BodySink | None) -> bytes:
+    async def _read(self, message: bytes) -> bytes:
+        body = _WholeBody()
+        await self._request(message, body)
+        return bytes(body.data)
+
+    async def _request(self, message: bytes, sink: BodySink) -> None:
         try:
             while True:
                 kept = self._pool.take_kept()
@@ -140,8 +156,7 @@ class HttpClient:
             raise RequestError(str(e)) from e
         self._pool.give_back(connection)
         if status != 200:
-            raise RequestError(f"HTTP {status}: {exchange.text[:MAX_ERROR_CHARS].decode(errors='replace')}")
-        return bytes(exchange.text)
+            raise RequestError(f"HTTP {status}: {exchange.error[:MAX_ERROR_CHARS].decode(errors='replace')}")
 
 
 def _parse(path: str, body: bytes) -> Any:

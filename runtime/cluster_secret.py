@@ -59,12 +59,12 @@ class RouterKeys(KeyRing):
 
     @classmethod
     def read(cls, path: str | None) -> RouterKeys | None:
-        """Read a file of router keys, or of the secrets that they are derived from; None without one.
+        """Read a file of router keys as ``load`` does; None without one."""
+        return cls.load(path) if path is not None else None
 
-        Raises ``ClusterSecretError``.
-        """
-        if path is None:
-            return None
+    @classmethod
+    def load(cls, path: str) -> RouterKeys:
+        """Read a file of router keys, or of the secrets that they are derived from; raises ``ClusterSecretError``."""
         lines = _lines(OPTION, path)
         given = [line for line in lines if line.startswith(ROUTER_KEY)]
         if not given:

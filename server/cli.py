@@ -142,10 +142,9 @@ def router_key(*, cluster_secret_file: Path) -> int:
         File with the secret, as instances have it. The output is the file for a router's --cluster-secret-file.
     """
     try:
-        keys = RouterKeys.read(str(cluster_secret_file))
+        keys = RouterKeys.load(str(cluster_secret_file))
     except ClusterSecretError as e:
         return refuse("router-key", e)
-    assert keys is not None
     print(keys.text(), end="")
     return 0
 

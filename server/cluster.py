@@ -40,7 +40,7 @@ from ..runtime.signals import STOP, handle_signals
 from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
-from .cluster_process import ClusterProcess
+from .cluster_process import ClusterProcess, ForwardedOutput, LoggedOutput, ProcessOutput
 from .log_folder import LogFolder, LogFolderError
 from .pinned_model import pin_model
 from .supervisor import InstanceFailed, check_address
@@ -58,16 +58,21 @@ class ClusterFailedError(Exception):
     """The cluster can't start or go on; the message says why."""
 
 
+def _process_output(options: ClusterOptions) -> ProcessOutput:
+    if options.log_dir:
+        return LoggedOutput(LogFolder(Path(options.log_dir)))
+    # An object a line, behind a name, would be none; it says itself which process it comes from.
+    return ForwardedOutput(named_lines=options.log_format == "text")
+
+
 class Cluster:
     """See the module. ``run`` is the whole life of a cluster."""
 
     def __init__(self, options: ClusterOptions, plan: ClusterPlan) -> None:
         self._options = options
-        logs = LogFolder(Path(options.log_dir)) if options.log_dir else None
-        # An object a line, behind a name, would be none; it says itself which process it comes from.
-        named = options.log_format == "text"
-        self._instances = [ClusterProcess(p, logs, named_lines=named) for p in plan.instances]
-        self._router = ClusterProcess(plan.router, logs, named_lines=named)
+        output = _process_output(options)
+        self._instances = [ClusterProcess(p, output) for p in plan.instances]
+        self._router = ClusterProcess(plan.router, output)
         self._all = [*self._instances, self._router]
         self._selector = selectors.DefaultSelector()
         self._signals = 0

@@ -14,8 +14,9 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
@@ -35,20 +36,57 @@ MEMORY = 60.0
 """Seconds after which a death is forgotten."""
 
 
-class ClusterProcess:
-    """A planned process: starts it, forwards its output, counts its deaths. Times are ``time.monotonic()``.
+Spawn = Callable[[int | IO[bytes]], subprocess.Popen[bytes]]
+"""Starts a process with this standard output."""
 
-    ``named_lines``: whether each line of its output comes after its name, as lines of text should.
-    """
 
-    def __init__(self, plan: ProcessPlan, logs: LogFolder | None, *, named_lines: bool = True) -> None:
-        self.plan = plan
+class ProcessOutput(Protocol):
+    """Where the output of the cluster's processes goes."""
+
+    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+        """Start the process ``name`` by ``spawn`` and take its output. Raises ``OSError``."""
+
+
+class ForwardedOutput:
+    """Copies output to standard error. ``named_lines``: each line comes after the process's name, as text should."""
+
+    def __init__(self, *, named_lines: bool = True) -> None:
         self._named_lines = named_lines
+
+    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+        """See ``ProcessOutput``."""
+        process = spawn(subprocess.PIPE)
+        assert process.stdout is not None
+        prefix = f"{name:<10} | " if self._named_lines else ""
+        pump = threading.Thread(
+            target=copy_to_stderr, args=(process.stdout, prefix), name=f"log of {name}", daemon=True
+        )
+        pump.start()
+        return process
+
+
+class LoggedOutput:
+    """Writes output to a file for each process."""
+
+    def __init__(self, logs: LogFolder) -> None:
+        self._logs = logs
+
+    def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
+        """See ``ProcessOutput``."""
+        with self._logs.open(f"{name}.log") as log:
+            return spawn(log)
+
+
+class ClusterProcess:
+    """A planned process: starts it and counts its deaths. Times are ``time.monotonic()``."""
+
+    def __init__(self, plan: ProcessPlan, output: ProcessOutput) -> None:
+        self.plan = plan
         self.pidfd = -1
         self.started = 0.0
         self.ready_after: float | None = None
         self.restart_at: float | None = None
-        self._logs = logs
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: deque[float] = deque()
 
@@ -71,28 +109,15 @@ class ClusterProcess:
 
     def start(self) -> None:
         """Start it; ``pidfd`` becomes readable when it ends. Raises ``OSError`` where that or its log file fails."""
-        argv = python_command(*self.plan.argv)
         self.started = time.monotonic()
         self.restart_at = None
-        if self._logs is None:
-            self._process = self._spawn(argv, subprocess.PIPE)
-            assert self._process.stdout is not None
-            pump = threading.Thread(
-                target=copy_to_stderr,
-                args=(self._process.stdout, f"{self.plan.name:<10} | " if self._named_lines else ""),
-                name=f"log of {self.plan.name}",
-            )
-            pump.daemon = True
-            pump.start()
-        else:
-            with self._logs.open(f"{self.plan.name}.log") as log:
-                self._process = self._spawn(argv, log)
+        self._process = self._output.attach(self.plan.name, self._spawn)
         self.pidfd = os.pidfd_open(self._process.pid)
 
-    def _spawn(self, argv: list[str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    def _spawn(self, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         # A process group of its own: Ctrl-C in the terminal reaches only this process, which then ends all in order.
         process = subprocess.Popen(
-            argv,
+            python_command(*self.plan.argv),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -30,10 +30,22 @@ class RendersChats(Protocol):
         """Return the text that the model is to continue; raises ``PromptError``."""
 
 
+class MissingTemplate:
+    """Stands for the chat template of a model that has none."""
+
+    def render(self, chat: Conversation) -> str:
+        """Raise ``PromptError``: conversations can't be rendered."""
+        raise PromptError(
+            "messages",
+            "this model has no chat template; start the server with --chat-template FILE, "
+            "or send the finished prompt as text",
+        )
+
+
 class PromptEncoder:
     """Renders, checks and encodes prompts; raises ``PromptError`` where one can't be served."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: RendersChats | None, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: RendersChats, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._context_length = limits.context_length
@@ -91,12 +103,6 @@ class PromptEncoder:
     def chat_text(self, chat: Conversation) -> str:
         """Render the conversation by the model's template."""
         field = "messages"
-        if self._template is None:
-            raise PromptError(
-                field,
-                "this model has no chat template; start the server with --chat-template FILE, "
-                "or send the finished prompt as text",
-            )
         self._check_size(field, sum(len(message.content) for message in chat.messages))
         return self.checked(field, self._template.render(chat))
 

@@ -36,7 +36,7 @@ class RequestTokenizer:
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        template: RendersChats | None,
+        template: RendersChats,
         limits: ModelLimits,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     ) -> None:

@@ -37,6 +37,7 @@ from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from .chat_renderer import ChatRenderer, Exits, Rendered
 from .options import ServerOptions
+from .prompt_encoder import MissingTemplate
 from .question_thread import QuestionThread
 from .request_tokenizer import NOTHING_RENDERED, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
@@ -56,16 +57,22 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
     source = resolve_model(options.model_path, revision=options.revision, weights=False)
     limits = read_limits(source, options.context_length, options.model_impl)
-    renderer = LimitedTemplate()  # its process starts meanwhile
+    process = LimitedTemplate()  # it starts meanwhile
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
-    if (template := find_chat_template(options, tokenizer)) is not None:
-        renderer.load(template, tokenizer.special_tokens)
-    else:
-        renderer.close()
-    return RequestTokenizer(
-        tokenizer, renderer if template is not None else None, limits, options.max_logprobs_per_request
-    )
+    template = _load_template(process, find_chat_template(options, tokenizer), tokenizer.special_tokens)
+    return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request)
+
+
+def _load_template(
+    process: LimitedTemplate, source: str | None, special_tokens: Mapping[str, str]
+) -> LimitedTemplate | MissingTemplate:
+    """Load the template's source into its process, which ends if there is none. Raises ``TokenizerLoadError``."""
+    if source is None:
+        process.close()
+        return MissingTemplate()
+    process.load(source, special_tokens)
+    return process
 
 
 def route(

@@ -32,7 +32,7 @@ from .metrics.instance_metrics import InstanceMetrics
 from .pages.openapi import make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES
 from .served_model import ServedModel
-from .session_store.session_folder import Sessions, open_sessions
+from .session_store.session_folder import open_sessions
 from .state import HttpState
 
 METHOD_ORDER = (GET, POST, DELETE)
@@ -64,7 +64,7 @@ def make_app(
         model=model or ServedModel(options.model_names, options.model_path),
         field_names=FieldNames(options.unknown_fields),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
-        sessions=Sessions(open_sessions(options)),
+        sessions=open_sessions(options),
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
         aside=Aside(),
         questions=QuestionQueue(),

@@ -17,7 +17,7 @@ from .engine.engine_client import EngineClient
 from .engine.health_check import HealthCheck
 from .engine.question_queue import QuestionQueue
 from .served_model import ServedModel
-from .session_store.session_folder import Sessions
+from .session_store.session_folder import SessionsOff
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HttpState:
     metrics: MetricsPage
     uploads: Uploads
     aside: Aside
-    sessions: Sessions
+    sessions: SessionsOff
     questions: QuestionQueue
     epoch: str
     version: str

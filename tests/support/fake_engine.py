@@ -46,7 +46,9 @@ from pdserve.server.http.app import make_app
 from pdserve.server.http.engine.engine_client import EngineClient
 from pdserve.server.options import ServerOptions
 from support.admin_key import ADMIN_KEY, as_admin
+from support.answer_keys import AnyAnswerKey
 from support.machine import limit
+from support.sim import Sent
 
 T = TypeVar("T")
 PROMPT_TOKENS, CACHED_TOKENS, MAX_OUTPUT = 7, 4, 16
@@ -65,8 +67,11 @@ class FakeEngine:
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
         self.options = ServerOptions(**options)
+        self.to_supervisor = Sent()
         self.client = EngineClient(
             self,
+            self.to_supervisor,
+            answer_keys=AnyAnswerKey(),
             mode=self.options.disaggregation_mode,
             cache_by_key=caches_by_key(self.options),
             max_logprobs=self.options.max_logprobs_per_request,

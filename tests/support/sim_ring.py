@@ -26,9 +26,11 @@ from pdserve.model_files.text.byte_table import ByteTable
 from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine.engine_client import EngineClient
+from pdserve.server.prompt_encoder import MissingTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import deliver as deliver_in
 from pdserve.server.tokenizer_process import route as route_in
+from support.answer_keys import AnyAnswerKey
 from support.machine import limit
 from support.rendering import rendered
 from support.sim import VOCAB, Sent, SimInstance, make_options
@@ -75,9 +77,9 @@ class SimRing(SimInstance):
     def __init__(self, **options: Any) -> None:
         super().__init__(make_options(**options))
         tokenizer = SimTokenizer()
-        self.tokenizer = RequestTokenizer(tokenizer, None, ModelLimits(CONTEXT, VOCAB))
+        self.tokenizer = RequestTokenizer(tokenizer, MissingTemplate(), ModelLimits(CONTEXT, VOCAB))
         self.detokenizer = Detokenizer(make_decoder_factory(tokenizer))
-        self.client = EngineClient(self)
+        self.client = EngineClient(self, Sent(), answer_keys=AnyAnswerKey())
         self.app = make_app(self.options, self.client, epoch="ring")
         self.texts = 0
         self.limits = {"tokenizer": Sent(), "scheduler": Sent(), "detokenizer": self.to_detokenizer, "http": Sent()}

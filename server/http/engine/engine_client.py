@@ -25,15 +25,14 @@ from ....messages.requests import AbortReq
 from ....messages.routes import ToHttp
 from ....messages.sessions import ReleaseReq, ResumeReq, SessionState
 from ....messages.too_large import explain
-from ....runtime.answer_keys import AnswerKeys
-from ....runtime.web.cluster_auth import ClusterClient
+from ....runtime.web.cluster_auth import OPEN_CLUSTER, ClusterAccess
 from ....runtime.web.keys import ANYBODY, Caller
 from ....runtime.web.moved_answer import Ticket
 from ..errors import AnswerMoved, ApiError, bad_request
 from .held_bytes import HeldBytes
 from .live_requests import LiveRequest, LiveRequests
 from .logprob_account import LogprobAccount
-from .moved_answers import MovedAnswers
+from .moved_answers import MovedAnswers, RecognizesKeys
 from .plan import PromptPlan
 from .question_client import QuestionClient
 from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
@@ -57,12 +56,12 @@ class EngineClient:
     def __init__(
         self,
         tokenizer: SendsMessages,
-        supervisor: SendsMessages | None = None,
+        supervisor: SendsMessages,
         mode: str = "unified",
         *,
+        answer_keys: RecognizesKeys,
         cache_by_key: bool = False,
-        answer_keys: AnswerKeys | None = None,
-        cluster: ClusterClient | None = None,
+        cluster: ClusterAccess = OPEN_CLUSTER,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         max_logprobs: int | None = None,
         max_requests: int | None = None,
@@ -299,8 +298,7 @@ class EngineClient:
         self._report(StopAsked(to))
 
     def _report(self, message: Drained | StopAsked) -> None:
-        if self._supervisor is not None:
-            self._supervisor.send(message)
+        self._supervisor.send(message)
 
     def _ended(self, rid: str) -> LiveRequest | None:
         """Forget a request that the engine has ended; return what waited for it."""

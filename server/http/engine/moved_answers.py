@@ -10,17 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ....messages.moves import ReqArrived, ReqMoved
 from ....messages.outputs import FinishReason, FinishType, ReqText, TextBatch
-from ....runtime.answer_keys import AnswerKeys
 from ....runtime.web.client.client import HttpClient
 from ....runtime.web.client.errors import ClientError
 from ....runtime.web.client.events import EventBuffer
-from ....runtime.web.cluster_auth import ClusterClient
+from ....runtime.web.cluster_auth import OPEN_CLUSTER, ClusterAccess
 from ....runtime.web.moved_answer import MOVED_PATH, TICKET, Ticket
 from ....runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from ..errors import ApiError
@@ -79,18 +78,24 @@ class _Relay(NamedTuple):
     on_text: OnText
 
 
+class RecognizesKeys(Protocol):
+    """Interface to ``AnswerKeys``."""
+
+    def is_genuine(self, key: str) -> bool:
+        """Return whether the key may belong to an answer that is yet to come."""
+
+
 class MovedAnswers:
     """Moved answers that wait to be read here, and those relayed from elsewhere. Event-loop thread only."""
 
     def __init__(
         self,
         account: LogprobAccount,
-        keys: AnswerKeys | None = None,
-        cluster: ClusterClient | None = None,
+        keys: RecognizesKeys,
+        cluster: ClusterAccess = OPEN_CLUSTER,
     ) -> None:
         self._account = account
         self._keys = keys
-        """Recognises genuine keys. None: any key may belong to an answer that is yet to come."""
         self._parked: dict[str, _ParkedAnswer] = {}
         self._awaited: dict[str, asyncio.Event] = {}
         self._relays: dict[str, _Relay] = {}
@@ -121,7 +126,7 @@ class MovedAnswers:
 
     async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool, keeps_sent: bool = True) -> Submission:
         """Return the answer of a ticket, without what its client has already received. Raises ``ApiError`` 404."""
-        if ticket.key not in self._parked and (self._keys is None or self._keys.is_genuine(ticket.key)):
+        if ticket.key not in self._parked and self._keys.is_genuine(ticket.key):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ARRIVAL_SECONDS):

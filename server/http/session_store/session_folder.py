@@ -20,38 +20,48 @@ OFF = "sessions are off: start the server with --kv-sessions-dir FOLDER"
 T = TypeVar("T")
 
 
-def open_sessions(options: ServerOptions) -> SessionFiles | None:
-    """Open the folder that the options name; None if they name none. Raises ``SessionError``."""
+def open_sessions(options: ServerOptions) -> SessionsOff:
+    """Open the folder that the options name, if they name one. Raises ``SessionError``."""
     if options.kv_sessions_dir is None:
-        return None
+        return SessionsOff()
     limits = SessionLimits(
         int(options.kv_sessions_size * GB), int(options.kv_sessions_quota * GB), options.kv_sessions_ttl * HOUR
     )
     try:
-        return SessionFiles(Path(options.kv_sessions_dir).expanduser(), limits)
+        return Sessions(SessionFiles(Path(options.kv_sessions_dir).expanduser(), limits))
     except OSError as e:
         raise SessionError(503, f"--kv-sessions-dir {options.kv_sessions_dir}: {e.strerror or e}") from e
 
 
-class Sessions:
-    """Access to the files from the event loop: ``run`` calls one of their methods in a thread."""
-
-    def __init__(self, files: SessionFiles | None) -> None:
-        self._files = files
-        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
+class SessionsOff:
+    """The folder of a server without sessions."""
 
     @property
     def files(self) -> SessionFiles:
-        """Return the files. Raises ``ApiError`` if sessions are off."""
-        if self._files is None:
-            raise ApiError(501, OFF)
+        """Raise ``ApiError`` 501."""
+        raise ApiError(501, OFF)
+
+    async def run(self, call: Callable[[SessionFiles], T]) -> T:
+        """Raise ``ApiError`` 501."""
+        return call(self.files)
+
+
+class Sessions(SessionsOff):
+    """Access to the files from the event loop: ``run`` calls one of their methods in a thread."""
+
+    def __init__(self, files: SessionFiles) -> None:
+        self._files = files
+        self._running = asyncio.Semaphore(MOST_AT_ONCE)
+
+    @property
+    def files(self) -> SessionFiles:
+        """The files."""
         return self._files
 
     async def run(self, call: Callable[[SessionFiles], T]) -> T:
         """Call ``call`` with the files, in a thread. A ``SessionError`` is raised as ``ApiError``."""
-        files = self.files
-        async with self._turns:
+        async with self._running:
             try:
-                return await asyncio.to_thread(call, files)
+                return await asyncio.to_thread(call, self._files)
             except SessionError as e:
                 raise ApiError(e.status, str(e)) from None

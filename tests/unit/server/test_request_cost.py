@@ -27,6 +27,7 @@ from pdserve.server.http.engine import request_batch
 from pdserve.server.http.engine.request_batch import SLICE_CHOICES
 from pdserve.server.http.generation import engine_response
 from pdserve.server.http.parsing import parse_json
+from pdserve.server.prompt_encoder import MissingTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
 
 UNSET = 2**31 - 1
@@ -38,7 +39,7 @@ UNSET = 2**31 - 1
 def tokenized(
     limit: int, logprobs: LogprobOptions | None, prompt: int = 100, n: int = 1, max_new_tokens: int = 10
 ) -> GenerateReq | ReqError:
-    tokenizer = RequestTokenizer(SimTokenizer(), None, ModelLimits(CONTEXT, VOCAB), limit)
+    tokenizer = RequestTokenizer(SimTokenizer(), MissingTemplate(), ModelLimits(CONTEXT, VOCAB), limit)
     sampling = SamplingParams(seed=1, max_new_tokens=max_new_tokens)
     forks = [f"a-{i}" for i in range(1, n)]
     [answer] = tokenizer.tokenize(
@@ -290,7 +291,7 @@ class Counting(SimTokenizer):
 def test_each_token_is_read_once_at_most_however_often_it_is_asked_for(has_table: bool, decoded: int) -> None:
     counting = Counting()
     counting.has_table = has_table
-    questions = RequestTokenizer(counting, None, ModelLimits(CONTEXT, VOCAB)).questions
+    questions = RequestTokenizer(counting, MissingTemplate(), ModelLimits(CONTEXT, VOCAB)).questions
     for i in range(3):
         answer = questions.answer(EncodeReq(texts=["abcab" * 20, "cab"], pieces=True, id=i))
         assert isinstance(answer, Encoded)

@@ -21,7 +21,7 @@ from pdserve.runtime.web.keys import SCOPE_KEY, Caller
 from pdserve.server.http.engine.question_queue import MAX_WAITING, MAX_WAITING_WORK, SHORT, QuestionQueue
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.text.schemas import MAX_CHARACTERS
-from pdserve.server.prompt_encoder import PIECE_CHARACTERS, PromptEncoder
+from pdserve.server.prompt_encoder import PIECE_CHARACTERS, MissingTemplate, PromptEncoder
 from pdserve.server.question_thread import FAILED, QuestionThread
 from pdserve.server.text_questions import MAX_TOKENS, TextQuestions
 
@@ -47,7 +47,7 @@ class Counting(SimTokenizer):
 
 def answer(question: EncodeReq, context_length: int = 64) -> tuple[Encoded, list[int]]:
     tokenizer, limits = Counting(), ModelLimits(context_length, VOCAB)
-    told = TextQuestions(PromptEncoder(tokenizer, None, limits), tokenizer, limits).answer(question)
+    told = TextQuestions(PromptEncoder(tokenizer, MissingTemplate(), limits), tokenizer, limits).answer(question)
     assert isinstance(told, Encoded)
     return told, tokenizer.given
 

@@ -27,6 +27,7 @@ from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.server import prompt_encoder
 from pdserve.server.options import ServerOptions
+from pdserve.server.prompt_encoder import MissingTemplate
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route
 
@@ -159,7 +160,7 @@ def test_a_huge_text_that_arrives_as_utf8_is_refused_as_it_is(requests, monkeypa
 
 
 def test_a_huge_text_is_refused_without_tokenizing_it(smollm, monkeypatch):
-    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, VOCAB))
+    requests = RequestTokenizer(smollm, MissingTemplate(), ModelLimits(CONTEXT, VOCAB))
     encoded = []
     monkeypatch.setattr(smollm, "encode_batch", lambda texts, **_: encoded.append(texts))
     assert isinstance(one(requests, text="é" * (CONTEXT * smollm.max_token_bytes // 2 + 1)), ReqError)
@@ -187,7 +188,7 @@ def test_the_longest_text_that_could_fit_is_tokenized(requests, smollm):
 
 
 def test_no_chat_template_says_what_to_do(smollm):
-    out = one(RequestTokenizer(smollm, None, ModelLimits(CONTEXT, VOCAB)), chat=chat("hi"))
+    out = one(RequestTokenizer(smollm, MissingTemplate(), ModelLimits(CONTEXT, VOCAB)), chat=chat("hi"))
     assert (out.status, out.field) == (400, "messages")
     assert "--chat-template" in out.message
 
@@ -211,12 +212,12 @@ def test_stop_ids_are_the_models_own_and_the_requests(requests):
 
 
 def test_an_end_of_text_that_the_model_has_no_weights_for_is_left_out(smollm):
-    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, 2))
+    requests = RequestTokenizer(smollm, MissingTemplate(), ModelLimits(CONTEXT, 2))
     assert one(requests, input_ids=[1]).stop_ids == ()
 
 
 def test_a_text_whose_tokens_the_model_has_no_weights_for_is_refused(smollm):
-    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, 20))
+    requests = RequestTokenizer(smollm, MissingTemplate(), ModelLimits(CONTEXT, 20))
     assert isinstance(one(requests, text="Hello"), ReqError)
 
 
