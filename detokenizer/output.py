@@ -15,7 +15,7 @@ from .request_decoder import RequestDecoder
 from .stop_strings import StopMatcher
 
 
-class Piece(NamedTuple):
+class DecodedText(NamedTuple):
     """Text of an item's first ``tokens`` tokens. ``matched`` is the stop string that the last of them completed."""
 
     text: str
@@ -39,11 +39,11 @@ class Output(ABC):
         """Decode an item that has only tokens. The result has a finish if they complete a stop string."""
 
     @abstractmethod
-    def read(self, token_ids: Sequence[int]) -> Piece:
+    def read(self, token_ids: Sequence[int]) -> DecodedText:
         """Decode tokens, up to the one that completes a stop string."""
 
     @abstractmethod
-    def read_each(self, token_ids: Sequence[int]) -> Piece:
+    def read_each(self, token_ids: Sequence[int]) -> DecodedText:
         """Decode tokens as ``read`` does, and count the characters of each."""
 
     @abstractmethod
@@ -60,14 +60,14 @@ class PlainOutput(Output):
         """See ``Output``."""
         return ReqText(item.rid, self._decoder.decode(item.token_ids), item.token_ids, meta=item.meta)
 
-    def read(self, token_ids: Sequence[int]) -> Piece:
+    def read(self, token_ids: Sequence[int]) -> DecodedText:
         """See ``Output``."""
-        return Piece(self._decoder.decode(token_ids), len(token_ids))
+        return DecodedText(self._decoder.decode(token_ids), len(token_ids))
 
-    def read_each(self, token_ids: Sequence[int]) -> Piece:
+    def read_each(self, token_ids: Sequence[int]) -> DecodedText:
         """See ``Output``."""
         texts = [self._decoder.decode([token_id]) for token_id in token_ids]
-        return Piece("".join(texts), len(token_ids), chars=[len(text) for text in texts])
+        return DecodedText("".join(texts), len(token_ids), chars=[len(text) for text in texts])
 
     def flush(self) -> str:
         """Return "": nothing is held back."""
@@ -92,11 +92,11 @@ class StoppableOutput(Output):
             return ReqText(item.rid, piece.text, item.token_ids[: piece.tokens], finish, item.meta)
         return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta if item.init is not None else None)
 
-    def read(self, token_ids: Sequence[int]) -> Piece:
+    def read(self, token_ids: Sequence[int]) -> DecodedText:
         """See ``Output``."""
         return self.read_each(token_ids)
 
-    def read_each(self, token_ids: Sequence[int]) -> Piece:
+    def read_each(self, token_ids: Sequence[int]) -> DecodedText:
         """See ``Output``."""
         texts, chars = [], []
         for token_id in token_ids:
@@ -106,8 +106,8 @@ class StoppableOutput(Output):
             self._unstoppable -= self._unstoppable > 0
             texts.append(released.text)
             if released.matched is not None:
-                return Piece("".join(texts), len(chars), released.matched, chars)
-        return Piece("".join(texts), len(chars), None, chars)
+                return DecodedText("".join(texts), len(chars), released.matched, chars)
+        return DecodedText("".join(texts), len(chars), None, chars)
 
     def flush(self) -> str:
         """See ``Output``."""
