@@ -1,8 +1,9 @@
 """Attention in plain torch: correct for any mix of prefill chunks and decode steps, on every device.
 
-A pass's entries part in two. Entries of one token (decode steps, in the main) run as one padded batch: their pages are
-gathered into [B, S] lanes, and the query heads that share a KV head stand in the query dimension, so that K and V are
-never repeated. Longer entries run one by one, in blocks of queries that see no more keys than causality allows.
+A pass's entries part in two. Entries of one token (decode steps, in the main) run as padded batches of a bounded size.
+Their pages are gathered into [B, S] lanes. The query heads that share a KV head stand in the query dimension, so that K
+and V are never repeated. Longer entries run one by one, in blocks of queries that see no more keys than causality
+allows.
 
 Shapes: T tokens of the pass, B entries of one token, S gathered lanes (whole pages), H heads, K KV heads, G = H / K,
 D head_dim.
@@ -28,6 +29,8 @@ from .base import AttentionBackend
 from .group_pools import group_pools, groups_of_layers
 
 QUERY_BLOCK = 128
+MOST_LANES = 1 << 17
+"""Maximum gathered lanes of entries of one token that run together, a longer context by itself aside."""
 
 
 RowPages = list[Tensor]
@@ -40,6 +43,8 @@ class DecodePlan(NamedTuple):
     tokens: Tensor
     pages: RowPages
     kv_lens: Tensor
+    masks: dict[int | None, Tensor]
+    """Masks that layers have asked for, by window."""
 
 
 class ExtendPlan(NamedTuple):
@@ -65,9 +70,8 @@ class TorchAttention(AttentionBackend):
         self._page_size = pool.layout.page_size
         self._dtype = dtype
         self._token_rows: list[Tensor] = []
-        self._decode: DecodePlan | None = None
+        self._decodes: list[DecodePlan] = []
         self._extends: list[ExtendPlan] = []
-        self._decode_masks: dict[int | None, Tensor] = {}
         self._extend_masks: dict[int | None, Tensor] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -78,9 +82,9 @@ class TorchAttention(AttentionBackend):
             firsts.append(firsts[-1] + q_len)
         lens = [self._dense_len(batch, b) for b in range(len(batch.q_lens))]
         short = [b for b, q_len in enumerate(lens) if q_len == 1]
-        self._decode = self._plan_decode(batch, short, [firsts[b] for b in short]) if short else None
+        pieces = _divide(short, batch.starts)
+        self._decodes = [self._plan_decode(batch, entries, [firsts[b] for b in entries]) for entries in pieces]
         self._extends = [self._plan_extend(batch, b, firsts[b], q_len) for b, q_len in enumerate(lens) if q_len > 1]
-        self._decode_masks.clear()
         self._extend_masks.clear()
 
     def forward(
@@ -95,12 +99,11 @@ class TorchAttention(AttentionBackend):
         """See the base class."""
         group = self._group_of[layer]
         self._groups[group].pool.store(layer, self._token_rows[group], k, v)
-        if self._decode is not None and len(self._decode.tokens) == len(q):
-            return self._run_decode(layer, self._decode, q, spec, sinks).flatten(1)
+        if len(self._decodes) == 1 and len(self._decodes[0].tokens) == len(q):
+            return self._run_decode(layer, self._decodes[0], q, spec, sinks).flatten(1)
         out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
-        if self._decode is not None:
-            tokens = self._decode.tokens
-            out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens], spec, sinks)
+        for plan in self._decodes:
+            out_THD[plan.tokens] = self._run_decode(layer, plan, q[plan.tokens], spec, sinks)
         for entry in self._extends:
             span = slice(entry.first, entry.first + entry.q_len)
             self._run_extend(layer, entry, q[span], out_THD[span], spec, sinks)
@@ -114,7 +117,7 @@ class TorchAttention(AttentionBackend):
         index = torch.tensor(tokens, device=batch.input_ids.device)
         kv_lens = batch.positions[index] + 1
         pages = self._decode_pages(batch, entries, kv_lens, max(batch.starts[b] + 1 for b in entries))
-        return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens)
+        return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens, {})
 
     def _decode_pages(self, batch: ForwardBatch, entries: list[int], kv_lens: Tensor, longest: int) -> Tensor:
         """[B, S / page_size]: of a token of each of ``entries``, which sees ``kv_lens`` [B] tokens."""
@@ -179,20 +182,34 @@ class TorchAttention(AttentionBackend):
 
     def _decode_mask(self, plan: DecodePlan, lanes: int, window: int | None) -> Tensor:
         """[B, 1, 1, S]."""
-        if window not in self._decode_masks:
+        if window not in plan.masks:
             lane = torch.arange(lanes, device=plan.kv_lens.device)
             hidden = lane >= plan.kv_lens[:, None]
             if window is not None:
                 hidden |= lane < plan.kv_lens[:, None] - window
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-            self._decode_masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return self._decode_masks[window]
+            plan.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return plan.masks[window]
 
     def _extend_mask(self, window: int | None, device: torch.device) -> Tensor:
         if window not in self._extend_masks:
             longest = max(entry.kv_len for entry in self._extends)
             self._extend_masks[window] = _causal_mask(longest, window, self._dtype, device)
         return self._extend_masks[window]
+
+
+def _divide(entries: list[int], starts: list[int]) -> list[list[int]]:
+    """Divide entries of one token into pieces: of up to ``MOST_LANES`` padded lanes, or of one entry."""
+    pieces: list[list[int]] = []
+    longest = 0
+    for entry in entries:
+        longest = max(longest, starts[entry] + 1)
+        if pieces and (len(pieces[-1]) + 1) * longest <= MOST_LANES:
+            pieces[-1].append(entry)
+        else:
+            pieces.append([entry])
+            longest = starts[entry] + 1
+    return pieces
 
 
 def _window(spec: AttentionSpec | MLASpec) -> int | None:

@@ -152,9 +152,14 @@ class CudaDevice(Device):
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
-        # Other threads (a transfer's) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-            output = run()
+        try:
+            # Other threads (a transfer's) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+                output = run()
+        except RuntimeError as e:
+            # The end of a broken capture raises an error of its own, which hides the first one.
+            first = e.__context__
+            raise (first if isinstance(first, torch.OutOfMemoryError) else e) from None
         return _CudaGraph(graph, output)
 
     def forget_graphs(self) -> None:

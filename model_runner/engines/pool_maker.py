@@ -52,9 +52,9 @@ class PoolMaker:
     def measure_steps(self, make_engine: Callable[[Pools], AttentionEngine]) -> int:
         """Return the bytes of an accelerator that steps take, by steps over pools of page 0 alone.
 
-        0 if nothing is measured: on a CPU, or if the size of the pool is given.
+        0 on a CPU, where nothing is measured.
         """
-        if not self.device.beside or self.options.max_total_tokens is not None:
+        if not self.device.beside:
             return 0
         try:
             step_bytes = self._measure(make_engine)
@@ -91,13 +91,13 @@ class PoolMaker:
         def make() -> tuple[StepRunner, StepSizes]:
             engine = make_engine(pools)
             graphs.extend(engine.graph_sizes)
-            # Graphs share their memory, and the largest takes most.
+            # Graphs share their memory, and the largest takes most. The allocator does not know of the driver's part.
             engine.graph_sizes = engine.graph_sizes[-1:]
             sizes = StepSizes.of(options, device.torch.type, context_length, gathers=engine.gathers)
             model = _Trial(self.vocab_size, context_length, device, pools, engine)
             return StepRunner(model, options.max_running_requests), sizes
 
-        return bytes_of_steps(device, make) + len(graphs[1:]) * GRAPH_BYTES
+        return bytes_of_steps(device, make) + len(graphs) * GRAPH_BYTES
 
     def _plan(self, step_bytes: int, weight_bytes: int) -> PoolPlan:
         memory, kind = self.device.memory(), self.device.torch.type

@@ -32,7 +32,7 @@ ANY_MEMORY = Memory(1 << 62, 1 << 62)
 class PoolRequest(NamedTuple):
     """What the options ask for; ``most_tokens`` is what all running requests could ever fill.
 
-    ``step_bytes``: what is taken of an accelerator after the pool (``step_memory.py``); 0: it was not measured.
+    ``step_bytes``: what is taken of an accelerator after the pool (``step_memory.py``); 0 on a CPU.
     """
 
     max_total_tokens: int | None
@@ -168,9 +168,10 @@ def choose_pool_tokens(
             "--mem-fraction-static, free memory, or set --max-total-tokens"
         )
     needed = (kept + 1) * kept_bytes + (windowed + 1) * window_bytes
-    if needed > memory.free:
+    if needed + request.step_bytes > memory.free:
         raise NotEnoughMemory(
-            f"--max-total-tokens {kept * size} takes {needed / GIB:.2f} GiB, but {memory.free / GIB:.2f} GiB are free"
+            f"--max-total-tokens {kept * size} takes {needed / GIB:.2f} GiB{_beside_steps(request)}, but "
+            f"{memory.free / GIB:.2f} GiB are free"
         )
     return PoolTokens(kept * size, windowed * size)
 
@@ -189,23 +190,28 @@ def choose_max_total_tokens(
             raise NotEnoughMemory(
                 f"--max-total-tokens {request.max_total_tokens} is less than a page ({page_size} tokens)"
             )
-        if (pages + 1) * page_bytes > memory.free:
+        room = memory.free - request.step_bytes
+        if (pages + 1) * page_bytes > room:
             raise NotEnoughMemory(
-                f"--max-total-tokens {request.max_total_tokens} takes {(pages + 1) * page_bytes / GIB:.2f} GiB, but "
-                f"{memory.free / GIB:.2f} GiB are free; choose at most {(memory.free // page_bytes - 1) * page_size}"
+                f"--max-total-tokens {request.max_total_tokens} takes {(pages + 1) * page_bytes / GIB:.2f} GiB"
+                f"{_beside_steps(request)}, but {memory.free / GIB:.2f} GiB are free; choose at most "
+                f"{max(0, room // page_bytes - 1) * page_size}"
             )
         return pages * page_size
     budget = _budget(request, weight_bytes, memory, device_type)
     # Page 0 takes its share, too.
     pages = min(budget // page_bytes - 1, -(-request.most_tokens // page_size))
     if pages < 1:
-        steps = f" and {request.step_bytes / GIB:.2f} GiB that steps take" if request.step_bytes else ""
         raise NotEnoughMemory(
             f"--mem-fraction-static {_fraction(request, device_type)} of {memory.total / GIB:.2f} GiB leaves no room "
-            f"for a KV pool beside {weight_bytes / GIB:.2f} GiB of weights{steps} ({memory.free / GIB:.2f} GiB are "
-            "free); raise it, free memory, or set --max-total-tokens"
+            f"for a KV pool beside {weight_bytes / GIB:.2f} GiB of weights{_beside_steps(request)} "
+            f"({memory.free / GIB:.2f} GiB are free); raise it, free memory, or set --max-total-tokens"
         )
     return pages * page_size
+
+
+def _beside_steps(request: PoolRequest) -> str:
+    return f" and {request.step_bytes / GIB:.2f} GiB that steps take" if request.step_bytes else ""
 
 
 def _fraction(request: PoolRequest, device_type: str) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..batch.forward_batch import ForwardBatch
 from ..device.base import Device, Graph
+from ..errors import NotEnoughMemory
 from ..models.decoder import Decoder
 from ..models.group import alone
 from ..options import WorkerOptions
@@ -103,18 +104,29 @@ class DecodeGraphs:
         """
 
     def capture(self, batch_of: Callable[[int], ForwardBatch]) -> None:
-        """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay."""
+        """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay.
+
+        Raises ``NotEnoughMemory``.
+        """
         begin = time.monotonic()
         for size in reversed(self._sizes):
-            batch = batch_of(size)
-            self._model.prepare(batch)
-            # Whatever is compiled, tuned or allocated at first use must be so before.
-            logits_SV = self._model.compute(batch)
-            if self._logits is None:
-                self._logits = torch.empty_like(logits_SV)
-            graph = self._device.capture(partial(self._compute, batch, self._logits[: len(logits_SV)]))
-            self._graphs[size] = _Captured(graph, batch)
+            try:
+                self._graphs[size] = self._capture(batch_of(size))
+            except torch.OutOfMemoryError as e:
+                self.drop()
+                raise NotEnoughMemory(
+                    f"the CUDA graph of {size} decodes does not fit into the GPU's memory: lower --cuda-graph-max-bs, "
+                    f"--mem-fraction-static or --max-total-tokens, or set --disable-cuda-graph ({e})"
+                ) from None
         log.info("captured %d graphs of decode steps in %.1f s", len(self._graphs), time.monotonic() - begin)
+
+    def _capture(self, batch: ForwardBatch) -> _Captured:
+        self._model.prepare(batch)
+        # Whatever is compiled, tuned or allocated at first use must be so before.
+        logits_SV = self._model.compute(batch)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits_SV)
+        return _Captured(self._device.capture(partial(self._compute, batch, self._logits[: len(logits_SV)])), batch)
 
     def _compute(self, batch: ForwardBatch, out_SV: Tensor) -> Tensor:
         return out_SV.copy_(self._model.compute(batch))

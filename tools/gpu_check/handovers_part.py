@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,12 @@ from .part import Part, run_group
 from .record import Check, Finding
 from .servers import ask, generate, serve
 from .token_checks import LENGTH, Asked, compare, compiled_kernels, judge, make_asked, without_compiles
+
+GIB = 1 << 30
+SHARE_BYTES = 4 * GIB
+"""Memory of the GPU for each instance of a cluster."""
+CLUSTER_ROWS = 1024
+"""Running requests for which an instance would take a pool of twice its share (2,063 tokens of 4 KiB each)."""
 
 
 class Sides(NamedTuple):
@@ -115,19 +121,30 @@ def check_pair(part: Part, sides: Sides, asked: Asked) -> Finding:
 
 def check_cluster(part: Part, asked: Asked) -> Finding:
     """Compare the tokens of ``pdserve up``. Its instances share the GPU's memory by their own rules."""
-    args = [*asked.on(part.device.type), "--attention-backend", "torch" if part.dry_run else "triton"]
-    if not part.dry_run:
-        at = args.index("--max-total-tokens")
-        del args[at : at + 2]  # how large the pools are is up to the instances
+    if part.dry_run:
+        with serve([*asked.on("cpu"), "--attention-backend", "torch"], asked.log("up"), command="up") as router:
+            found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
+        return judge(found, asked.reference, 1.0, "through the router")
+    args = [*asked.on(part.device.type), "--attention-backend", "triton", "--max-running-requests", str(CLUSTER_ROWS)]
+    at = args.index("--max-total-tokens")
+    # How large the pools are is up to the instances.
+    args[at : at + 2] = ["--mem-fraction-static", f"{2 * SHARE_BYTES / torch.cuda.mem_get_info()[1]:.4f}"]
     with serve(args, asked.log("up"), command="up") as router:
         found = [generate(router, prompt, LENGTH) for prompt in asked.prompts]
-        used = "" if part.dry_run else _used()
-    return judge(found, asked.reference, 1.0, f"through the router{used}")
+        instances = ask(f"{router}/server_info")["instances"]
+    finding = judge(found, asked.reference, 1.0, "through the router")
+    shares = judge_shares([instance["info"]["memory"] for instance in instances])
+    figure, wanted = f"{finding.figure}, {shares.figure}", f"{finding.asked}, {shares.asked}"
+    return Finding("", figure, wanted, bool(finding.ok and shares.ok))
 
 
-def _used() -> str:
-    free, total = torch.cuda.mem_get_info()
-    return f", {(total - free) / total:.0%} of the GPU's memory in use"
+def judge_shares(memories: Sequence[Mapping[str, int]]) -> Finding:
+    """Hold the memory of two instances, as they tell it, against the share that each was given."""
+    taken = [memory["weights"] + memory["kv_pool"] + memory["window_pool"] for memory in memories]
+    is_share = all(SHARE_BYTES / 2 <= nbytes <= SHARE_BYTES for nbytes in taken)
+    figure = f"weights and pools of {' and '.join(f'{nbytes / GIB:.2f}' for nbytes in taken)} GiB"
+    asked = f"two equal ones of {SHARE_BYTES / 2 / GIB:.0f} to {SHARE_BYTES / GIB:.0f} GiB"
+    return Finding("", figure, asked, len(taken) == 2 and is_share and max(taken) <= 1.1 * min(taken))
 
 
 def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:

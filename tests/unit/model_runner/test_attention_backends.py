@@ -21,6 +21,7 @@ from support.attention_reference import (
 from support.kv_pages import as_stored, make_pool_layout, values_of
 from support.layouts import latent_layout, uniform_layout
 
+from pdserve.model_runner.attention import torch_backend
 from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -120,6 +121,35 @@ def test_latent_rows_are_keys_and_values(
         plain = replace(PLAIN, scale=LATENT.scale)
         whole = attend_in_float64(batch, kept, layer, q, plain, None).view(total, HEADS, dim)[..., :DIM]
         torch.testing.assert_close(out.double(), whole.flatten(1), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("q_lens", [[1] * 6, [1, 1, 9, 1, 1, 1]], ids=["decodes", "mixed"])
+def test_torch_gathers_contexts_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch, q_lens: list[int]) -> None:
+    """Contexts of many rows are gathered in pieces, and the result does not depend on that."""
+    batch, page_size = make_batch([31, 20, 2, 100, 7, 30], q_lens, 4), 4
+    pool = MHATokenToKVPool(
+        make_pool_layout(page_size, LAYERS, KV_HEADS, DIM, torch.float32), PAGES, torch.device("cpu")
+    )
+    pool.data.normal_()
+    q, k, v = (torch.randn(batch.num_tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    found, gathered = [], []
+    gather = pool.gather
+
+    def noted(layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered.append(len(pages) * page_size)
+        return gather(layer, pages)
+
+    monkeypatch.setattr(pool, "gather", noted)
+    for most in (torch_backend.MOST_LANES, 64):
+        monkeypatch.setattr(torch_backend, "MOST_LANES", most)
+        gathered.clear()
+        attention = make_attention_backend("torch", BackendNeeds([pool], torch.float32))
+        attention.plan(batch)
+        found.append(attention.forward(0, q, k, v, SPECS["window"]))
+    # One context is longer than the bound, and is gathered by itself.
+    assert max(gathered) <= 104
+    assert len(gathered) > 2
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-6)
 
 
 def test_unknown_backend_is_named() -> None:

@@ -18,6 +18,8 @@ from pdserve.model_runner.device.base import HostSync
 from pdserve.model_runner.engines import load, weights
 from pdserve.model_runner.engines import torch as torch_engine
 from pdserve.model_runner.engines.loaded import LoadedModel
+from pdserve.model_runner.engines.pool_maker import PoolMaker
+from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.ops.torch_ops import TorchOps
 from pdserve.model_runner.page_mover import NoPageMover
@@ -63,6 +65,8 @@ def device() -> Iterator[RecordingDevice]:
 def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> LoadedModel:
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
     monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:2]))
+    # The device has recorded nothing when the model is there.
+    monkeypatch.setattr(PoolMaker, "measure_steps", lambda *_args: 0)
     options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
     return make_model(folder, **options)
 
@@ -276,3 +280,21 @@ def test_what_a_graph_reads_of_the_host_is_frozen_and_a_wait_is_an_error(device)
         graphs.capture(lambda size: Batch())
     graphs.drop()
     assert graphs.size_for(1) is None
+
+
+def test_a_graph_that_does_not_fit_says_what_to_lower(folder: Path, device: RecordingDevice, monkeypatch) -> None:
+    steps = StepRunner(recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,2"), ROWS)
+    capture, sizes = device.capture, []
+
+    def full(run):
+        if sizes:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+        sizes.append(2)
+        return capture(run)
+
+    monkeypatch.setattr(device, "capture", full)
+    with pytest.raises(
+        NotEnoughMemory, match=r"CUDA graph of 1 decodes .* lower --cuda-graph-max-bs.*\(tried to alloc"
+    ):
+        steps.capture_graphs()
+    assert steps._graphs.size_for(2) is None

@@ -30,6 +30,7 @@ from tests.unit.model_runner.test_native_steps import make_row
 pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
+from pdserve.model_runner.engines.pool_maker import PoolMaker
 from pdserve.model_runner.ops.triton_ops import TritonOps
 from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
 
@@ -54,6 +55,9 @@ def make_steps(
     for module in (weights, step_runner):
         monkeypatch.setattr(module, "choose_ops", lambda device: TritonOps())
     monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
+    if "max_total_tokens" not in options:
+        # Launches do nothing: steps that are measured would take poison for tokens.
+        monkeypatch.setattr(PoolMaker, "measure_steps", lambda *_args: 0)
     plain = {"dtype": "bfloat16", "device": "cpu", "page_size": PAGE, "max_total_tokens": ROWS * CONTEXT}
     plain |= {"max_running_requests": ROWS, "cuda_graph_bs": "1,4"}
     model = load_model(ServerOptions(model_path=str(folder), **(plain | options)))

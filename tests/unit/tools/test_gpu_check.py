@@ -25,7 +25,16 @@ from pdserve.model_runner.cpu_engine.build import choose_level, find_library, li
 from pdserve.server.options import ServerOptions
 from tools.environment import environment
 from tools.gpu_check import __main__ as driver
-from tools.gpu_check import collect, device_part, install, peers_part, rates, step_profile, tokenizer_file
+from tools.gpu_check import (
+    collect,
+    device_part,
+    handovers_part,
+    install,
+    peers_part,
+    rates,
+    step_profile,
+    tokenizer_file,
+)
 from tools.gpu_check.page import render
 from tools.gpu_check.part import Part
 from tools.gpu_check.record import (
@@ -37,6 +46,7 @@ from tools.gpu_check.record import (
     close_group,
     read_record,
 )
+from tools.gpu_check.token_checks import Asked
 from tools.gpu_check.tokenizer_file import TOKENIZER_FILE, find_tokenizer, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -384,6 +394,36 @@ def test_a_dry_run_goes_through_all_of_it(tmp_path: Path, part: str) -> None:
     assert (
         not (ROOT / "docs" / "gpu-results.md").exists() or "dry run" not in (ROOT / "docs/gpu-results.md").read_text()
     )
+
+
+def memory(gib: float) -> dict[str, int]:
+    return {"weights": 1 << 29, "kv_pool": round(gib * (1 << 30)), "window_pool": 0}
+
+
+@pytest.mark.parametrize(
+    ("pools", "is_well"), [([3.0, 3.0], True), ([3.0, 1.6], False), ([3.6, 3.6], False), ([1.0, 1.0], False)]
+)
+def test_a_cluster_on_one_gpu_must_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pools: list[float], is_well: bool
+) -> None:
+    """Tokens alone would be right as well if one instance had taken the memory of the other."""
+    started = []
+
+    @contextlib.contextmanager
+    def serve(args: list[str], *_rest: object, **_more: object) -> Iterator[str]:
+        started.append(args)
+        yield "http://router"
+
+    instances = {"instances": [{"info": {"memory": memory(gib)}} for gib in pools]}
+    replaced = {"serve": serve, "generate": lambda *_args: [7], "ask": lambda _url: instances}
+    for name, value in replaced.items():
+        monkeypatch.setattr(handovers_part, name, value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    part = Part(torch.device("cuda"), False, tmp_path)
+    asked = Asked(part, tmp_path, ["--max-total-tokens", "8192"], None, [[1]], [[7]])
+    assert handovers_part.check_cluster(part, asked).ok is is_well
+    assert started[0][started[0].index("--mem-fraction-static") + 1] == "0.1000"
+    assert "--max-total-tokens" not in started[0]
 
 
 @pytest.mark.slow
