@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup
+from ...mem_cache.kv_pages.staging import Part
 from ...messages.base import I32, HandoverId
 from ...messages.handover import MAX_SLICES
 from ...messages.worker import SendEnded, SliceChecksum
@@ -81,6 +84,8 @@ class _Queue:
         self.pool = pool
         self.pages = 0
         self.chunks: deque[_Chunk] = deque()
+        self.parts: dict[int, Part] = {}
+        """Slices to be added up by the device at the end, by number."""
 
     def next_layers(self) -> LayerRange | None:
         """Return the layers of the first chunk that may be pushed now, or None."""
@@ -204,7 +209,12 @@ class OutgoingPages:
         if len(self._slices) == MAX_SLICES:
             self.fail(f"the prompt needs more than {MAX_SLICES} writes; use a larger --page-size")
             return
-        checksum = queue.pool.checksum(src, layers, algorithm) if self._summed else 0
+        checksum = 0
+        if self._summed and algorithm == "words":
+            # The device adds up all slices at the end, so that the host waits once.
+            queue.parts[len(self._slices)] = Part(src, *layers)
+        elif self._summed:
+            checksum = queue.pool.checksum(src, layers)
         self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number, algorithm))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
@@ -241,8 +251,12 @@ class OutgoingPages:
         self._drop()
 
     def ended(self) -> SendEnded:
-        """Return the final report for the scheduler."""
+        """Return the final report for the scheduler. The pages must not have changed since they were pushed."""
         self._rest()
+        for queue in self._queues:
+            sums = queue.pool.word_sums(list(queue.parts.values())) if queue.parts else []
+            for number, checksum in zip(queue.parts, sums, strict=True):
+                self._slices[number] = replace(self._slices[number], checksum=checksum)
         return SendEnded(
             self.handover,
             self._slices,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...mem_cache.kv_pages.page_group import LayerRange
 from ...mem_cache.kv_pages.page_order import PageConverter
+from ...mem_cache.kv_pages.staging import Part
 from ...messages.base import I32, HandoverId
 from ...messages.worker import SliceChecksum, VerifyPages
 from .page_checksums import PageChecksums
@@ -16,6 +17,8 @@ from .page_pool import PagePool, new_hasher
 
 BATCH_BYTES = 1 << 20
 """Hashed at a time: a peer may say that all it has sent was one slice."""
+SUMS_AT_ONCE = 64
+"""Maximum number of checksums that a device computes between two turns of other work."""
 SLICE_BYTES = 64 << 10
 """What is hashed in the time that a slice takes by itself: a peer may name very many."""
 
@@ -50,6 +53,8 @@ class PageCheck:
         self._slices = slices
         self._hashed = hashed
         self._right = True
+        self._summed: dict[int, list[tuple[Part, int]]] = {}
+        """Parts of pages that devices add up, with the checksums that they must have, by group."""
         self._work: Iterator[int] | None = None
 
     def step(self, budget: int) -> bool | None:
@@ -70,9 +75,18 @@ class PageCheck:
             yield from self._hash(piece)
             if not self._right:
                 return
+        yield from self._check_sums()
         for part in self._landed.values() if self._right else ():
             if part.converter is not None:
                 yield from _convert(part, part.converter)
+
+    def _check_sums(self) -> Iterator[int]:
+        """Compare the checksums of devices, which the host waits for once for many slices."""
+        for group, summed in self._summed.items():
+            for at in range(0, len(summed), SUMS_AT_ONCE):
+                parts, expected = zip(*summed[at : at + SUMS_AT_ONCE], strict=True)
+                self._right = self._right and self._landed[group].pool.word_sums(parts) == list(expected)
+                yield SLICE_BYTES * len(parts)
 
     def _hash(self, piece: SliceChecksum) -> Iterator[int]:
         part = self._landed[piece.group]
@@ -83,8 +97,7 @@ class PageCheck:
             self._right = False
             return
         if piece.algorithm == "words" and part.pool.has_sums:
-            self._right = part.pool.checksum(pages, layers, "words") == piece.checksum
-            yield SLICE_BYTES
+            self._summed.setdefault(piece.group, []).append((Part(pages, *layers), piece.checksum))
             return
         piece_bytes = group.piece_bytes(layers)
         batch = max(1, BATCH_BYTES // piece_bytes)

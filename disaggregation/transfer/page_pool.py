@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup, Spans
+from ...mem_cache.kv_pages.staging import Part
 from ...mem_cache.kv_pages.word_sum import WORD_BYTES, WordSum
 from ...messages.base import I32
 from .send_slots import SendSlots
@@ -40,11 +41,14 @@ class PagePool(NamedTuple):
         is_whole = group.page_bytes % (group.num_layers * WORD_BYTES) == 0
         return group.direct is not None and is_whole and group.direct.device.has_sums
 
-    def checksum(self, pages: I32, layers: LayerRange, algorithm: Literal["xxh3", "words"]) -> int:
-        """Compute the checksum of ``layers`` of pages: on their device if it can, else of what the host sees."""
-        if algorithm == "words" and self.has_sums and self.group.direct is not None:
-            return self.group.direct.device.word_sum(pages, layers, self.group.num_layers)
-        hasher = new_hasher(algorithm)
+    def word_sums(self, parts: Sequence[Part]) -> list[int]:
+        """Compute the checksums of ``parts`` on the device, which must have sums."""
+        assert self.group.direct is not None
+        return self.group.direct.device.word_sums(parts, self.group.num_layers)
+
+    def checksum(self, pages: I32, layers: LayerRange) -> int:
+        """Compute the checksum of ``layers`` of pages that the host sees."""
+        hasher = new_hasher("xxh3")
         for piece in self.look(self.group.spans(pages, layers)):
             hasher.update(piece)
         return hasher.intdigest()

@@ -1,9 +1,9 @@
 """Pools on a device that backends reach by their addresses, with no memory of the host in between.
 
-Where both sides are such pools, their devices compute the checksums (``word_sum.py``). The host can't see such a page.
-If it has to, it copies some to a window of its memory, which costs a copy from the device for each page. It has to if
-the other side's pool is the host's, or if pages have another order. ``--disable-handover-checksum`` leaves checksums
-out.
+Where both sides are such pools, their devices compute the checksums (``word_sum.py``). The host waits once for many. It
+can't see such a page. If it has to, it copies some to a window of its memory, which costs a copy from the device for
+each page. It has to if the other side's pool is the host's, or if pages have another order.
+``--disable-handover-checksum`` leaves checksums out.
 """
 
 from __future__ import annotations

@@ -34,6 +34,14 @@ class Piece(NamedTuple):
     memory: memoryview
 
 
+class Part(NamedTuple):
+    """Layers ``[begin, end)`` of pages."""
+
+    pages: I32
+    begin: int
+    end: int
+
+
 class DevicePages(Protocol):
     """Interface to the bytes of a pool on a device. Calls return when their work is done."""
 
@@ -57,11 +65,11 @@ class DevicePages(Protocol):
 
     @property
     def has_sums(self) -> bool:
-        """Whether the device can compute ``word_sum``."""
+        """Whether the device can compute ``word_sums``."""
         ...
 
-    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
-        """Compute the checksum (``word_sum.py``) of layers ``[begin, end)`` of pages, of ``num_layers`` equal ones."""
+    def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
+        """Compute the checksum (``word_sum.py``) of each part, of pages with ``num_layers`` equal layers; wait once."""
         ...
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from ...mem_cache.kv_pages.direct import WINDOW_BYTES, DeviceMemory, Direct
 from ...mem_cache.kv_pages.page_group import LayerRange, PageGroup
 from ...mem_cache.kv_pages.region import HostMemory
-from ...mem_cache.kv_pages.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
+from ...mem_cache.kv_pages.staging import SCRATCH_BYTES, Part, Piece, Slabs, Staging, divide
 from ...mem_cache.kv_pages.word_sum import WORD_BYTES
-from ...messages.base import I32
 from ...messages.worker import KVLayout
 from ...runtime.transfer_backends import BACKENDS
 from ..device.base import Device
@@ -28,6 +27,8 @@ log = logging.getLogger(__name__)
 
 GB = 10**9
 DEFAULT_GB = 0.25
+SUMS_AT_ONCE = 256
+"""Checksums that a device computes while the host waits once."""
 
 
 class PoolPages:
@@ -60,20 +61,26 @@ class PoolPages:
         """Whether Triton's kernel runs on the pool's device."""
         return triton_refusal(self._pool.data.device) is None
 
-    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
-        """See ``DevicePages``; waits for the sum alone."""
+    def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
+        """See ``DevicePages``; waits for the sums alone."""
         from .triton.checksum import page_checksum
 
-        with self._device.beside_steps():
-            out = torch.empty(1, dtype=torch.int64, device=self._pool.data.device)
-            page_checksum(self._pool.data, self._device.upload(pages), LayerRange(*layers), num_layers, out)
-            self._device.transfer([(self._sum, out)])
-        return int(self._sum[0]) % 2**64
+        sums: list[int] = []
+        for at in range(0, len(parts), SUMS_AT_ONCE):
+            some = parts[at : at + SUMS_AT_ONCE]
+            with self._device.beside_steps():
+                out = torch.empty(len(some), dtype=torch.int64, device=self._pool.data.device)
+                for i, (pages, begin, end) in enumerate(some):
+                    there = self._device.upload(pages)
+                    page_checksum(self._pool.data, there, LayerRange(begin, end), num_layers, out[i : i + 1])
+                self._device.transfer([(self._sums[: len(some)], out)])
+            sums += [found % 2**64 for found in self._sums[: len(some)].tolist()]
+        return sums
 
     @cached_property
-    def _sum(self) -> Tensor:
-        """Where a sum comes to on the host."""
-        return self._device.host_zeros((1,), torch.int64)
+    def _sums(self) -> Tensor:
+        """Host memory for sums."""
+        return self._device.host_zeros((SUMS_AT_ONCE,), torch.int64)
 
     def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
         flat = self._pool.data.view(-1).view(torch.uint8)
@@ -111,7 +118,7 @@ def direct_groups(layout: KVLayout, pools: Sequence[KVPool], device: Device) -> 
         pages = PoolPages(pool, device)
         if pages.has_sums and group.page_bytes % (group.num_layers * WORD_BYTES) == 0:
             # The kernel is compiled now, and not while hand-overs wait.
-            pages.word_sum(np.zeros(1, dtype=np.int32), LayerRange(0, group.num_layers), group.num_layers)
+            pages.word_sums([Part(np.zeros(1, dtype=np.int32), 0, group.num_layers)], group.num_layers)
         direct = Direct(pages, window, device.torch.index or 0)
         groups.append(PageGroup.of(group, DeviceMemory(pages), direct=direct))
     return groups

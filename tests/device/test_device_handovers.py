@@ -17,6 +17,7 @@ from support.triton_device import DEVICE, INTERPRETED
 
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.page_group import LayerRange
+from pdserve.mem_cache.kv_pages.staging import Part
 from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, PeerAdmitted, PeerConnected, SendPages, VerifyPages
@@ -46,9 +47,11 @@ def test_a_pool_sums_up_its_pages_as_the_host_does(layers: LayerRange) -> None:
     pages = PoolPages(pool, device)
     assert pages.has_sums
     parts = pool.data.view(8, 3, -1).view(torch.uint8).cpu().numpy()[PAGES, layers.begin : layers.end]
-    assert pages.word_sum(PAGES, layers, 3) == host_checksum(np.ascontiguousarray(parts).reshape(-1))
+    assert pages.word_sums([Part(PAGES[:1], 0, 1), Part(PAGES, *layers)], 3)[1] == host_checksum(
+        np.ascontiguousarray(parts).reshape(-1)
+    )
     pool.data.view(8, -1).view(torch.int16)[6, PAGE_BYTES // 4] ^= 4
-    assert pages.word_sum(PAGES, layers, 3) != host_checksum(np.ascontiguousarray(parts).reshape(-1))
+    assert pages.word_sums([Part(PAGES, *layers)], 3)[0] != host_checksum(np.ascontiguousarray(parts).reshape(-1))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the library that plays NIXL's part writes to the host's memory")

@@ -12,9 +12,8 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.kv_pages.direct import DeviceMemory, Direct
 from pdserve.mem_cache.kv_pages.page_group import PageGroup
 from pdserve.mem_cache.kv_pages.region import HostMemory, KVRegion
-from pdserve.mem_cache.kv_pages.staging import SCRATCH_BYTES, Piece, Slabs, Staging
+from pdserve.mem_cache.kv_pages.staging import SCRATCH_BYTES, Part, Piece, Slabs, Staging
 from pdserve.mem_cache.kv_pages.word_sum import host_checksum
-from pdserve.messages.base import I32
 from pdserve.messages.worker import KVGroup
 from support.machine import limit
 
@@ -48,11 +47,12 @@ class PretendedDevice:
         for at, memory in pieces:
             memory[:] = self.bytes[at : at + len(memory)].data
 
-    def word_sum(self, pages: I32, layers: tuple[int, int], num_layers: int) -> int:
+    def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
         assert self.has_sums
-        self.sums.append(len(pages))
-        parts = self._pages.reshape(len(self._pages), num_layers, -1)[pages, slice(*layers)]
-        return host_checksum(np.ascontiguousarray(parts).reshape(-1))
+        self.sums.append(sum(len(part.pages) for part in parts))
+        pages = self._pages.reshape(len(self._pages), num_layers, -1)
+        data = (pages[part.pages, part.begin : part.end] for part in parts)
+        return [host_checksum(np.ascontiguousarray(each).reshape(-1)) for each in data]
 
     def write(self, pieces: Sequence[Piece]) -> None:
         self.writes.append(sum(len(memory) for _, memory in pieces))
