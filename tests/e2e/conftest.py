@@ -21,7 +21,7 @@ def tiny_args(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def _alone(tmp_path_factory, tiny_args) -> Iterator[Launched]:
-    # A test looks at the ports of each process, which nobody but root could otherwise.
+    # Tests read the ports and the maps of each process. Without the flag only root may.
     args = [*ONE_THREAD, *tiny_args, "--allow-core-dumps"]
     with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *args) as server:
         server.wait_healthy()
@@ -38,8 +38,7 @@ def alone(_alone: Launched) -> Iterator[Launched]:
 @pytest.fixture(scope="session")
 def _small_pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
     pools = ("--chunked-prefill-size", "64", "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3")
-    # A test reads what each process maps. Without the flag only root may.
-    quiet, pools = "--disable-access-log", (*pools, "--allow-core-dumps")
+    quiet = "--disable-access-log"
     with pd_pair(tmp_path_factory.mktemp("small"), "tcp", *tiny_args, *pools, quiet, router_args=[quiet]) as pair:
         yield pair
 

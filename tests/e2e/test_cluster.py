@@ -174,14 +174,18 @@ def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_pa
             assert server.info()["invariants"] == "ok"
 
 
-def test_only_model_workers_have_torch_in_memory_and_processes_belong_to_the_supervisor(small_pair):
+def test_all_processes_of_an_instance_belong_to_its_supervisor(small_pair):
     for server in (small_pair.prefill, small_pair.decode):
         family = server.family()
-        others = {"supervisor", "tokenizer", "scheduler", "detokenizer", "http", "bootstrap"}
-        assert family.keys() >= others | {"worker"}
-        mapped = {name: Path(f"/proc/{process.pid}/maps").read_text() for name, process in family.items()}
-        assert {name for name, maps in mapped.items() if "libtorch" in maps} == {"worker"}
-        assert {family[name].ppid() for name in {*others, "worker"} - {"supervisor"}} == {family["supervisor"].pid}
+        children = {"worker", "tokenizer", "scheduler", "detokenizer", "http", "bootstrap"}
+        assert family.keys() >= {*children, "supervisor"}
+        assert {family[name].ppid() for name in children} == {family["supervisor"].pid}
+
+
+def test_only_the_model_worker_has_torch_in_memory(alone):
+    mapped = {name: Path(f"/proc/{process.pid}/maps").read_text() for name, process in alone.family().items()}
+    assert mapped.keys() >= {"supervisor", "worker", "tokenizer", "scheduler", "detokenizer", "http"}
+    assert {name for name, maps in mapped.items() if "libtorch" in maps} == {"worker"}
 
 
 def test_a_plain_server_opens_no_port_but_its_own(alone):

@@ -133,6 +133,8 @@ def is_empty(out: str, folder: Path) -> None:
 ANSWERS: dict[str, Callable[[str, Path], None]] = {
     "curl -N http://127.0.0.1:8000/generate": is_stream_about_paris,
     "curl http://127.0.0.1:8000/v1/chat/completions": is_paris,
+    "curl http://127.0.0.1:8000/generate -d": has_keys("text", "output_ids", "meta_info"),
+    "curl http://127.0.0.1:8000/metrics": says("# HELP pdserve_router_", "# TYPE pdserve_router_"),
     "curl http://127.0.0.1:8000/server_info": has_keys("role", "router", "instances"),
     "ask localhost:30000/server_info | jq .kv_debug": has_keys("compared_pages"),
     "diff <(hashes": is_empty,
@@ -146,6 +148,7 @@ ANSWERS: dict[str, Callable[[str, Path], None]] = {
 }
 """How each example's output is looked at, by how its command begins."""
 UNIFIED_ANSWERS = ANSWERS | {
+    "curl http://127.0.0.1:8000/metrics": says("# HELP pdserve_step_", "# TYPE pdserve_step_"),
     "curl http://127.0.0.1:8000/server_info": has_keys("role", "version", "pool"),
     "pdserve check --url": says("unified", "no problems"),
 }
