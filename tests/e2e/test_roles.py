@@ -7,6 +7,7 @@ import random
 import re
 import statistics
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from support.processes import ONE_THREAD, Launched, free_ports, launched, wait_until
@@ -15,6 +16,7 @@ from support.reader import Reader
 WARM_FLIPS = 3
 FLIPS = int(os.environ.get("PDSERVE_ROLE_FLIPS", "3"))
 DRAINS = int(os.environ.get("PDSERVE_DRAINS", "1"))
+MAX_DRAINS = DRAINS + 5
 STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "6"))
 GENERATE = "/generate"
 ROLES = {"prefill": "decode", "decode": "prefill"}
@@ -150,6 +152,12 @@ class Load:
         return share
 
 
+def pauses_of(folder: Path) -> list[float]:
+    """Return how long streams stood still while they moved, in milliseconds."""
+    logs = "".join((folder / f"i{i}.log").read_text() for i in range(3))
+    return [float(pause) for pause in re.findall(r"it goes on at .* stood still for ([0-9.]+) ms", logs)]
+
+
 @pytest.fixture(scope="module")
 def scene(alone):
     """Prompts that share beginnings, and what one server answers."""
@@ -182,7 +190,10 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
             load.until(STREAMS // 2, "streams end after a flip")
         during, flip_gap = load.hits(), max(load.gaps)
         load.gaps.clear()
-        for _ in range(DRAINS):
+        # On a busy machine, the streams of an instance may end before it is told to drain: then another one is.
+        for drained in range(MAX_DRAINS):
+            if min(drained, len(pauses_of(tmp_path))) >= DRAINS:
+                break
             roles = [cluster.role(i) for i in range(3)]
             if roles.count("decode") == 1:  # decodes have the streams
                 cluster.flip(roles.index("prefill"))
@@ -196,8 +207,8 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
             wait_until(lambda s=instance: s.info()["pool"]["in_use"] == 0, 15, "all is given back")
             wait_until(lambda s=instance: s.info()["invariants_steps_ago"] == 0, 15, "checked")
             assert instance.info()["invariants"] == "ok"
-    logs = "".join((tmp_path / f"i{i}.log").read_text() for i in range(3))
-    pauses = [float(pause) for pause in re.findall(r"it goes on at .* stood still for ([0-9.]+) ms", logs)]
+    pauses = pauses_of(tmp_path)
+    assert len(pauses) >= DRAINS
     with capsys.disabled():
         print(
             f"\n{FLIPS} flips, {DRAINS} drains, {load.done} streams of {STREAMS} at a time; cached before and while "
@@ -206,5 +217,4 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
             f"which stood still for {statistics.median(pauses):.0f} ms, the longest for {max(pauses):.0f} ms"
         )
     # A few dozen streams tell less than some hundreds.
-    assert len(pauses) >= DRAINS
     assert during >= (0.95 if FLIPS >= 20 else 0.85) * before
