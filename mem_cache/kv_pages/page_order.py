@@ -120,5 +120,5 @@ def _together(item: int) -> int:
 
 
 def _scale_bytes(group: KVGroup) -> int:
-    """Of a token's head, 0 where elements have no scale."""
+    """Return the bytes of the scale of one head of a token, 0 if elements have no scale."""
     return 0 if group.scale_dtype is None else _SCALE_BYTES[group.scale_dtype]

@@ -74,7 +74,7 @@ def load_driver() -> Callable[[int], IpcDriver]:
 
 
 class CudaDriver:
-    """Of the device that CUDA counts as ``ordinal`` among those that this process sees."""
+    """The driver API for one device: number ``ordinal`` among those that this process sees."""
 
     def __init__(self, library: Any, ordinal: int) -> None:
         """Raises ``RegionError``."""

@@ -40,10 +40,9 @@ from .socket_backend import SocketBackend
 from .unix_address import DescriptorStream, host_id
 
 _open_driver = load_driver()
-"""Of the device with a number. Raises ``RegionError``."""
+"""Function that opens the driver of the device with a number. It raises ``RegionError``."""
 COPY_NAP_SECONDS = 2e-5
-"""Between two looks at a copy that is queued, of which 4 MiB take as long within a GPU; what the system makes of it is
-longer."""
+"""Seconds between two polls of a queued copy. A copy of 4 MiB within a GPU takes as long. The system sleeps longer."""
 
 
 class CudaIpcBackend(SocketBackend):

@@ -29,7 +29,7 @@ from .write_requests import WRITER_MESSAGE, LeaseMessage, WriteRequest, WriteReq
 log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""For what was queued to end, before the peer's memory is unmapped. It takes milliseconds, or the GPU is stuck."""
+"""Seconds for queued copies to end before the peer's memory is unmapped. More means that the GPU is stuck."""
 SETTLE_POLL_SECONDS = 0.0005
 MAX_HANDLE = 256
 MAX_DEVICE = 64

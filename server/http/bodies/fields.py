@@ -61,7 +61,7 @@ def _check_printable(value: str) -> str:
 
 
 INTEGRAL = BeforeValidator(_integral)
-"""Of an integer's type, behind its range: takes a float without a fraction."""
+"""Annotation of an integer type, after its range: accepts a float without a fraction."""
 OneOrMany = Annotated[
     # Every list here fails fast and has a limit: pydantic would describe each wrong entry of a million first.
     Annotated[T, Tag(ONE)] | Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(MANY)],

@@ -77,7 +77,7 @@ class TokensByTier(AnswerBody):
 
 
 class CachedTokensDetails(TokensByTier):
-    """Of cached tokens, where there are tiers. ``decode``: what a decode had itself of a handed over prompt."""
+    """Cached prompt tokens by tier. ``decode``: what the decode had cached of a prompt that was handed over."""
 
     decode: TokensByTier | None = None
 

@@ -24,7 +24,7 @@ from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
 
 MAX_OPENAI_LOGPROBS = 20
 MAX_PARTS = 4096
-"""Of one message's content."""
+"""Maximum number of parts in the content of one message."""
 MAX_MESSAGES = 4096
 TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16

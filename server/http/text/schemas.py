@@ -12,7 +12,7 @@ from ..openai.schemas import ChatMessages
 
 MAX_CHARACTERS = 1 << 20
 MAX_IDS = 1 << 17
-"""Of one question. The tokenizer refuses texts with too many tokens (``text_questions.py``)."""
+"""Maximum number of token ids in one question. ``text_questions.py`` refuses texts with too many tokens."""
 
 
 class TokenizeBody(Body):
