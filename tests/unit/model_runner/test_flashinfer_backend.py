@@ -125,10 +125,11 @@ def test_latent_rows_are_read_where_they_lie(runs, lens) -> None:
 @pytest.mark.parametrize("name", ["heads-64", "heads-16"])
 def test_served_with_graphs_it_answers_as_the_reference_does(runs, monkeypatch, tmp_path: Path, name: str) -> None:
     device, folder = RecordingDevice(), save_model(tmp_path, name)
+    plain = plain_steps(folder)
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
     monkeypatch.setattr(load, "choose_attention_backend", lambda *args: "flashinfer")
     model = make_model(folder, dtype="float32", max_running_requests=ROWS, cuda_graph_bs="1,3")
-    steps, plain = StepRunner(model, ROWS), plain_steps(folder)
+    steps = StepRunner(model, ROWS)
     # The fake reads lengths while it runs, which no graph can: decode steps are captured sizes, and not replayed.
     monkeypatch.setattr(device, "capture", lambda run: Rerun(run))
     steps.capture_graphs()
