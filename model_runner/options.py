@@ -40,6 +40,14 @@ class ComputeOptions:
             "type; packed where it is supported; else none."
         ),
     )
+    weights_cache: str | None = opt(
+        default=None,
+        help=(
+            "CPU only: folder for packed weights. Instances with the same model map one copy, and later starts pack "
+            "nothing. off: each instance packs a copy of its own. Default: pdserve/weights in the user's cache folder."
+        ),
+        not_empty=True,
+    )
     quantized_activations: Literal["int16", "int8"] = opt(
         default="int16",
         help=(

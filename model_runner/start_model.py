@@ -26,6 +26,8 @@ from .device.gpu_placement import beside_gpu, prefer_node, stay_near
 from .device.placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
 from .options import WorkerOptions
 from .ranks.rank_placement import plan_rank_placement
+from .weights_cache.build_process import BuilderProcess
+from .weights_cache.cache import CachedWeights, PrivateWeights, WeightsSource, weights_folder
 
 if TYPE_CHECKING:
     from .engines.loaded import LoadedModel
@@ -114,8 +116,8 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
     bind_compute_threads(placement)
     imported = time.monotonic()
     ranks = None if place.size == 1 else _make_ranks(ctx, begin, place, placement, channels)
-    threads = Threads(placement.spin_us, placement.cpus, lambda: floating(placement))
-    model = load_model(options, threads, ranks)
+    threads = Threads(placement.spin_us, placement.cpus, lambda: floating(placement), placement.node)
+    model = load_model(options, threads, ranks, _weights_source(options, placement))
     node = None if options.cpus is not None else model.device.numa_node()
     prefer_node(node, cores)
     if model.engine.attention_backend == "cpu":
@@ -147,6 +149,12 @@ def _make_ranks(
     if isinstance(channels, FollowerChannels):
         return FollowerRank(place, meeting, *channels)
     return LeadRank(place, meeting, *channels)
+
+
+def _weights_source(options: WorkerOptions, placement: Placement) -> WeightsSource:
+    builder = BuilderProcess(placement.threads, options.startup_timeout, lambda: floating(placement))
+    folder = weights_folder(options.weights_cache)
+    return PrivateWeights(builder) if folder is None else CachedWeights(folder, builder, options.startup_timeout)
 
 
 def _make_steps(model: LoadedModel, options: WorkerOptions, ranks: HostRanks | None) -> StepRunner:

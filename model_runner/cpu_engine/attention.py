@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ..batch.forward_batch import ForwardBatch
+from ..dtypes import dtype_name
 from ..kv.pool import KVPool
 from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, load_library
 from .structs import KVPoolView, Scoring, TokenRows
@@ -33,7 +34,11 @@ def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
     Raises ``ValueError`` where they can't.
     """
     layout, group = pool.layout, pool.group
-    if group.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_KV_DTYPES or pool.data.device.type != "cpu":
+    if (
+        group.head_dim % HEAD_DIM_MULTIPLE
+        or dtype_name(pool.dtype) not in NATIVE_KV_DTYPES
+        or pool.data.device.type != "cpu"
+    ):
         raise ValueError(
             "the CPU attention kernel takes float32, bfloat16, int8 and float8 heads of a multiple of "
             f"{HEAD_DIM_MULTIPLE}, not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
@@ -50,7 +55,7 @@ def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
         readers = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= LATENT_HEADS)
     return KVPoolView(
         pool.data.data_ptr() + begin * layout.page_size * pool.head_bytes,
-        NATIVE_KV_DTYPES[pool.dtype],
+        NATIVE_KV_DTYPES[dtype_name(pool.dtype)],
         group.num_layers,
         layout.page_size,
         readers,
@@ -131,7 +136,7 @@ class PagedAttention:
 def _rows(x_THD: Tensor) -> TokenRows:
     if x_THD.stride()[1:] != (x_THD.shape[2], 1):
         raise ValueError("a token's heads must lie one after another")
-    return TokenRows(x_THD.data_ptr(), NATIVE_DTYPES[x_THD.dtype], x_THD.stride(0))
+    return TokenRows(x_THD.data_ptr(), NATIVE_DTYPES[dtype_name(x_THD.dtype)], x_THD.stride(0))
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

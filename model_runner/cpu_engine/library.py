@@ -8,8 +8,6 @@ from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from functools import cache
 
-import torch
-
 from .build import BuildError, build, choose_level
 from .structs import (
     MIRRORED,
@@ -50,14 +48,14 @@ class FetchHint(IntEnum):
     NON_TEMPORAL = 1
 
 
-NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
-"""Types of weights and activations that the kernels know."""
+NATIVE_DTYPES = {"float32": NativeDType.FLOAT32, "bfloat16": NativeDType.BFLOAT16}
+"""Types of weights and activations that the kernels know, by name."""
 NATIVE_KV_DTYPES = NATIVE_DTYPES | {
-    torch.int8: NativeDType.INT8,
-    torch.float8_e4m3fn: NativeDType.FP8_E4M3,
-    torch.float8_e5m2: NativeDType.FP8_E5M2,
+    "int8": NativeDType.INT8,
+    "float8_e4m3fn": NativeDType.FP8_E4M3,
+    "float8_e5m2": NativeDType.FP8_E5M2,
 }
-"""Types of the KV pool's elements that the kernels know."""
+"""Types of the KV pool's elements that the kernels know, by name."""
 
 
 @cache
@@ -91,6 +89,10 @@ def set_fetch_hint(hint: FetchHint) -> None:
     load_library().pds_set_fetch_hint(hint)
 
 
+# An engine or a packer; a weight's kind, layer and expert; its parts.
+_PLACE = (c_void_p, c_int32, c_int64, c_int64, c_int64, POINTER(WeightPart))
+
+
 def _declare(library: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("pds_fetch_hint", c_int32, ()),
@@ -112,11 +114,15 @@ def _declare(library: ctypes.CDLL) -> None:
         (
             "pds_engine_set_linear",
             c_int32,
-            (c_void_p, c_int32, c_int64, c_int64, c_int64, POINTER(WeightPart), c_void_p),
+            (*_PLACE, c_void_p, c_void_p),
         ),
         ("pds_packed_bytes", c_int64, (c_int32, c_int32, c_int64, c_int64)),
-        ("pds_engine_set_norm", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
-        ("pds_engine_set_vector", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
+        ("pds_engine_set_norm", None, (c_void_p, c_int32, c_int64, c_void_p)),
+        ("pds_engine_set_vector", None, (c_void_p, c_int32, c_int64, c_void_p)),
+        ("pds_packer_new", c_void_p, (POINTER(ModelOps), POINTER(LayerOps), c_int32, c_int32, c_void_p)),
+        ("pds_packer_free", None, (c_void_p,)),
+        ("pds_packer_size", c_int32, (*_PLACE, POINTER(c_int64))),
+        ("pds_packer_pack", c_int32, (*_PLACE, c_void_p, c_void_p, c_void_p)),
         ("pds_engine_set_embedding", None, (c_void_p, c_void_p)),
         ("pds_engine_forward", c_int32, (c_void_p, POINTER(ForwardArgs))),
         ("pds_engine_weight_bytes", None, (c_void_p, POINTER(c_int64))),

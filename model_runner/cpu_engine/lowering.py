@@ -12,8 +12,6 @@ from dataclasses import MISSING, Field, fields, replace
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
-
 from ...model_files.sharding import Slice
 from ...model_files.spec import (
     Activation,
@@ -28,6 +26,7 @@ from ...model_files.spec import (
     NormSpec,
     QKNorm,
 )
+from ..dtypes import DType, dtype_name, round_to
 from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, ActivationDType
 from .structs import AddProduct, Attend, ExpertsOp, GateUp, LatentOp, LayerOps, ModelOps, NormOp, ProjectQKV
 
@@ -108,8 +107,9 @@ class Lowered(NamedTuple):
     layers: Array[LayerOps]
 
 
-def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def refusal(spec: ModelSpec, dtype: DType, kv_dtype: DType) -> str | None:
     """Why the kernels can't run this model; None if they can."""
+    dtype, kv_dtype = dtype_name(dtype), dtype_name(kv_dtype)
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_KV_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
     latent = spec.layers[0].attention
@@ -132,7 +132,7 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
 
 def lower(
     spec: ModelSpec,
-    dtype: torch.dtype,
+    dtype: DType,
     head: Slice | None = None,
     activations: ActivationDType = ActivationDType.INT16,
 ) -> Lowered:
@@ -152,7 +152,7 @@ def lower(
         0 if head is None else head.begin,
         spec.vocab_size if head is None else head.size,
         _norm(spec.final_norm),
-        torch.tensor(spec.embedding_scale, dtype=dtype).item(),
+        round_to(spec.embedding_scale, dtype_name(dtype)),
         spec.logit_scale,
         spec.logit_softcap or 0.0,
         lower_latent(attention) if isinstance(attention, MLASpec) else LatentOp(),

@@ -1,6 +1,7 @@
 """The compiled engine: a model's operations and weights in, whole passes out.
 
-Life: made -> every weight set -> any number of passes, one at a time.
+Life: made -> every weight set -> any number of passes, one at a time. Weights are packed already
+(``weight_packer.py``), and the caller keeps their memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ..batch.forward_batch import ForwardBatch
+from ..dtypes import DType, dtype_name
 from ..kv.pool import KVPool
 from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, ActivationDType, load_library
@@ -26,20 +28,7 @@ from .ranks import NativeRanks
 from .rope_tables import RopeTables
 from .structs import ForwardArgs, WeightPart
 from .team import Team
-
-
-class LinearKind(IntEnum):
-    """``LinearKind`` of engine.h."""
-
-    QKV = 0
-    O = 1  # noqa: E741 - the layer's name
-    GATE_UP = 2
-    DOWN = 3
-    HEAD = 4
-    ROUTER = 5
-    QB = 6
-    KB = 7
-    VB = 8
+from .weight_packer import LinearKind, LinearPlace
 
 
 class NormKind(IntEnum):
@@ -82,7 +71,7 @@ class NativeEngine:
     def __init__(
         self,
         spec: ModelSpec,
-        dtype: torch.dtype,
+        dtype: DType,
         ropes: RopeTables,
         pools: Sequence[KVPool],
         team: Team,
@@ -101,7 +90,8 @@ class NativeEngine:
         self.num_slots = pools[0].data.shape[0] * pools[0].layout.page_size
         """Slots of the pool that the request table leads to, page 0 included."""
         shard = ranks.shard
-        lowered = lower(spec, dtype, None if shard is None else shard.vocab, activations)
+        name = dtype_name(dtype)
+        lowered = lower(spec, name, None if shard is None else shard.vocab, activations)
         for number, of_group in enumerate(pools):
             for place, layer in enumerate(of_group.group.layers):
                 lowered.layers[layer].attend.group, lowered.layers[layer].attend.place = number, place
@@ -110,7 +100,7 @@ class NativeEngine:
         view, window_view, *_ = [*(pool_view(pool, heads) for pool in pools), None]
         group = ranks.group.handle
         handle = self._library.pds_engine_new(
-            lowered.model, lowered.layers, view, window_view, NATIVE_DTYPES[dtype], team.handle, group
+            lowered.model, lowered.layers, view, window_view, NATIVE_DTYPES[name], team.handle, group
         )
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
@@ -130,7 +120,7 @@ class NativeEngine:
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
         self.check_size(len(ids))
-        self.ropes.reserve(int(positions.max()) + 1)
+        self.ropes.check(int(positions.max()) + 1)
         entries = pass_entries(batch)
         wanted = batch.logit_indices.shape[0]
         logits = torch.empty(wanted, self._vocab_size)
@@ -169,42 +159,36 @@ class NativeEngine:
         self._library.pds_engine_weight_bytes(self.handle, counted)
         return {kind: counted[kind] for kind in LinearKind}
 
-    def set_linear(
-        self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None, expert: int = 0
-    ) -> bool:
-        """Pack a weight [N, K], whose parts lie below each other; ``bias`` is [N].
+    def set_linear(self, place: LinearPlace, parts: Sequence[WeightPart], panels: int, bias: int | None) -> None:
+        """Take a weight of ``parts`` that is packed at the address ``panels``, with its bias at ``bias``.
 
-        ``expert``: whose GATE_UP or DOWN it is; the shared expert's number is behind the others'. A ROUTER is one part,
-        [N, K] float32, with the gate of the shared expert as its last row. False, and nothing done, where the parts
-        can't lie side by side in panels.
+        Of ``parts``, rows and formats count. Raises ``ValueError`` if they can't lie side by side in panels.
         """
-        floats = None if bias is None else bias.float().contiguous()
-        answer = self._library.pds_engine_set_linear(
-            self.handle,
-            kind,
-            layer,
-            expert,
-            len(parts),
-            (WeightPart * len(parts))(*parts),
-            None if floats is None else floats.data_ptr(),
-        )
+        described = (self.handle, *place, len(parts), (WeightPart * len(parts))(*parts))
+        answer = self._library.pds_engine_set_linear(*described, panels, bias)
         if answer < 0:
-            raise MemoryError("no memory for the packed weights")
-        return bool(answer == 0)
+            raise MemoryError("no memory for the description of the weights")
+        if answer > 0:
+            raise ValueError(f"the parts of {place} can't lie side by side in panels")
 
-    def set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
-        """What is multiplied with, whatever a family adds to its weights added already. The final one's layer is 0."""
-        floats = weight.float().contiguous()
-        if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
-            raise MemoryError("no memory for the packed weights")
+    def set_norm(self, kind: NormKind, layer: int, weight: int) -> None:
+        """Take a norm's factors, float32 at the address ``weight``; the final norm's layer is 0.
 
-    def set_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
-        """Logits of attention sinks, [H] of this rank; or what is added to scores for the choice of experts, [E]."""
-        floats = values.float().contiguous()
-        if self._library.pds_engine_set_vector(self.handle, kind, layer, floats.data_ptr()) != 0:
-            raise MemoryError("no memory for the packed weights")
+        Whatever a family adds to its weights is added already.
+        """
+        self._library.pds_engine_set_norm(self.handle, kind, layer, weight)
 
-    def set_embedding(self, table: Tensor) -> None:
-        """[V, N] in the engine's own type; kept by reference."""
-        self._embedding = table
-        self._library.pds_engine_set_embedding(self.handle, table.data_ptr())
+    def set_vector(self, kind: VectorKind, layer: int, values: int) -> None:
+        """Take a vector of float32 at the address ``values``.
+
+        It has the logits of attention sinks, [H] of this rank, or what is added to scores for the choice of experts,
+        [E].
+        """
+        self._library.pds_engine_set_vector(self.handle, kind, layer, values)
+
+    def set_embedding(self, table: int | None) -> None:
+        """Take the table of embeddings, [V, N] in the engine's own type at the address ``table``.
+
+        None: the head, which is dense and has all rows, is the table as well.
+        """
+        self._library.pds_engine_set_embedding(self.handle, table)

@@ -1,52 +1,32 @@
-"""The rotations of positions, as the CPU engine reads them: tables that grow with the longest text so far."""
+"""Rotations of positions, as the CPU engine reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..ops.layers.rotary import Rotation
 from .structs import RopeTable
 
-GROWTH = 1024
-"""Positions that tables grow by."""
 
-
-class Rope(Protocol):
-    """What turns positions into rotations; ``RotaryEmbedding`` does."""
-
-    def forward(self, positions: Tensor) -> Rotation:
-        """The rotations of ``positions`` [T]: cosines and sines [T, 1, head_dim]."""
-        ...
-
-
-class RopeTables:
-    """Cosines and sines [positions, head_dim / 2], float32, for each of a model's ``ropes``, which compute in float32.
+class RopeRows(NamedTuple):
+    """Addresses of cosines and sines [positions, head_dim / 2], float32.
 
     Element ``i`` of a head turns with ``i + head_dim / 2``, by the angle at ``i``.
     """
 
-    def __init__(self, ropes: Sequence[Rope], head_dim: int) -> None:
-        self._ropes, self._half = ropes, head_dim // 2
-        self._rows: list[tuple[Tensor, Tensor]] = [(torch.empty(0, self._half),) * 2 for _ in ropes]
-        self.tables = (RopeTable * len(ropes))()
-        """Where they lie now; ``reserve`` moves them."""
-        self.positions = 0
-        """How many positions they reach."""
+    cos: int
+    sin: int
 
-    def reserve(self, positions: int) -> None:
-        """Extend the tables to ``positions``."""
-        if positions <= self.positions:
-            return
-        end = -(-positions // GROWTH) * GROWTH
-        more = torch.arange(self.positions, end)
-        for i, rope in enumerate(self._ropes):
-            rotation = rope.forward(more)
-            # The second halves: those of the sines are not negated.
-            cos, sin = (half[:, 0, self._half :] for half in rotation)
-            rows = self._rows[i] = (torch.cat((self._rows[i][0], cos)), torch.cat((self._rows[i][1], sin)))
-            self.tables[i] = RopeTable(rows[0].data_ptr(), rows[1].data_ptr())
-        self.positions = end
+
+class RopeTables:
+    """Tables of a model's ropes, up to ``positions``. The caller keeps their memory."""
+
+    def __init__(self, rows: Sequence[RopeRows], positions: int) -> None:
+        self.tables = (RopeTable * len(rows))(*(RopeTable(*addresses) for addresses in rows))
+        self.positions = positions
+        """Number of positions that the tables reach."""
+
+    def check(self, positions: int) -> None:
+        """Raise ``IndexError`` for a pass that reaches beyond the tables."""
+        if positions > self.positions:
+            raise IndexError(f"a pass reaches position {positions - 1}, the tables of rotations have {self.positions}")

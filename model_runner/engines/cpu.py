@@ -6,45 +6,52 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ...model_files.spec import ModelSpec
 from ..batch.forward_batch import ForwardBatch
 from ..cpu_engine.native_engine import Ranks
 from ..cpu_engine.native_model import NativeModel
+from ..cpu_engine.packed_model import PackedModel
 from ..cpu_engine.team import Team
+from ..dtypes import DType
 from ..kv.pools import Pools
 from ..sampling.native import NativeSampler
 from ..steps.common_steps import CommonSteps, RequestTables
 from ..steps.native_steps import NativeSteps
 from .base import Engine, meet_alone, without_weights
-from .weights import Weights
 
 
 class CpuEngine(Engine):
-    """Computes with weights that are packed for the CPU kernels."""
+    """Computes with weights that are packed for the CPU kernels, where they are mapped."""
 
     attention_backend = "cpu"
 
     def __init__(
         self,
-        weights: Weights,
+        packed: PackedModel,
+        spec: ModelSpec,
+        dtype: DType,
         pools: Pools,
         team: Team,
         ranks: Ranks,
-        reload: Callable[[], Weights],
+        reload: Callable[[], PackedModel],
         *,
         clears_begun_pages: bool,
     ) -> None:
-        """Pack ``weights``, which may be dropped afterwards. ``reload`` loads the same ones again.
+        """Compute with ``packed``, of ``spec`` and with activations of ``dtype``.
 
-        ``ranks``: tensor-parallel ranks that it computes the model with.
+        ``reload`` maps the same weights again, after they were dropped.
+        ``ranks``: tensor-parallel ranks that it computes the model with; ``packed`` and ``spec`` are its part.
         """
         super().__init__(pools, clears_begun_pages=clears_begun_pages)
         self.team = team
         self.sampler = NativeSampler(team)
+        self._spec = spec
+        self._dtype = dtype
         self._ranks = ranks
         self._reload = reload
         self.native: NativeModel | None = None
         """Model on the kernels; None while its weights are dropped."""
-        self._use(weights)
+        self._use(packed)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
         """See the base class."""
@@ -69,9 +76,8 @@ class CpuEngine(Engine):
         """See the base class."""
         self._use(self._reload())
 
-    def _use(self, weights: Weights) -> None:
-        pools = self._pools
-        native = NativeModel(weights.model, pools.by_group, self.team, weights.blocks, self._ranks)
+    def _use(self, packed: PackedModel) -> None:
+        native = NativeModel(packed, self._spec, self._dtype, self._pools.by_group, self.team, self._ranks)
         self.native = native
         self.step_weight_bytes = native.weight_bytes
         if native.shares_heads:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,21 +19,25 @@ import torch
 
 from ...messages.worker import KVOrder
 from ...model_files.context_length import choose_context_length, with_context, without_idle_windows
-from ...model_files.errors import UnsupportedModel
+from ...model_files.errors import InvalidWeights, UnsupportedModel
 from ...model_files.foreign_config import read_foreign
 from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, commit_of, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
+from ..cpu_engine.packed_model import PackedModel
 from ..device.base import Device
 from ..device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from ..device.placement import SPIN_US
+from ..dtypes import dtype_name
 from ..kv.pool import make_layout
 from ..kv.pools import Pools
 from ..kv.quantization import LARGEST
 from ..kv.size import layers_apart
-from ..kv.sparse.channels import choose_channels
+from ..kv.sparse.channels import LabelChannels, choose_channels
 from ..loader.load import foreign_fingerprint
+from ..loader.quantization import Quantization, QuantizedActivations
+from ..loader.weight_loader import OTHER_WEIGHTS, WeightLoader
 from ..models.transformers.refusals import refuse_for_transformers
 from ..options import WorkerOptions
 from ..ranks.part import ModelPart, WholeModel
@@ -42,10 +46,11 @@ from .base import Engine
 from .loaded import LoadedModel
 from .pool_maker import PoolMaker
 from .torch import TorchEngine, WrapLayer
-from .weights import WeightLoader, Weights
 
 if TYPE_CHECKING:
     from ..ranks.host_ranks import HostRanks
+    from ..weights_cache.cache import WeightsSource
+    from ..weights_cache.request import PackRequest
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,8 @@ class Threads:
     """Cores to compute on; the calling thread is bound to the first already. None: any."""
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within it compilers are started, which are not to inherit the thread's cores."""
+    node: int | None = None
+    """NUMA node of the cores; None: the host has one node, or the cores are on several."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class _Setup:
     kv_dtype: torch.dtype
     wrap_layer: WrapLayer | None
     """Gives each layer's computation a name for profilers (``--enable-nvtx``); None: it has none."""
+    weights_source: WeightsSource
+    """Where the C++ engine gets its weights from."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -86,10 +95,16 @@ class _Setup:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
 
 
-def load_model(options: WorkerOptions, threads: Threads | None = None, ranks: HostRanks | None = None) -> LoadedModel:
+def load_model(
+    options: WorkerOptions,
+    threads: Threads | None = None,
+    ranks: HostRanks | None = None,
+    weights_source: WeightsSource | None = None,
+) -> LoadedModel:
     """Load the model, or the part of it that a rank computes. ``ranks``: the rank that this is, None: the only one.
 
-    Raises ``ModelError`` if the model can't be served as asked.
+    ``weights_source``: where the C++ engine gets its weights from; None: they are packed here. Raises ``ModelError`` if
+    the model can't be served as asked.
     """
     begin = time.monotonic()
     source = resolve_model(options.model_path, revision=options.revision, weights=options.load_format != "dummy")
@@ -105,7 +120,8 @@ def load_model(options: WorkerOptions, threads: Threads | None = None, ranks: Ho
         from ..steps.step_ranges import name_layers
 
         wrap_layer = name_layers(chosen)
-    setup = _Setup(options, source, implementation, device, dtype, kv_dtype, wrap_layer)
+    source_of_weights = weights_source or _pack_here()
+    setup = _Setup(options, source, implementation, device, dtype, kv_dtype, wrap_layer, source_of_weights)
     setup.seconds["config"] = time.monotonic() - begin
     if implementation is ModelImpl.TRANSFORMERS:
         return _load_transformers(setup)
@@ -127,19 +143,8 @@ def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> Lo
         own = spec if part.shard is None else part.shard.spec
         backend = choose_attention_backend(options.attention_backend, own, device.torch, setup.dtype, setup.kv_dtype)
     log.info("model implementation: native, family %s", spec.family)
-    is_native = backend == "cpu"
-    with timed("weights"):
-        loader = WeightLoader(options, setup.source, spec, identity, setup.dtype, device.torch, part, is_native)
-        weights = loader.load()
-    with timed("kv_pool"):
-        order: KVOrder = "blocks" if is_native else "tokens"
-        layout = make_layout(part.kept, options.page_size, setup.kv_dtype, order, part.windows, labels)
-        maker = PoolMaker(options, device, spec.vocab_size, context_length, part, layout, labels)
-    reload = partial(loader.reload, weights.fingerprint)
-    if is_native:
-        made = _make_cpu_engine(setup, weights, reload, maker, threads)
-    else:
-        made = _make_torch_engine(backend, setup, weights, reload, maker)
+    native = _Native(spec, identity, context_length, part, labels)
+    loading = _load_for_kernels(setup, native, threads) if backend == "cpu" else _load_torch(setup, native, backend)
     return LoadedModel(
         implementation=setup.implementation,
         spec=spec,
@@ -147,13 +152,13 @@ def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> Lo
         vocab_size=spec.vocab_size,
         device=device,
         dtype=setup.dtype,
-        quantization=weights.quantization,
-        quantized_activations=weights.activations,
-        fingerprint=weights.fingerprint,
-        weight_bytes=weights.nbytes,
-        step_bytes=made.step_bytes,
-        pools=made.pools,
-        engine=made.engine,
+        quantization=loading.quantization,
+        quantized_activations=loading.activations,
+        fingerprint=loading.fingerprint,
+        weight_bytes=loading.weight_bytes,
+        step_bytes=loading.step_bytes,
+        pools=loading.pools,
+        engine=loading.engine,
         load_seconds=setup.seconds,
     )
 
@@ -175,44 +180,106 @@ def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, optio
     return PartInSharedPool(spec, ranks)
 
 
-class _Made(NamedTuple):
-    """What ``PoolMaker`` and an engine's constructor made."""
+class _Native(NamedTuple):
+    """A model that pdserve has an implementation of."""
+
+    spec: ModelSpec
+    identity: ModelSpec
+    """Description by which instances recognise each other."""
+    context_length: int
+    part: ModelPart
+    labels: LabelChannels | None
+
+
+class _Loaded(NamedTuple):
+    """What depends on the engine."""
 
     pools: Pools
     engine: Engine
+    quantization: Quantization
+    activations: QuantizedActivations | None
+    fingerprint: str
+    weight_bytes: int
     step_bytes: int = 0
 
 
-def _make_cpu_engine(
-    setup: _Setup, weights: Weights, reload: Callable[[], Weights], maker: PoolMaker, threads: Threads
-) -> _Made:
+def _pack_here() -> WeightsSource:
+    # Imported here: a worker packs in another process.
+    from ..weights_cache.cache import PrivateWeights
+    from ..weights_cache.local_builder import LocalBuilder
+
+    return PrivateWeights(LocalBuilder(torch.get_num_threads()))
+
+
+def _make_pool_maker(setup: _Setup, native: _Native, order: KVOrder) -> PoolMaker:
+    options, part = setup.options, native.part
+    layout = make_layout(part.kept, options.page_size, setup.kv_dtype, order, part.windows, native.labels)
+    return PoolMaker(options, setup.device, native.spec.vocab_size, native.context_length, part, layout, native.labels)
+
+
+def _load_for_kernels(setup: _Setup, native: _Native, threads: Threads) -> _Loaded:
     # Imported here: they load the compiled kernels.
     from ..cpu_engine.build import choose_level
     from ..cpu_engine.native_engine import Ranks
     from ..cpu_engine.ranks import ExchangeRoom
     from ..cpu_engine.team import Team
+    from ..weights_cache.request import PackRequest
     from .cpu import CpuEngine
 
-    options, spec = setup.options, weights.model.spec
+    options, shard = setup.options, native.part.shard
+    with setup.timed("weights"):
+        dtypes = (dtype_name(setup.dtype), dtype_name(setup.kv_dtype))
+        request = PackRequest(options, setup.source, native.spec, native.identity, shard, *dtypes, threads.node)
+        packed = setup.weights_source.open(request)
+    contents = packed.contents
     with setup.timed("kv_pool"):
+        maker = replace(_make_pool_maker(setup, native, "blocks"), page_cache_bytes=packed.memory.page_cache)
         # For the longest pass that there can be.
-        uncut = maker.context_length if options.chunked_prefill_size == -1 else 0
+        uncut = native.context_length if options.chunked_prefill_size == -1 else 0
         prompts = max(options.max_prefill_tokens, uncut, LEAST_ROOM)
-        room = ExchangeRoom(prompts + options.max_running_requests, spec.hidden_size, maker.vocab_size)
-        identity = _identity(setup, weights, maker, "cpu", choose_level().name)
-        pools, exchange = maker.make(weights.nbytes, identity=identity, room=room)
+        room = ExchangeRoom(prompts + options.max_running_requests, native.spec.hidden_size, native.spec.vocab_size)
+        identity = _identity(setup, contents.fingerprint, maker, "cpu", choose_level().name)
+        pools, exchange = maker.make(packed.memory.total, identity=identity, room=room)
     with setup.timed("kernels"):
         team = Team(torch.get_num_threads(), threads.cpus, threads.spin_us)
         engine = CpuEngine(
-            weights, pools, team, Ranks(maker.part.shard, exchange), reload, clears_begun_pages=options.hands_over
+            packed,
+            request.own_spec,
+            setup.dtype,
+            pools,
+            team,
+            Ranks(shard, exchange),
+            partial(_PackedWeights(setup.weights_source, request).reopen, contents.fingerprint),
+            clears_begun_pages=options.hands_over,
         )
-    return _Made(pools, engine)
+    found = (contents.quantization, contents.activations, contents.fingerprint)
+    return _Loaded(pools, engine, *found, packed.memory.total)
 
 
-def _make_torch_engine(
-    backend: str, setup: _Setup, weights: Weights, reload: Callable[[], Weights], maker: PoolMaker
-) -> _Made:
-    options, device = setup.options, setup.device
+class _PackedWeights(NamedTuple):
+    """The packed weights of one model, mapped once, and again after they were dropped."""
+
+    source: WeightsSource
+    request: PackRequest
+
+    def reopen(self, expected: str) -> PackedModel:
+        """Map the weights again; raise ``InvalidWeights`` if their fingerprint is not the ``expected`` one."""
+        packed = self.source.open(self.request)
+        if packed.contents.fingerprint != expected:
+            raise InvalidWeights(OTHER_WEIGHTS)
+        return packed
+
+
+def _load_torch(setup: _Setup, native: _Native, backend: str) -> _Loaded:
+    options, device, part = setup.options, setup.device, native.part
+    with setup.timed("weights"):
+        loader = WeightLoader(
+            *(options, setup.source, native.spec, native.identity, setup.dtype, device.torch, part.shard),
+            is_native=False,
+            find_group=partial(part.group, device.torch),
+        )
+        weights = loader.load()
+    maker = _make_pool_maker(setup, native, "tokens")
 
     def make_engine(pools: Pools) -> TorchEngine:
         return TorchEngine(
@@ -221,26 +288,27 @@ def _make_torch_engine(
             backend,
             device,
             options,
-            maker.context_length,
-            reload,
-            shares_heads=maker.part.shares_heads,
+            native.context_length,
+            partial(loader.reload, weights.fingerprint),
+            shares_heads=part.shares_heads,
             wrap_layer=setup.wrap_layer,
         )
 
     with setup.timed("kv_pool"):
         step_bytes = maker.measure_steps(make_engine)
-        identity = _identity(setup, weights, maker, backend, "")
+        identity = _identity(setup, weights.fingerprint, maker, backend, "")
         pools, _ = maker.make(weights.nbytes, step_bytes, identity)
     with setup.timed("kernels"):
         engine = make_engine(pools)
-    return _Made(pools, engine, step_bytes)
+    found = (weights.quantization, weights.activations, weights.fingerprint)
+    return _Loaded(pools, engine, *found, weights.nbytes, step_bytes)
 
 
-def _identity(setup: _Setup, weights: Weights, maker: PoolMaker, backend: str, level: str) -> str:
+def _identity(setup: _Setup, fingerprint: str, maker: PoolMaker, backend: str, level: str) -> str:
     """Describe what ranks on several hosts must have in common."""
     options = setup.options
     kept = [group.dtype for group in maker.layout.groups]
-    served = (weights.fingerprint, backend, level, setup.dtype, kept, maker.context_length)
+    served = (fingerprint, backend, level, setup.dtype, kept, maker.context_length)
     sizes = (options.page_size, options.max_running_requests, options.max_prefill_tokens)
     return repr((*served, *sizes, options.chunked_prefill_size))
 

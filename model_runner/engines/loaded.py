@@ -10,8 +10,7 @@ from ...model_files.model_impl import ModelImpl
 from ...model_files.spec import ModelSpec
 from ..device.base import Device
 from ..kv.pools import Pools
-from ..loader.open_packed import Quantization
-from ..loader.quantized_blocks import QuantizedActivations
+from ..loader.quantization import Quantization, QuantizedActivations
 from .base import Engine
 
 

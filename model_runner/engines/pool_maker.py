@@ -48,6 +48,8 @@ class PoolMaker:
     part: ModelPart
     layout: KVLayout
     labels: LabelChannels | None = None
+    page_cache_bytes: int = 0
+    """Bytes of mapped weights that the kernel counts as free, because it could read them again."""
 
     def measure_steps(self, make_engine: Callable[[Pools], AttentionEngine]) -> int:
         """Return the bytes of an accelerator that steps take, by steps over pools of page 0 alone.
@@ -101,4 +103,5 @@ class PoolMaker:
 
     def _plan(self, step_bytes: int, weight_bytes: int) -> PoolPlan:
         memory, kind = self.device.memory(), self.device.torch.type
+        memory = memory._replace(free=max(0, memory.free - self.page_cache_bytes))
         return plan_pools(self.options, self.layout, self.context_length, weight_bytes, memory, kind, step_bytes)

@@ -12,11 +12,11 @@ from ..attention.registry import BackendNeeds, make_attention_backend
 from ..batch.forward_batch import ForwardBatch
 from ..device.base import Device
 from ..kv.pools import Pools
+from ..loader.weight_loader import Weights
 from ..models.decoder import Decoder, LayerForward
 from ..options import WorkerOptions
 from ..steps.decode_graphs import graph_sizes, why_no_graphs
 from .base import Engine, meet_alone, without_weights
-from .weights import Weights
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from ...model_files.model_path import ModelSource
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from .gguf_blocks import GGUFBlocks
-from .quantized_blocks import BlockSource, QuantizedActivations, RoundedBlocks
+from .quantization import QuantizedActivations
+from .quantized_blocks import BlockSource, RoundedBlocks
 
 
 def open_blocks(

@@ -17,13 +17,12 @@ from ..models.decoder import Decoder
 from ..options import WorkerOptions
 from .packed_layers import PackedLayers
 from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource
+from .quantization import Quantization
 from .safetensors_weights import packing_of
 
 log = logging.getLogger(__name__)
 
 AsPacked = Literal["packed", "w8a8"]
-Quantization = Literal["none", "gguf", "int8", "int4", "packed", "w8a8"]
-"""What ``--quantization`` comes to."""
 MULTIPLIES_FP8 = (8, 9)
 """Compute capability from which on a GPU does."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...model_files.spec import ExpertsSpec, ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD
+from .quantization import QuantizedActivations
 
 BLOCK = 32
 HEAD_NAMES = (HEAD, EMBEDDING)
@@ -40,10 +41,6 @@ class BlockFormat(IntEnum):
 
 
 FORMATS = {GGMLQuantizationType[block_format.name]: block_format for block_format in BlockFormat}
-
-
-QuantizedActivations = Literal["int16", "int8"]
-"""What activations are rounded to before they are multiplied with blocks (``--quantized-activations``)."""
 
 
 class BlockWeight(NamedTuple):

@@ -18,10 +18,13 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from pdserve.model_files.spec import Activation, ExpertScoring, ExpertsSpec, GroupScore, MLPSpec
-from pdserve.model_runner.cpu_engine.native_engine import LinearKind, NativeEngine, VectorKind
+from pdserve.model_runner.cpu_engine.native_engine import VectorKind
 from pdserve.model_runner.cpu_engine.structs import WeightPart
+from pdserve.model_runner.cpu_engine.weight_packer import LinearKind
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
+
+from .native_weights import NativeWeights
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
@@ -114,7 +117,7 @@ def draw_experts(
     )
 
 
-def set_experts(engine: NativeEngine, layer: int, experts: Experts) -> None:
+def set_experts(engine: NativeWeights, layer: int, experts: Experts) -> None:
     """Give the engine all of them."""
     spec, router = experts.spec, experts.router
     rows, bias = [router.values], router.bias
@@ -122,13 +125,13 @@ def set_experts(engine: NativeEngine, layer: int, experts: Experts) -> None:
         rows.append(experts.shared_gate)
         bias = None if bias is None else F.pad(bias, (0, 1))
     table = torch.cat(rows)
-    assert engine.set_linear(LinearKind.ROUTER, layer, [WeightPart(table.data_ptr(), len(table), 0)], bias)
+    engine.set_linear(LinearKind.ROUTER, layer, [WeightPart(table.data_ptr(), len(table), 0)], bias)
     if experts.choice_bias is not None:
         engine.set_vector(VectorKind.CHOICE_BIAS, layer, experts.choice_bias)
     shared = [] if experts.shared is None else [(spec.count, experts.shared)]
     for i, network in (*enumerate(experts.networks), *shared):
         for kind, weight in ((LinearKind.GATE_UP, network.gate_up), (LinearKind.DOWN, network.down)):
-            assert engine.set_linear(kind, layer, [weight.part()], weight.bias, i)
+            engine.set_linear(kind, layer, [weight.part()], weight.bias, i)
 
 
 def choose(spec: ExpertsSpec, logits: Tensor, choice_bias: Tensor | None) -> Choice:

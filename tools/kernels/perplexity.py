@@ -34,7 +34,7 @@ from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.device.choice import KVDTypeName
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.loader.load import load_model_weights
-from pdserve.model_runner.loader.quantized_blocks import QuantizedActivations
+from pdserve.model_runner.loader.quantization import QuantizedActivations
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.server.options import ServerOptions
 

@@ -52,34 +52,25 @@ PDS_API void pds_engine_meet(void* engine) { static_cast<EngineBase*>(engine)->m
 
 PDS_API void pds_engine_free(void* engine) { delete static_cast<EngineBase*>(engine); }
 
-// 1 where the parts can't be put together.
+// 1 where the parts can't be put together. `panels` and `bias` are kept by reference, and so are all other weights.
 PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int64_t expert, int64_t count,
-                                      const WeightPart* parts, const float* bias) {
+                                      const WeightPart* parts, const void* panels, const float* bias) {
   try {
     const std::vector<WeightPart> all(parts, parts + count);
     const LinearPlace place{static_cast<LinearKind>(kind), layer, expert};
-    return static_cast<EngineBase*>(engine)->set_linear(place, all, bias) ? 0 : 1;
+    const auto* bytes = static_cast<const uint8_t*>(panels);
+    return static_cast<EngineBase*>(engine)->set_linear(place, all, bytes, bias) ? 0 : 1;
   } catch (const std::bad_alloc&) {
     return -1;
   }
 }
 
-PDS_API int32_t pds_engine_set_norm(void* engine, int32_t kind, int64_t layer, const float* weight) {
-  try {
-    static_cast<EngineBase*>(engine)->set_norm(static_cast<NormKind>(kind), layer, weight);
-  } catch (const std::bad_alloc&) {
-    return -1;
-  }
-  return 0;
+PDS_API void pds_engine_set_norm(void* engine, int32_t kind, int64_t layer, const float* weight) {
+  static_cast<EngineBase*>(engine)->set_norm(static_cast<NormKind>(kind), layer, weight);
 }
 
-PDS_API int32_t pds_engine_set_vector(void* engine, int32_t kind, int64_t layer, const float* values) {
-  try {
-    static_cast<EngineBase*>(engine)->set_vector(static_cast<VectorKind>(kind), layer, values);
-  } catch (const std::bad_alloc&) {
-    return -1;
-  }
-  return 0;
+PDS_API void pds_engine_set_vector(void* engine, int32_t kind, int64_t layer, const float* values) {
+  static_cast<EngineBase*>(engine)->set_vector(static_cast<VectorKind>(kind), layer, values);
 }
 
 PDS_API void pds_engine_set_embedding(void* engine, const void* table) {

@@ -13,8 +13,9 @@ class Engine final : public EngineBase {
  public:
   Engine(const EngineConfig& config, Team& team, RankGroup* ranks) : state_(config, team, ranks) {}
 
-  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias) override {
-    return state_.weights.set_linear(place, parts, bias, state_.team);
+  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const uint8_t* panels,
+                  const float* bias) override {
+    return state_.weights.set_linear(place, parts, panels, bias);
   }
 
   void set_norm(NormKind kind, int64_t layer, const float* weight) override {
@@ -93,12 +94,9 @@ class Engine final : public EngineBase {
 
   void embed(const ForwardArgs& args, Range tokens) {
     Activations<T>& a = state_.activations;
-    const int64_t hidden = state_.c.hidden;
     const float scale = state_.c.embedding_scale;
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
-      const T* row = state_.weights.embedding() + args.input_ids[t] * hidden;
-      float* x = a.x + t * state_.strides.x;
-      for (int64_t i = 0; i < hidden; ++i) x[i] = scale * to_float(row[i]);
+      state_.weights.embed(args.input_ids[t], scale, a.x + t * state_.strides.x);
       const int64_t slot = args.out_cache_loc[t];
       a.places[0][t] = find_slot(state_.c.pool, slot);
       if (args.window_pages != nullptr) {

@@ -85,14 +85,14 @@ constexpr int kLayerVectors = 2;
 class EngineBase {
  public:
   virtual ~EngineBase() = default;
-  // Packs a weight [N, k], whose parts lie below each other; `bias` is [N] float32 or null. A router is one part in
-  // float32. False, and nothing done, where a panel would hold columns of two formats, or some panels would be dense and
-  // others not.
-  virtual bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias) = 0;
+  // Takes a weight that WeightPacker has packed; all weights are kept by reference. Of `parts`, only rows and formats are
+  // read; `bias` is packed as well, or null. False where they can't lie side by side.
+  virtual bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const uint8_t* panels,
+                          const float* bias) = 0;
   // Float32, of the size of what it normalises; whatever a family adds to it is added already.
   virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
   virtual void set_vector(VectorKind kind, int64_t layer, const float* values) = 0;
-  // [V, N] in the engine's own type; kept by reference.
+  // [V, N] in the engine's own type; null: the head is the same, has all rows and is dense.
   virtual void set_embedding(const void* table) = 0;
   virtual void forward(const ForwardArgs& args) = 0;
   // Returns when all ranks of this host have come; at once where there is one.

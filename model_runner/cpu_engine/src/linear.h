@@ -97,6 +97,10 @@ size_t dense_panel_bytes(int64_t k) {
 template <class T>
 void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel);
 
+// Reads column `column` of a packed dense panel, which is a row of the weight: out[k], each element times `scale`.
+template <class T>
+void unpack_dense_column(const T* panel, int column, int64_t k, float scale, float* out);
+
 // Rows of activations as dense products read them.
 struct DenseRows {
   const char* first;

@@ -89,6 +89,15 @@ void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel)
 }
 
 template <class T>
+void unpack_dense_column(const T* panel, int column, int64_t k, float scale, float* out) {
+  constexpr int group = kGroup<T>;
+  panel += column * group;
+  for (int64_t i = 0; i < k; i += group, panel += kPanel * group) {
+    for (int g = 0; g < group; ++g) *out++ = scale * to_float(panel[g]);
+  }
+}
+
+template <class T>
 DenseRows prepare_dense(const T* a, int64_t stride, int64_t count, int64_t k, float* scratch) {
   if constexpr (std::is_same_v<Factor<T>, T>) {
     return {reinterpret_cast<const char*>(a), stride * static_cast<int64_t>(sizeof(T))};
@@ -111,6 +120,8 @@ template double dense_effort<bf16>();
 template double dense_effort<float>();
 template void pack_dense_panel(const bf16*, int64_t, const int32_t*, bf16*);
 template void pack_dense_panel(const float*, int64_t, const int32_t*, float*);
+template void unpack_dense_column(const bf16*, int, int64_t, float, float*);
+template void unpack_dense_column(const float*, int, int64_t, float, float*);
 template DenseRows prepare_dense(const bf16*, int64_t, int64_t, int64_t, float*);
 template DenseRows prepare_dense(const float*, int64_t, int64_t, int64_t, float*);
 template void multiply_dense_panel(const DenseRows&, int, const bf16*, int64_t, float*);

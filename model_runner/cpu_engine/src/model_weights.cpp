@@ -1,17 +1,14 @@
 #include "model_weights.h"
 
-#include <algorithm>
-
 #include "packing.h"
 
 namespace pdserve {
 
 template <class T>
 ModelWeights<T>::ModelWeights(const EngineConfig& config) : c_(config), layers_(config.layers) {
-  const bool whole_panels = config.head_dim % kPanel == 0 && config.pool.dtype == dtype_of<T>();
   for (size_t i = 0; i < layers_.size(); ++i) {
     LayerWeights& layer = layers_[i];
-    layer.fused = !config.is_latent() && whole_panels && config.ops[i].qkv.qk_norm == QKNorm::kNone;
+    layer.fused = is_fused(config, dtype_of<T>(), static_cast<int64_t>(i));
     layer.qkv.next = config.latent.q_rank != 0 ? &layer.q_b : &layer.o;
     layer.q_b.next = &layer.o;
     if (config.is_latent()) {
@@ -27,40 +24,38 @@ ModelWeights<T>::ModelWeights(const EngineConfig& config) : c_(config), layers_(
 }
 
 template <class T>
-bool ModelWeights<T>::set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias,
-                                 Team& team) {
+bool ModelWeights<T>::set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const uint8_t* panels,
+                                 const float* bias) {
   PackedLinear& packed = linear(place);
   packed.product = static_cast<int>(place.kind);
   packed.activations = c_.activations;
-  const bool fused = place.kind == LinearKind::kQKV && layers_[place.layer].fused;
-  const LinearShape shape = linear_shape(c_, place, fused);
-  if (place.kind == LinearKind::kRouter) return pack_linear<float>(shape, parts, bias, arena_, team, packed);
-  return pack_linear<T>(shape, parts, bias, arena_, team, packed);
+  packed.bias = bias;
+  const LinearShape shape = linear_shape(c_, dtype_of<T>(), place);
+  if (place.kind == LinearKind::kRouter) return arrange_linear<float>(shape, parts, panels, packed);
+  return arrange_linear<T>(shape, parts, panels, packed);
 }
 
 template <class T>
 void ModelWeights<T>::set_norm(NormKind kind, int64_t layer, const float* weight) {
-  int64_t size = c_.hidden;
-  if (kind == NormKind::kQ || kind == NormKind::kK) {
-    const int64_t heads = kind == NormKind::kQ ? c_.heads : c_.kv_heads;
-    size = c_.head_dim * (c_.ops[layer].qkv.qk_norm == QKNorm::kAll ? heads : 1);
-    if (c_.is_latent()) size = kind == NormKind::kQ ? c_.latent.q_rank : c_.latent.kv_rank;
-  }
-  const float* copy = keep(weight, size);
-  (kind == NormKind::kFinal ? final_norm_ : layers_[layer].norms[static_cast<int>(kind)]) = copy;
+  (kind == NormKind::kFinal ? final_norm_ : layers_[layer].norms[static_cast<int>(kind)]) = weight;
 }
 
 template <class T>
 void ModelWeights<T>::set_vector(VectorKind kind, int64_t layer, const float* values) {
-  const int64_t size = kind == VectorKind::kSinks ? c_.heads : c_.ops[layer].experts.count;
-  layers_[layer].vectors[static_cast<int>(kind)] = keep(values, size);
+  layers_[layer].vectors[static_cast<int>(kind)] = values;
 }
 
 template <class T>
-const float* ModelWeights<T>::keep(const float* values, int64_t size) {
-  float* copy = arena_.allocate<float>(size);
-  std::copy_n(values, size, copy);
-  return copy;
+void ModelWeights<T>::embed(int64_t token, float scale, float* x) const {
+  const int64_t hidden = c_.hidden;
+  if (embedding_ == nullptr) {
+    const int64_t panel = token / kPanel;
+    const auto* data = reinterpret_cast<const T*>(head_.of(panel).panel(panel));
+    unpack_dense_column(data, static_cast<int>(token % kPanel), hidden, scale, x);
+    return;
+  }
+  const T* row = embedding_ + token * hidden;
+  for (int64_t i = 0; i < hidden; ++i) x[i] = scale * to_float(row[i]);
 }
 
 template <class T>

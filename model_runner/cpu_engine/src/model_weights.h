@@ -1,12 +1,10 @@
-// The weights of a model as a pass reads them: packed, in the order in which it does.
+// The weights of a model as a pass reads them: packed, in the order in which it does. They lie in memory of the caller.
 #pragma once
 
 #include <vector>
 
-#include "arena.h"
 #include "engine.h"
 #include "linear.h"
-#include "team.h"
 
 namespace pdserve {
 
@@ -34,7 +32,8 @@ class ModelWeights {
   explicit ModelWeights(const EngineConfig& config);
 
   // As in EngineBase.
-  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias, Team& team);
+  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const uint8_t* panels,
+                  const float* bias);
   void set_norm(NormKind kind, int64_t layer, const float* weight);
   void set_vector(VectorKind kind, int64_t layer, const float* values);
   void set_embedding(const void* table) { embedding_ = static_cast<const T*>(table); }
@@ -43,14 +42,13 @@ class ModelWeights {
   const std::vector<LayerWeights>& layers() const { return layers_; }
   const PackedLinear& head() const { return head_; }
   const float* final_norm() const { return final_norm_; }
-  const T* embedding() const { return embedding_; }  // [V, N]
+  // Writes the embedding of a token, times `scale`: x[N].
+  void embed(int64_t token, float scale, float* x) const;
 
  private:
   PackedLinear& linear(const LinearPlace& place);
-  const float* keep(const float* values, int64_t size);
 
   const EngineConfig& c_;
-  Arena arena_;
   std::vector<LayerWeights> layers_;
   PackedLinear head_;
   const float* final_norm_ = nullptr;

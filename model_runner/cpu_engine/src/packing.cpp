@@ -73,10 +73,17 @@ void order_gate_up(int64_t inner, Order& order) {
 
 }  // namespace
 
-LinearShape linear_shape(const EngineConfig& c, const LinearPlace& place, bool fused) {
+bool is_fused(const EngineConfig& c, DType dtype, int64_t layer) {
+  const bool whole_panels = c.head_dim % kPanel == 0 && c.pool.dtype == dtype;
+  return !c.is_latent() && whole_panels && c.ops[layer].qkv.qk_norm == QKNorm::kNone;
+}
+
+LinearShape linear_shape(const EngineConfig& c, DType dtype, const LinearPlace& place) {
   Order order;
   switch (place.kind) {
-    case LinearKind::kQKV: c.is_latent() ? order_latent(c, order) : order_qkv(c, fused, order); break;
+    case LinearKind::kQKV:
+      c.is_latent() ? order_latent(c, order) : order_qkv(c, is_fused(c, dtype, place.layer), order);
+      break;
     case LinearKind::kQB: order.run(0, c.heads * c.latent.qk_dim()); break;
     case LinearKind::kKB: order.run(0, c.latent.kv_rank); break;
     case LinearKind::kVB: order.run(0, c.latent.value_dim); break;
@@ -90,27 +97,51 @@ LinearShape linear_shape(const EngineConfig& c, const LinearPlace& place, bool f
 }
 
 template <class T>
-bool pack_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, Arena& arena,
-                 Team& team, PackedLinear& packed) {
-  const std::vector<int32_t>& rows = shape.rows;
+bool arrange_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const uint8_t* panels,
+                    PackedLinear& packed) {
   packed.k = shape.k;
   packed.effort = parts[0].format == Format::kDense ? dense_effort<T>() : quantized_effort(packed.activations);
-  const PanelPacker<T> packer(parts, rows, packed.k);
-  if (!packer.arrange(packed, [&](size_t bytes) { return arena.allocate<uint8_t>(bytes); })) return false;
+  return PanelPacker<T>(parts, shape.rows, packed.k).arrange(packed, [&](size_t) { return panels; });
+}
+
+template bool arrange_linear<bf16>(const LinearShape&, const std::vector<WeightPart>&, const uint8_t*, PackedLinear&);
+template bool arrange_linear<float>(const LinearShape&, const std::vector<WeightPart>&, const uint8_t*, PackedLinear&);
+
+namespace {
+
+template <class T>
+void pack_panels(const LinearShape& shape, const std::vector<WeightPart>& parts, uint8_t* panels, Team& team) {
+  PackedLinear packed;
+  arrange_linear<T>(shape, parts, panels, packed);
+  const PanelPacker<T> packer(parts, shape.rows, packed.k);
   team.run([&](int tid, int size) {
     const Range own = share(packed.panels, tid, size);
     for (int64_t p = own.begin; p < own.end; ++p) packer.pack(packed, p);
   });
-  if (bias == nullptr) return true;
-  float* packed_bias = arena.allocate<float>(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
-  packed.bias = packed_bias;
-  return true;
 }
 
-template bool pack_linear<bf16>(const LinearShape&, const std::vector<WeightPart>&, const float*, Arena&, Team&,
-                                PackedLinear&);
-template bool pack_linear<float>(const LinearShape&, const std::vector<WeightPart>&, const float*, Arena&, Team&,
-                                 PackedLinear&);
+}  // namespace
+
+bool WeightPacker::is_bf16(const LinearPlace& place) const {
+  return dtype_ == DType::kBFloat16 && place.kind != LinearKind::kRouter;
+}
+
+bool WeightPacker::size(const LinearPlace& place, const std::vector<WeightPart>& parts, Size& size) const {
+  const LinearShape shape = linear_shape(config_, dtype_, place);
+  PackedLinear packed;
+  const bool fits = is_bf16(place) ? arrange_linear<bf16>(shape, parts, nullptr, packed)
+                                   : arrange_linear<float>(shape, parts, nullptr, packed);
+  size = {packed.bytes(0, packed.panels), static_cast<int64_t>(shape.rows.size())};
+  return fits;
+}
+
+void WeightPacker::pack(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias,
+                        uint8_t* panels, float* packed_bias) const {
+  const LinearShape shape = linear_shape(config_, dtype_, place);
+  const auto pack_as = is_bf16(place) ? pack_panels<bf16> : pack_panels<float>;
+  pack_as(shape, parts, panels, team_);
+  if (bias == nullptr) return;
+  for (int32_t row : shape.rows) *packed_bias++ = row < 0 ? 0.0f : bias[row];
+}
 
 }  // namespace pdserve

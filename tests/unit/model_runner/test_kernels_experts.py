@@ -30,8 +30,8 @@ from pdserve.model_files.spec import (
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import ActivationDType, load_library
 from pdserve.model_runner.cpu_engine.lowering import refusal
-from pdserve.model_runner.cpu_engine.native_engine import LinearKind
 from pdserve.model_runner.cpu_engine.single_kernels import choose_experts
+from pdserve.model_runner.cpu_engine.weight_packer import LinearKind
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from tests.unit.model_runner.test_kernels_layers import (
     ATTENTION,

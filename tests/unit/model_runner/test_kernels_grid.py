@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.cpu_engine.native_engine import LinearKind
 from pdserve.model_runner.cpu_engine.native_model import NativeModel
 from pdserve.model_runner.cpu_engine.structs import Product
+from pdserve.model_runner.cpu_engine.weight_packer import LinearKind
 
 from .test_kernels_engine import make_batch, make_runner, request_table, save_model
 

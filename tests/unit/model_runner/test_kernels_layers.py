@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from support.experts import ACTIVATIONS, Experts, Kinds, Rounding, draw_experts, run_experts, set_experts
 from support.kv_pages import make_pool_layout
+from support.native_weights import NativeWeights, TestRopes
 from support.sampling import few
 from torch import Tensor
 
@@ -38,12 +39,12 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.lowering import refusal
-from pdserve.model_runner.cpu_engine.native_engine import WHOLE, LinearKind, NativeEngine, NormKind, Ranks, VectorKind
-from pdserve.model_runner.cpu_engine.rope_tables import RopeTables
+from pdserve.model_runner.cpu_engine.native_engine import WHOLE, NativeEngine, NormKind, Ranks, VectorKind
 from pdserve.model_runner.cpu_engine.structs import WeightPart
 from pdserve.model_runner.cpu_engine.team import Team
+from pdserve.model_runner.cpu_engine.weight_packer import LinearKind, WeightPacker
+from pdserve.model_runner.dtypes import dtype_name
 from pdserve.model_runner.kv.pool import MHATokenToKVPool
-from pdserve.model_runner.ops.layers.rotary import Rotation
 
 try:
     load_library()
@@ -301,16 +302,6 @@ def compute_in_float64(model: Model, ids: Tensor, rounding: Rounding = lambda x:
 # --- by the engine ---
 
 
-class PlainRope:
-    def __init__(self, spec: RopeSpec, dim: int) -> None:
-        self._spec, self._dim = spec, dim
-
-    def forward(self, positions: Tensor) -> Rotation:
-        angles = angles_of(self._spec, self._dim, positions)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
-
-
 class Engine:
     """The engine of ``model``, rows on scattered pages, and ids that position and row determine."""
 
@@ -328,25 +319,28 @@ class Engine:
         pool = pool or self.make_pool(spec, dtype)
         pages = torch.randperm(ROWS * CONTEXT // PAGE, generator=torch.Generator().manual_seed(1)) + 1
         self._table = (pages[:, None] * PAGE + torch.arange(PAGE)).view(ROWS, CONTEXT).int()
-        ropes = RopeTables([PlainRope(rope, spec.head_dim) for rope in spec.ropes], spec.head_dim)
+        ropes = TestRopes([angles_of(rope, spec.head_dim, torch.arange(CONTEXT)) for rope in spec.ropes])
         self._vocab = spec.vocab_size
-        self._engine = NativeEngine(spec, dtype, ropes, [pool], Team(threads), ranks)
+        team, name, vocab = Team(threads), dtype_name(dtype), None if ranks.shard is None else ranks.shard.vocab
+        self._engine = NativeEngine(spec, dtype, ropes, [pool], team, ranks)
+        weights = NativeWeights(self._engine, WeightPacker(spec, name, name, team, vocab))
+        self._weights = weights
         for i, layer in enumerate(model.layers):
             for kind, (weight, bias) in layer.linears.items():
-                assert self._engine.set_linear(kind, i, [WeightPart(weight.data_ptr(), len(weight), 0)], bias)
+                weights.set_linear(kind, i, [WeightPart(weight.data_ptr(), len(weight), 0)], bias)
             for norm, weight in layer.norms.items():
-                self._engine.set_norm(norm, i, weight)
+                weights.set_norm(norm, i, weight)
             if layer.sinks is not None:
-                self._engine.set_vector(VectorKind.SINKS, i, layer.sinks)
+                weights.set_vector(VectorKind.SINKS, i, layer.sinks)
             if layer.experts is not None:
-                set_experts(self._engine, i, layer.experts)
-        self._engine.set_norm(NormKind.FINAL, 0, model.final_norm)
+                set_experts(weights, i, layer.experts)
+        weights.set_norm(NormKind.FINAL, 0, model.final_norm)
         rows = model.embedding
         if ranks.shard is not None:
             rows = rows[ranks.shard.vocab.begin : ranks.shard.vocab.end]
         head = [WeightPart(rows.data_ptr(), len(rows), 0)]
-        assert self._engine.set_linear(LinearKind.HEAD, 0, head, None)
-        self._engine.set_embedding(model.embedding)
+        weights.set_linear(LinearKind.HEAD, 0, head, None)
+        weights.set_embedding(model.embedding)
 
     def weight_bytes_read(self) -> dict[LinearKind, int]:
         return self._engine.weight_bytes_read()

@@ -117,7 +117,7 @@ class Odd(AttentionSpec):
 
 
 REFUSED = {
-    "they compute in bfloat16 and float32, not in torch.float16 over": (make_spec(LAYER), torch.float16),
+    "they compute in bfloat16 and float32, not in float16 over": (make_spec(LAYER), torch.float16),
     "a head_dim that is a multiple of 16, not 40": (
         make_spec(replace(LAYER, attention=replace(ATTENTION, head_dim=40))),
         torch.float32,

@@ -23,8 +23,9 @@ from pdserve.model_files.sharding import Shard, Slice, shard
 from pdserve.model_files.spec import AttentionSpec, ModelSpec, QKNorm
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
-from pdserve.model_runner.cpu_engine.native_engine import LinearKind, Ranks
+from pdserve.model_runner.cpu_engine.native_engine import Ranks
 from pdserve.model_runner.cpu_engine.ranks import Exchange, ExchangeRoom, NativeRanks
+from pdserve.model_runner.cpu_engine.weight_packer import LinearKind
 from pdserve.model_runner.kv.pool import MHATokenToKVPool
 from pdserve.model_runner.kv.quantization import LARGEST
 from pdserve.runtime.ranks import RankPlace

@@ -119,7 +119,6 @@ def test_what_asks_for_more_than_tokens_goes_the_general_way(folder: Path) -> No
     runner = StepRunner(make_model(folder), ROWS)
     native = runner._common
     assert isinstance(native, NativeSteps)
-    native._engine.ropes.reserve(CONTEXT)
     special = {
         "logprobs": {"logprobs": 2},
         "penalties": {"repetition_penalty": 1.5, "history": pack_i32([1, 2, 3])},
@@ -160,7 +159,6 @@ def test_steps_that_make_no_sense_change_nothing(folder: Path, name: str) -> Non
     runner = StepRunner(model := make_model(folder), ROWS)
     runner._apply(make_step([(0, 0, [1], True)], new_rows=[make_row(0, 3), make_row(1, 1)]))
     assert isinstance(runner._common, NativeSteps)
-    runner._common._engine.ropes.reserve(CONTEXT)
     table, pool = runner._req_to_token.clone(), model.pools.pool.data.clone()
     assert runner._common.run(bad_steps()[name]) is None
     assert torch.equal(runner._req_to_token, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,19 +11,22 @@ import torch
 
 from ...model_files.errors import InvalidWeights, UnsupportedModel
 from ...model_files.model_path import ModelSource
+from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
-from ..loader.load import fingerprint, load_model_weights
-from ..loader.open_blocks import open_blocks
-from ..loader.open_packed import Quantization, choose_quantization, open_packed
-from ..loader.packed_layers import PackedLayers
-from ..loader.quantized_blocks import BlockSource, QuantizedActivations, has_whole_blocks
 from ..models.decoder import Decoder
-from ..models.group import alone
+from ..models.group import RankGroup, alone
 from ..ops.choose import choose_ops
 from ..options import WorkerOptions
-from ..ranks.part import ModelPart
+from .load import fingerprint, load_model_weights
+from .open_blocks import open_blocks
+from .open_packed import choose_quantization, open_packed
+from .packed_layers import PackedLayers
+from .quantization import Quantization, QuantizedActivations
+from .quantized_blocks import BlockSource, has_whole_blocks
 
 log = logging.getLogger(__name__)
+
+OTHER_WEIGHTS = "the files hold other weights than at the start; restart to serve those"
 
 
 class Weights(NamedTuple):
@@ -53,14 +57,16 @@ class WeightLoader:
     """Description by which instances recognise each other."""
     dtype: torch.dtype
     device: torch.device
-    part: ModelPart
-    """Part of the model that this process computes."""
+    shard: Shard | None
+    """Part of the model to load; None: all of it."""
     is_native: bool
     """Whether the C++ engine computes."""
+    find_group: Callable[[], RankGroup] = lambda: alone
+    """Meets the ranks that the torch model computes with. Raises ``UnsupportedModel``."""
 
     def load(self) -> Weights:
         """Load the weights."""
-        options, source, spec, shard = self.options, self.source, self.spec, self.part.shard
+        options, source, spec, shard = self.options, self.source, self.spec, self.shard
         quantization = choose_quantization(
             options, source, self.device, self.dtype, is_torch=not self.is_native, is_alone=shard is None
         )
@@ -91,7 +97,7 @@ class WeightLoader:
         """Load the weights again; raise ``InvalidWeights`` if their fingerprint is not the ``expected`` one."""
         weights = self.load()
         if weights.fingerprint != expected:
-            raise InvalidWeights("the files hold other weights than at the start; restart to serve those")
+            raise InvalidWeights(OTHER_WEIGHTS)
         return weights
 
     def _open_blocks(self, quantization: Quantization) -> BlockSource | None:
@@ -102,17 +108,16 @@ class WeightLoader:
                 f"--quantization {self.options.quantization} needs the CPU kernels, which can't be used here"
             )
         activations = self.options.quantized_activations
-        return open_blocks(quantization, self.source, self.spec, self.dtype, self.part.shard, activations)
+        return open_blocks(quantization, self.source, self.spec, self.dtype, self.shard, activations)
 
     def _make_model(self) -> Decoder:
-        ops, shard = choose_ops(self.device), self.part.shard
+        ops, shard = choose_ops(self.device), self.shard
         if shard is None:
             return Decoder(self.spec, self.dtype, self.device, ops=ops)
-        group = alone if self.is_native else self.part.group(self.device)
-        return Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, ops)
+        return Decoder(shard.spec, self.dtype, self.device, shard.vocab, self.find_group(), ops)
 
     def _rounding(self, quantization: Quantization, packed: PackedLayers | None) -> str:
-        shard = self.part.shard
+        shard = self.shard
         if packed is not None:
             return packed.rounding
         if quantization in ("int8", "int4") and shard is not None and not has_whole_blocks(shard.spec):

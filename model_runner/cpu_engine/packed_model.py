@@ -1,0 +1,199 @@
+"""A model's weights, packed for the CPU kernels, in one file.
+
+The engine multiplies with the weights where the file is mapped: instances on one host share its memory. The layout:
+
+- The header has a magic, a version, where the contents begin and end, and a digest of all that follows.
+- Each weight begins at a multiple of 64 bytes. Zeros are between them.
+- The contents are a ``Contents`` as MessagePack.
+
+The header is written last, so a file that is not finished has none. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..loader.quantization import Quantization, QuantizedActivations
+
+FORMAT = 1
+"""Version of the layout, and of ``Contents``."""
+MAGIC = b"pdserve weights\n"
+HEADER = struct.Struct("<16sQQQ16s")
+"""Magic, version, where the contents begin and end, XXH3-128 of the weights and the contents."""
+BODY = 4096
+"""Where the weights begin: a page."""
+ALIGNMENT = 64
+MIB = 2**20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class DamagedWeights(Exception):
+    """A file is not the packed model that was asked for; the message says why."""
+
+
+class PackedLinear(msgspec.Struct, frozen=True, array_like=True):
+    """A weight of a linear layer. Places are offsets in the file."""
+
+    kind: int
+    layer: int
+    expert: int
+    parts: list[tuple[int, int]]
+    """Rows and ``Format`` of each part."""
+    panels: int
+    bias: int
+    """Place of the bias; 0: the layer has none."""
+
+
+class PackedVector(msgspec.Struct, frozen=True, array_like=True):
+    """A norm, or another vector of float32. ``values`` is its place in the file."""
+
+    kind: int
+    layer: int
+    values: int
+
+
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a packed model consists of. Places are offsets in the file."""
+
+    key: str
+    """Key of everything that the weights depend on; see ``key.py``."""
+    fingerprint: str
+    """Fingerprint of the whole model, also on a rank."""
+    quantization: Quantization
+    activations: QuantizedActivations | None
+    """Type that activations are rounded to; None: they stay as they are."""
+    step_bytes: int
+    """Bytes of the linear layers' weights that a decode step of one token reads."""
+    linears: list[PackedLinear]
+    norms: list[PackedVector]
+    vectors: list[PackedVector]
+    embedding: int
+    """Place of the table of embeddings; 0: the head is the same, and the engine reads rows from its panels."""
+    ropes: list[tuple[int, int]]
+    """Cosines and sines of each rope, [positions, head_dim / 2] float32."""
+    positions: int
+
+
+class MemoryOfWeights(NamedTuple):
+    """Bytes of memory that a packed model takes."""
+
+    total: int
+    page_cache: int
+    """Bytes that the kernel counts as available, because it could read them from the disk again."""
+
+
+class PackedModel:
+    """A packed model, mapped to be read. The mapping lives as long as this object."""
+
+    def __init__(self, fd: int, key: str) -> None:
+        """Map the open file ``fd`` and check all of it. Raises ``DamagedWeights`` and ``OSError``.
+
+        The descriptor may be closed afterwards.
+        """
+        size = os.fstat(fd).st_size
+        if size < BODY:
+            raise DamagedWeights(f"it has {size} bytes and no header")
+        # Read-only: a write by mistake ends the process, and changes nothing for the others.
+        self._mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _advise(self._mapping, mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._begin: int = self._bytes.ctypes.data
+        self.contents = self._check(size, key)
+        """What the model consists of."""
+        self.memory = MemoryOfWeights(size, 0 if _is_memfd(fd) else size)
+
+    def address(self, place: int) -> int:
+        """Return the address of what lies at ``place`` in the file."""
+        return self._begin + place
+
+    def _check(self, size: int, key: str) -> Contents:
+        magic, version, begin, end, digest = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
+        if magic != MAGIC or version != FORMAT:
+            raise DamagedWeights("its header is not that of packed weights of this version")
+        if end != size or not BODY <= begin <= end:
+            raise DamagedWeights(f"it has {size} bytes instead of {end}")
+        if xxhash.xxh3_128_digest(self._bytes[BODY:].data) != digest:
+            raise DamagedWeights("its bytes have changed since it was written")
+        try:
+            contents = msgspec.msgpack.decode(self._bytes[begin:end].tobytes(), type=Contents)
+        except msgspec.MsgspecError as e:
+            raise DamagedWeights(f"its contents can't be read: {e}") from e
+        if contents.key != key:
+            raise DamagedWeights("it belongs to another model")
+        return contents
+
+
+class PackedModelWriter:
+    """Writes a packed model to the open, empty file ``fd``. Raises ``OSError``.
+
+    Writes by calls and not through a mapping, so that a full disk is an error and not a signal.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._end = BODY
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, values: npt.NDArray[Any]) -> int:
+        """Write an array; return its place."""
+        place = self._end
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._append(flat.data)
+        self._append(memoryview(bytes(-self._end % ALIGNMENT)))
+        return place
+
+    def finish(self, contents: Contents) -> None:
+        """Write the contents, and then the header."""
+        begin = self._end
+        self._append(memoryview(msgspec.msgpack.encode(contents)))
+        os.ftruncate(self._fd, self._end)
+        header = HEADER.pack(MAGIC, FORMAT, begin, self._end, self._digest.digest())
+        os.pwrite(self._fd, header, 0)
+
+    def _append(self, data: memoryview) -> None:
+        self._digest.update(data)
+        while data:
+            written = os.pwrite(self._fd, data, self._end)
+            data = data[written:]
+            self._end += written
+
+
+def check_room(file: int | Path, needed: int) -> None:
+    """Raise ``OSError`` if the disk with ``file`` has no room for ``needed`` bytes."""
+    disk = os.statvfs(file)
+    free = disk.f_bavail * disk.f_frsize
+    # A file in memory has no disk: that has no blocks.
+    if disk.f_blocks and needed > free:
+        raise OSError(errno.ENOSPC, f"{needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB of the disk are free")
+
+
+def make_memory() -> int:
+    """Return the descriptor of an empty file without a name, in memory."""
+    return os.memfd_create("pdserve-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal_memory(fd: int) -> None:
+    """Forbid all changes of a file of ``make_memory``."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+def _is_memfd(fd: int) -> bool:
+    return os.fstat(fd).st_nlink == 0
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> None:
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(advice)

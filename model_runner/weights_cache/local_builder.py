@@ -1,0 +1,19 @@
+"""Packs a model's weights in this process, which imports torch for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .build import build
+from .request import PackRequest
+
+
+@dataclass(frozen=True)
+class LocalBuilder:
+    """Packs models in this process, with a number of threads."""
+
+    threads: int = 1
+
+    def build(self, request: PackRequest, fd: int) -> None:
+        """See ``Builder``."""
+        build(request, request.name().key, fd, self.threads)

@@ -1,0 +1,229 @@
+"""Packs a loaded torch model for the CPU kernels, layer by layer.
+
+Each tensor's memory is given back once its packed form is written, so that the model never takes twice its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...runtime.progress import ProgressLog
+from ..cpu_engine.native_engine import NormKind, VectorKind
+from ..cpu_engine.packed_model import Contents, PackedLinear, PackedModelWriter, PackedVector
+from ..cpu_engine.structs import WeightPart
+from ..cpu_engine.weight_packer import LinearKind, LinearPlace, WeightPacker
+from ..loader.quantized_blocks import HEAD_NAMES
+from ..loader.weight_loader import Weights
+from ..models.decoder import Layer
+from ..models.experts import Experts
+from ..models.latent_attention import LatentAttention
+from ..models.mlp import MLP
+from ..ops.layers.expert_networks import StackedLinear
+from ..ops.layers.linear import Linear
+from ..ops.layers.rotary import RotaryEmbedding
+
+log = logging.getLogger(__name__)
+
+DENSE = 0
+"""``Format::kDense`` of linear.h."""
+ROTATIONS = 1 << 14
+"""Number of positions to compute rotations of at once."""
+
+
+class ModelPacker:
+    """Packs ``weights`` and writes them. They can't be used afterwards. Raises ``ValueError`` and ``OSError``.
+
+    Linear layers take their weights from the blocks that are beside the model, and from the model elsewhere.
+    """
+
+    def __init__(self, weights: Weights, packer: WeightPacker, writer: PackedModelWriter) -> None:
+        self._weights = weights
+        self._model = weights.model
+        self._packer = packer
+        self._writer = writer
+        self._step_bytes = 0
+        self._linears: list[PackedLinear] = []
+        self._norms: list[PackedVector] = []
+        self._vectors: list[PackedVector] = []
+
+    def pack(self, key: str, positions: int) -> Contents:
+        """Pack the model, with the rotations of ``positions`` positions; return the contents of the file."""
+        model, weights = self._model, self._weights
+        # The head counts as a layer.
+        progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
+        for i, layer in enumerate(model.layers):
+            self._pack_layer(i, layer)
+            progress.advance(1)
+        self._add_norm(NormKind.FINAL, 0, model.norm.scale)
+        self._step_bytes += self._pack_weight(LinearPlace(LinearKind.HEAD, 0), model.lm_head, None, HEAD_NAMES[:1])
+        embedding = 0 if self._has_table_in_head() else self._writer.add(as_bytes(model.embed_tokens))
+        cpu, dim = torch.device("cpu"), model.spec.rotated_dim
+        ropes = [RotaryEmbedding(rope, dim, dtype=torch.float32, device=cpu) for rope in model.spec.ropes]
+        return Contents(
+            key=key,
+            fingerprint=weights.fingerprint,
+            quantization=weights.quantization,
+            activations=weights.activations,
+            step_bytes=self._step_bytes,
+            linears=self._linears,
+            norms=self._norms,
+            vectors=self._vectors,
+            embedding=embedding,
+            ropes=[self._add_rotations(rope, positions) for rope in ropes],
+            positions=positions,
+        )
+
+    def _has_table_in_head(self) -> bool:
+        """Return whether the head's panels hold the table of embeddings: it is tied, dense, and has all rows."""
+        head, model = self._linears[-1], self._model
+        return model.spec.tied_head and head.parts == [(model.spec.vocab_size, DENSE)]
+
+    def _pack_layer(self, i: int, layer: Layer) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, LatentAttention):
+            self._pack_latent(i, attention)
+        else:
+            self._pack_linear(LinearKind.QKV, i, attention.qkv_proj, "q_proj", "k_proj", "v_proj")
+            if attention.sinks is not None:
+                self._add_vector(VectorKind.SINKS, i, attention.sinks)
+        self._pack_linear(LinearKind.O, i, attention.o_proj, "o_proj")
+        if isinstance(mlp, Experts):
+            self._pack_experts(i, mlp)
+        else:
+            self._pack_mlp(i, mlp)
+        for kind, weight in _norms_of(layer):
+            self._add_norm(kind, i, weight)
+
+    def _pack_latent(self, layer: int, attention: LatentAttention) -> None:
+        first = attention.q_b_proj if attention.q_a_proj is None else attention.q_a_proj
+        weight, bias = torch.cat((first.weight, attention.kv_a_proj.weight)), None
+        if attention.kv_a_proj.bias is not None:
+            # Queries that are projected at once have none.
+            above = torch.zeros(len(first.weight)) if first.bias is None else first.bias.float()
+            bias = torch.cat((above, attention.kv_a_proj.bias.float()))
+        give_back(first, attention.kv_a_proj)
+        names = ["q_proj" if attention.q_a_proj is None else "q_a_proj", "kv_a_proj"]
+        names = [f"layers.{layer}.{name}.weight" for name in names]
+        self._step_bytes += self._pack_weight(LinearPlace(LinearKind.QKV, layer), weight, bias, names)
+        if attention.q_a_proj is not None:
+            self._pack_linear(LinearKind.QB, layer, attention.q_b_proj, "q_b_proj")
+        for kind, linear in ((LinearKind.KB, attention.k_b_proj), (LinearKind.VB, attention.v_b_proj)):
+            for head, rows in enumerate(linear.weight.chunk(attention.spec.heads)):
+                self._step_bytes += self._pack_dense(LinearPlace(kind, layer, head), rows, None)
+            give_back(linear)
+
+    def _pack_mlp(self, layer: int, mlp: MLP, of: str = "", expert: int = 0) -> None:
+        self._pack_linear(LinearKind.GATE_UP, layer, mlp.gate_up_proj, f"{of}gate_proj", f"{of}up_proj", expert=expert)
+        self._pack_linear(LinearKind.DOWN, layer, mlp.down_proj, f"{of}down_proj", expert=expert)
+
+    def _pack_experts(self, layer: int, experts: Experts) -> None:
+        spec, router, bias = experts.spec, experts.router.weight, experts.router.bias
+        if experts.shared_gate is not None:
+            router = torch.cat((router, experts.shared_gate))
+            bias = None if bias is None else functional.pad(bias, (0, 1))
+        self._pack_dense(LinearPlace(LinearKind.ROUTER, layer), router, bias)
+        if experts.choice_bias is not None:
+            self._add_vector(VectorKind.CHOICE_BIAS, layer, experts.choice_bias)
+        nbytes = 0
+        for kind, stack, parts in (
+            (LinearKind.GATE_UP, experts.gate_up_proj, ("gate_proj", "up_proj")),
+            (LinearKind.DOWN, experts.down_proj, ("down_proj",)),
+        ):
+            nbytes += self._pack_stack(kind, layer, stack, parts)
+            give_back(stack)
+        self._step_bytes += router.nbytes + nbytes * spec.chosen // spec.count
+        if experts.shared is not None:
+            self._pack_mlp(layer, experts.shared, "shared.", spec.count)
+
+    def _pack_stack(self, kind: LinearKind, layer: int, stack: StackedLinear, parts: Sequence[str]) -> int:
+        """Pack a weight of each expert; return the bytes that they take."""
+        nbytes = 0
+        for i, weight in enumerate(stack.weight):
+            names = [f"layers.{layer}.experts.{i}.{part}.weight" for part in parts]
+            bias = None if stack.bias is None else stack.bias[i]
+            nbytes += self._pack_weight(LinearPlace(kind, layer, i), weight, bias, names)
+        return nbytes
+
+    def _pack_linear(self, kind: LinearKind, layer: int, linear: Linear, *parts: str, expert: int = 0) -> None:
+        names = [f"layers.{layer}.{part}.weight" for part in parts]
+        place = LinearPlace(kind, layer, expert)
+        self._step_bytes += self._pack_weight(place, linear.weight, linear.bias, names)
+        give_back(linear)
+
+    def _pack_weight(self, place: LinearPlace, weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> int:
+        """Pack a weight, or the blocks that stand for it; return the bytes that it takes."""
+        blocks = self._weights.blocks
+        found = None if blocks is None else blocks.find(names, weight)
+        if found is None:
+            return self._pack_dense(place, weight, bias)
+        parts = [WeightPart(part.blocks.ctypes.data, len(part.blocks), int(part.format)) for part in found]
+        return self._add_linear(place, parts, bias)
+
+    def _pack_dense(self, place: LinearPlace, weight: Tensor, bias: Tensor | None) -> int:
+        rows = weight.contiguous()
+        return self._add_linear(place, [WeightPart(rows.data_ptr(), len(rows), DENSE)], bias)
+
+    def _add_linear(self, place: LinearPlace, parts: Sequence[WeightPart], bias: Tensor | None) -> int:
+        floats = None if bias is None else bias.float().contiguous().numpy()
+        packed = self._packer.pack(place, parts, floats)
+        panels = self._writer.add(packed.panels)
+        packed_bias = 0 if packed.bias is None else self._writer.add(packed.bias)
+        described = [(part.rows, part.format) for part in parts]
+        self._linears.append(PackedLinear(int(place.kind), place.layer, place.expert, described, panels, packed_bias))
+        return packed.panels.nbytes
+
+    def _add_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
+        self._norms.append(PackedVector(int(kind), layer, self._writer.add(weight.float().numpy())))
+
+    def _add_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
+        self._vectors.append(PackedVector(int(kind), layer, self._writer.add(values.float().numpy())))
+
+    def _add_rotations(self, rope: RotaryEmbedding, positions: int) -> tuple[int, int]:
+        """Write cosines and sines [positions, rotated_dim / 2]."""
+        half = len(rope.inv_freq)
+        cosines, sines = (np.empty((positions, half), dtype=np.float32) for _ in range(2))
+        for begin in range(0, positions, ROTATIONS):
+            end = min(begin + ROTATIONS, positions)
+            rotation = rope.forward(torch.arange(begin, end))
+            # The second halves: those of the sines are not negated.
+            for rows, values in zip((cosines, sines), rotation, strict=True):
+                rows[begin:end] = values[:, 0, half:].numpy()
+        return self._writer.add(cosines), self._writer.add(sines)
+
+
+def as_bytes(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's elements as bytes; NumPy has no bfloat16."""
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def give_back(*linears: Linear | StackedLinear) -> None:
+    """Free the weights of linear layers, which are packed."""
+    for linear in linears:
+        linear.weight = linear.weight.new_empty(0)
+
+
+def _norms_of(layer: Layer) -> Iterator[tuple[NormKind, Tensor]]:
+    attention = layer.attention
+    q_norm, k_norm = (
+        (attention.q_a_norm, attention.kv_a_norm)
+        if isinstance(attention, LatentAttention)
+        else (attention.q_norm, attention.k_norm)
+    )
+    for kind, norm in (
+        (NormKind.BEFORE_ATTENTION, layer.before_attention),
+        (NormKind.AFTER_ATTENTION, layer.after_attention),
+        (NormKind.BEFORE_MLP, layer.before_mlp),
+        (NormKind.AFTER_MLP, layer.after_mlp),
+        (NormKind.Q, q_norm),
+        (NormKind.K, k_norm),
+    ):
+        if norm is not None:
+            yield kind, norm.scale

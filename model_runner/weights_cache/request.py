@@ -1,0 +1,173 @@
+"""A model to pack, and the key of everything that its packed weights depend on. Does not import torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ...model_files.checkpoint import checkpoint_files
+from ...model_files.context_length import choose_context_length, with_context, without_idle_windows
+from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.sharding import Shard, shard
+from ...model_files.spec import ModelSpec
+from ...model_files.spec_reader import read_spec
+from ..cpu_engine.build import choose_level, library_path
+from ..cpu_engine.packed_model import FORMAT
+from ..options import WorkerOptions
+
+PACKAGE = Path(__file__).parents[2]
+PACKING_CODE = tuple(
+    PACKAGE / folder
+    for folder in ("model_files", *(f"model_runner/{part}" for part in ("loader", "models", "ops", "cpu_engine")))
+)
+"""Folders with the code that decides what the packed weights are, beside this one."""
+LIBRARIES = ("torch", "gguf", "safetensors", "numpy")
+"""Packages that read, round or draw weights."""
+ROTATION_STEP = 1024
+"""Tables of rotations have a multiple of this many positions."""
+
+
+class SourceFile(NamedTuple):
+    """What tells a file from others, and from itself after a change."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+
+class WeightsName(NamedTuple):
+    """What tells a packed model from others, in three parts."""
+
+    model: str
+    """The model's path."""
+    source: str
+    """State of its files."""
+    variant: str
+    """How they are packed, and by which code."""
+
+    @property
+    def key(self) -> str:
+        """All of it."""
+        return "-".join(self)
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """A model to pack, as the C++ engine needs it."""
+
+    options: WorkerOptions
+    source: ModelSource
+    spec: ModelSpec
+    """Description of the whole model."""
+    identity: ModelSpec
+    """Description by which instances recognise each other."""
+    shard: Shard | None
+    """Part of the model that is packed; None: all of it."""
+    dtype: str
+    """Name of the type of weights and activations."""
+    kv_dtype: str
+    """Name of the type of the KV pool's elements."""
+    node: int | None = None
+    """NUMA node that computes with the weights; None: the host has one node, or the threads are on several."""
+
+    @property
+    def own_spec(self) -> ModelSpec:
+        """Description of the part that is packed."""
+        return self.spec if self.shard is None else self.shard.spec
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that the tables of rotations reach."""
+        return -(-self.spec.context_length // ROTATION_STEP) * ROTATION_STEP
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the files that the weights come from; 0 for random weights."""
+        return sum(file.size for file in self._files() if Path(file.path).suffix != ".json")
+
+    def name(self) -> WeightsName:
+        """Return what tells the packed model from others. Raises ``ModelError``, ``BuildError`` and ``OSError``."""
+        options, part = self.options, self.shard
+        variant = (
+            *(FORMAT, library_path(choose_level()).name, code_digest(), [version_of(name) for name in LIBRARIES]),
+            *(asdict(self.spec), asdict(self.identity), self.dtype, self.kv_dtype, options.dtype),
+            *(options.quantization, options.quantized_activations, options.load_format),
+            options.random_seed if options.load_format == "dummy" else 0,
+            None if part is None else (part.rank, part.size),
+            self.node,
+        )
+        path = os.path.realpath(self.source.path)
+        return WeightsName(_digest(path), _digest(list(self._files())), _digest(variant))
+
+    def _files(self) -> Iterator[SourceFile]:
+        path = self.source.path
+        if self.source.kind == "gguf":
+            files = [path]
+        elif self.options.load_format == "dummy":
+            files = [path / "config.json"]
+        else:
+            files = [path / "config.json", *checkpoint_files(path)]
+        for file in files:
+            place = os.path.realpath(file)
+            state = os.stat(place)
+            yield SourceFile(place, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev)
+
+
+class PackOrder(msgspec.Struct, frozen=True):
+    """A ``PackRequest`` for another process, which reads the model's description anew."""
+
+    options: dict[str, object]
+    dtype: str
+    kv_dtype: str
+    node: int | None
+    rank: int
+    size: int
+    threads: int
+    """Number of threads that pack."""
+    fd: int
+    """Descriptor of the empty file to write."""
+    parent: int
+    """Process that waits."""
+
+    def read(self) -> PackRequest:
+        """Read the model's description. Raises ``ModelError``."""
+        options = msgspec.convert(self.options, WorkerOptions)
+        source = resolve_model(
+            options.model_path, revision=options.revision, weights=options.load_format != "dummy", download=False
+        )
+        described = read_spec(source)
+        identity = with_context(described, choose_context_length(described, options.context_length))
+        spec = without_idle_windows(identity)
+        part = None if self.size == 1 else shard(spec, self.rank, self.size)
+        return PackRequest(options, source, spec, identity, part, self.dtype, self.kv_dtype, self.node)
+
+
+def code_digest() -> str:
+    """Return a digest of the code that decides what the packed weights are."""
+    digest = hashlib.sha256()
+    for folder in (*PACKING_CODE, Path(__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def version_of(package: str) -> str:
+    """Return the installed version of a package, "" if it is not installed. Does not import it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
