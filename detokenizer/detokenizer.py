@@ -17,7 +17,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from ..messages.base import unpack_i32
+from ..messages.base import I32, unpack_i32
 from ..messages.outputs import (
     DetokenizeInit,
     FinishReason,
@@ -28,11 +28,14 @@ from ..messages.outputs import (
     TokenBatch,
 )
 from ..messages.requests import StopReq
+from ..messages.sampling import OutputMarks
 from .named_logprobs import LogprobNames
-from .output import Output, PlainOutput, StoppableOutput
+from .output import Output, PlainOutput, ReasonedOutput, StoppableOutput
+from .reasoning import ReasoningWatch
 from .request_decoder import DecoderFactory
 
 log = logging.getLogger(__name__)
+NO_MARKS = OutputMarks()
 
 
 class StepText(NamedTuple):
@@ -85,11 +88,24 @@ class Detokenizer:
         self._outputs.pop(rid, None)
 
     def _begin(self, rid: str, init: DetokenizeInit) -> Output:
-        decoder = self._factory.start(unpack_i32(init.prompt_tail), skip_special_tokens=init.skip_special_tokens)
+        tail, marks = unpack_i32(init.prompt_tail), init.marks or NO_MARKS
+        decoder = self._factory.start(tail, skip_special_tokens=init.skip_special_tokens, shown=marks.shown)
         stop = [s for s in init.stop if s]
-        output = self._outputs[rid] = StoppableOutput(decoder, stop, init.min_tokens) if stop else PlainOutput(decoder)
+        output: Output
+        if stop:
+            output = StoppableOutput(decoder, stop, init.min_tokens, self._watch(marks, tail))
+        elif marks.reasoning[0]:
+            output = ReasonedOutput(decoder, self._watch(marks, tail))
+        else:
+            output = PlainOutput(decoder)
+        self._outputs[rid] = output
         log.debug("output begins", extra={"rid": rid})
         return output
+
+    def _watch(self, marks: OutputMarks, tail: I32) -> ReasoningWatch:
+        """Return what follows the reasoning of an answer to a prompt that ends with ``tail``."""
+        prompt = self._factory.start(tail[:0], skip_special_tokens=False).decode(tail.tolist())
+        return ReasoningWatch(*marks.reasoning, prompt)
 
     def _read(self, output: Output, item: ReqTokens) -> ReqText:
         """Decode an item with a finish, with logprobs or with a report on the prompt."""
@@ -112,7 +128,8 @@ class Detokenizer:
             chars = [*piece.chars, *[0] * (tokens - piece.tokens)]
             logprobs = self._names.named(item.logprobs[:tokens], chars)
         prompt = None if item.prompt is None else self._names.prompt(item.prompt)
-        return ReqText(item.rid, text, ids[:tokens], finish, meta, logprobs, prompt)
+        report = output.reasoning if finish is not None or item.init is not None else None
+        return ReqText(item.rid, text, ids[:tokens], finish, meta, logprobs, prompt, report)
 
     def _end(self, output: Output, item: ReqTokens, text: ReqText, finish: FinishReason, started: float) -> None:
         """Drop the state of a request that ends with ``text``, and complete its meta."""

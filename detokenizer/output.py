@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..messages.outputs import FinishReason, FinishType, ReqText, ReqTokens
+from ..messages.outputs import FinishReason, FinishType, ReasoningReport, ReqText, ReqTokens
+from .reasoning import ReasoningWatch
 from .request_decoder import RequestDecoder
 from .stop_strings import StopMatcher
 
@@ -33,6 +34,11 @@ class Output(ABC):
     def __init__(self, decoder: RequestDecoder) -> None:
         self._decoder = decoder
         self.seconds = 0.0
+
+    @property
+    def reasoning(self) -> ReasoningReport | None:
+        """Return what is known of the answer's reasoning; None for a format without."""
+        return None
 
     @abstractmethod
     def advance(self, item: ReqTokens) -> ReqText:
@@ -74,23 +80,65 @@ class PlainOutput(Output):
         return ""
 
 
+class ReasonedOutput(PlainOutput):
+    """Output of a request whose answer may begin with reasoning."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, decoder: RequestDecoder, watch: ReasoningWatch) -> None:
+        super().__init__(decoder)
+        self._watch = watch
+
+    @property
+    def reasoning(self) -> ReasoningReport | None:
+        """See ``Output``."""
+        return self._watch.report
+
+    def advance(self, item: ReqTokens) -> ReqText:
+        """See ``Output``."""
+        text = self.read(item.token_ids).text
+        report = self.reasoning if item.init is not None else None
+        return ReqText(item.rid, text, item.token_ids, meta=item.meta, reasoning=report)
+
+    def read(self, token_ids: Sequence[int]) -> DecodedText:
+        """See ``Output``."""
+        return super().read(token_ids) if self._watch.is_over else self.read_each(token_ids)
+
+    def read_each(self, token_ids: Sequence[int]) -> DecodedText:
+        """See ``Output``."""
+        texts = []
+        for token_id in token_ids:
+            texts.append(self._decoder.decode([token_id]))
+            self._watch.feed(texts[-1])
+        return DecodedText("".join(texts), len(token_ids), chars=[len(text) for text in texts])
+
+
 class StoppableOutput(Output):
-    """Output of a request with stop strings. The next ``min_tokens`` tokens can't complete one."""
+    """Output of a request with stop strings. The next ``min_tokens`` tokens can't complete one, nor can reasoning."""
 
-    __slots__ = ("_matcher", "_unstoppable")
+    __slots__ = ("_matcher", "_unstoppable", "_watch")
 
-    def __init__(self, decoder: RequestDecoder, stop: Sequence[str], min_tokens: int) -> None:
+    def __init__(self, decoder: RequestDecoder, stop: Sequence[str], min_tokens: int, watch: ReasoningWatch) -> None:
         super().__init__(decoder)
         self._matcher = StopMatcher(stop)
         self._unstoppable = min_tokens
+        self._watch = watch
+
+    @property
+    def reasoning(self) -> ReasoningReport | None:
+        """See ``Output``."""
+        return self._watch.report
 
     def advance(self, item: ReqTokens) -> ReqText:
         """See ``Output``. Each item has a meta in case it ends the request; a stream needs only the first one."""
         piece = self.read_each(item.token_ids)
         if piece.matched is not None:
             finish = FinishReason(FinishType.STOP, piece.matched)
-            return ReqText(item.rid, piece.text, item.token_ids[: piece.tokens], finish, item.meta)
-        return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta if item.init is not None else None)
+            shown = item.token_ids[: piece.tokens]
+            return ReqText(item.rid, piece.text, shown, finish, item.meta, reasoning=self.reasoning)
+        if item.init is None:
+            return ReqText(item.rid, piece.text, item.token_ids)
+        return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta, reasoning=self.reasoning)
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
         """See ``Output``."""
@@ -102,7 +150,8 @@ class StoppableOutput(Output):
         for token_id in token_ids:
             text = self._decoder.decode([token_id])
             chars.append(len(text))
-            released = self._matcher.feed(text, may_match=not self._unstoppable)
+            released = self._matcher.feed(text, may_match=not self._unstoppable and self._watch.is_over)
+            self._watch.feed(text)
             self._unstoppable -= self._unstoppable > 0
             texts.append(released.text)
             if released.matched is not None:

@@ -27,6 +27,8 @@ CONTEXT_TOKENS = 4
 WINDOW_TOKENS = 8
 # Tokens that read as U+FFFD themselves would otherwise hold a window open for ever.
 MAX_WINDOW_TOKENS = 32
+MAX_SHOWN_TABLES = 16
+"""Tables of bytes that are kept, one for each set of special tokens to show."""
 
 
 class RequestDecoder(ABC):
@@ -41,8 +43,11 @@ class DecoderFactory(ABC):
     """Makes decoders for one tokenizer."""
 
     @abstractmethod
-    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
-        """Make a decoder for output that follows ``prompt_tail``, the prompt's last few token ids."""
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
+        """Make a decoder for output that follows ``prompt_tail``, the prompt's last few token ids.
+
+        ``shown``: special tokens that are not skipped, as text.
+        """
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
@@ -62,12 +67,29 @@ class ByteDecoders(DecoderFactory):
         self._all = table.pieces
         self._without_special = [b"" if i in table.special_ids else piece for i, piece in enumerate(table.pieces)]
         self._strip_first_space = table.strip_first_space
+        self._special_ids = table.special_ids
+        self._with_shown: dict[tuple[str, ...], list[bytes]] = {(): self._without_special}
 
-    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
         """See ``DecoderFactory``."""
-        decoder = ByteDecoder(self._without_special if skip_special_tokens else self._all, self._strip_first_space)
+        pieces = self._pieces_with(shown) if skip_special_tokens else self._all
+        decoder = ByteDecoder(pieces, self._strip_first_space)
         decoder.decode(prompt_tail.tolist())
         return decoder
+
+    def _pieces_with(self, shown: tuple[str, ...]) -> list[bytes]:
+        """Return each token's bytes, none for special tokens that are not ``shown``."""
+        found = self._with_shown.get(shown)
+        if found is None:
+            # Another instance may send any texts: a table for each would have no end.
+            if len(self._with_shown) >= MAX_SHOWN_TABLES:
+                self._with_shown = {(): self._without_special}
+            texts = {text.encode() for text in shown}
+            found = self._with_shown[shown] = list(self._without_special)
+            for i in self._special_ids:
+                if i < len(found) and self._all[i] in texts:
+                    found[i] = self._all[i]
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """See ``DecoderFactory``."""
@@ -107,9 +129,9 @@ class WindowDecoders(DecoderFactory):
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
         """See ``DecoderFactory``."""
-        return WindowDecoder(self._tokenizer, prompt_tail.tolist(), skip_special_tokens)
+        return WindowDecoder(self._tokenizer, prompt_tail.tolist(), skip_special_tokens, shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """See ``DecoderFactory``."""
@@ -125,11 +147,14 @@ class WindowDecoder(RequestDecoder):
     Invariant: the first ``_shown`` characters of the window's text were given before, or belong to the prompt.
     """
 
-    __slots__ = ("_shown", "_skip_special_tokens", "_tokenizer", "_window")
+    __slots__ = ("_shown", "_shown_specials", "_skip_special_tokens", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: TextTokenizer, prompt_tail: list[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt_tail: list[int], skip_special_tokens: bool, shown: tuple[str, ...] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._shown_specials = shown
         self._window = [token_id for token_id in prompt_tail if not self._is_left_out(token_id)]
         self._shown = self._certain_length(self._text())
 
@@ -163,10 +188,14 @@ class WindowDecoder(RequestDecoder):
         return self._read(self._window)
 
     def _read(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        # Special tokens that are left out never come here.
+        skip = self._skip_special_tokens and not self._shown_specials
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def _is_left_out(self, token_id: int) -> bool:
-        return self._tokenizer.is_left_out(token_id, skip_special_tokens=self._skip_special_tokens)
+        if not self._tokenizer.is_left_out(token_id, skip_special_tokens=self._skip_special_tokens):
+            return False
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) not in self._shown_specials
 
     @staticmethod
     def _certain_length(text: str) -> int:

@@ -9,13 +9,26 @@ import msgspec
 from .packed_text import Text
 
 
+class ChatToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a tool that the assistant made. ``arguments``: a decoded JSON object."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
 
     role: str
-    content: Text
+    content: Text | None
+    """None: of an assistant's turn that has only tool calls."""
     name: str | None = None
     reasoning_content: Text | None = None
+    tool_calls: list[ChatToolCall] = []
+    """Calls that the assistant made."""
+    tool_call_id: str | None = None
+    """Call that a turn of role "tool" answers."""
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,3 +42,5 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_args: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the assistant may call, in OpenAI's shape."""

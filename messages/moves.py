@@ -23,7 +23,7 @@ from .handover import Tokens, check_timing
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .question import Answer, Question
 from .requests import MAX_TOP_LOGPROBS, GenerateReq
-from .sampling import COLUMNS, MAX_BIAS, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from .sampling import COLUMNS, MAX_BIAS, MAX_STOP_CHARS, MAX_STOPS, OutputMarks, SamplingParams
 
 MAX_NAME_CHARS = 1024
 MAX_IDS = 1 << 12
@@ -186,6 +186,9 @@ def _sampling_problem(p: SamplingParams, stop_ids: tuple[int, ...], vocab_size: 
         return "its stop tokens or biases are of tokens that are none"
     if len(p.stop) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in p.stop):
         return "its stop strings are too many or too long"
+    marks = p.marks or OutputMarks()
+    if len(marks.shown) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in (*marks.shown, *marks.reasoning)):
+        return "the marks of its answer are too many or too long"
     if not 1 <= p.max_new_tokens <= MAX_TOKENS:
         return f"its max_new_tokens is {p.max_new_tokens}, which is not within 1 and {MAX_TOKENS}"
     # What clients may ask for, and no more: logits would become infinite, as if the model were broken.

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Message
+from .sampling import OutputMarks
 
 
 class FinishType(StrEnum):
@@ -196,6 +197,8 @@ class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):
     """The prompt's last few token ids (int32): context that decides how the first output token reads."""
     min_tokens: int = 0
     """Output tokens that must be there before a stop string can end the request."""
+    marks: OutputMarks | None = None
+    """Format of the answer; None: plain text."""
 
 
 class ReqTokens(msgspec.Struct, array_like=True):
@@ -219,10 +222,20 @@ class TokenBatch(Message):
     items: list[ReqTokens]
 
 
+class ReasoningReport(msgspec.Struct, frozen=True, array_like=True):
+    """What the detokenizer knows of the reasoning in an answer."""
+
+    begins_open: bool
+    """Whether the prompt ends within reasoning."""
+    tokens: int = 0
+    """Output tokens that belong to reasoning so far."""
+
+
 class ReqText(msgspec.Struct, array_like=True):
     """New text of one request; ``token_ids`` are the tokens released with it (a stop string cuts both).
 
-    ``prompt`` comes once, where it is wanted.
+    ``prompt`` comes once, where it is wanted. ``reasoning`` comes with the first and the last text of an answer whose
+    format has reasoning.
     """
 
     rid: str
@@ -232,6 +245,7 @@ class ReqText(msgspec.Struct, array_like=True):
     meta: ReqMeta | None = None
     logprobs: list[NamedLogprob] | None = None
     prompt: PromptText | None = None
+    reasoning: ReasoningReport | None = None
 
 
 class TextBatch(Message):

@@ -32,6 +32,15 @@ class Column(NamedTuple):
     """Maximum of the values that another instance may send."""
 
 
+class OutputMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the detokenizer needs to know of the format of an answer."""
+
+    shown: tuple[str, ...] = ()
+    """Special tokens whose text is shown although others are left out."""
+    reasoning: tuple[str, str] = ("", "")
+    """Text that begins and ends the reasoning before an answer; empty: there is none."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen.
 
@@ -58,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] = {}
     """Token id → what is added to its logit."""
+    marks: OutputMarks | None = None
+    """Format of the answer; None: plain text."""
 
     @property
     def has_penalties(self) -> bool:

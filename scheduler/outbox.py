@@ -125,7 +125,8 @@ class Outbox:
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
             sampling = req.msg.sampling
-            init = DetokenizeInit(sampling.stop, sampling.skip_special_tokens, tail, sampling.min_new_tokens)
+            skips, least = sampling.skip_special_tokens, sampling.min_new_tokens
+            init = DetokenizeInit(sampling.stop, skips, tail, least, sampling.marks)
             # A router drops what the prefill of a pair answers: the decode reports the same.
             is_dropped = req.msg.bootstrap is not None and req.msg.bootstrap.leg == "prefill"
             # Complete by now: prompt logprobs are there before the first output token.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..runtime.options import opt, section
+from .output_parsers.choice import ParserName
 
 
 @section("API", order=15)
@@ -42,6 +43,20 @@ class ApiOptions:
         help=(
             'Events of a /generate stream hold new text only, not the text so far. A request\'s "incremental" '
             "overrides this."
+        ),
+    )
+    tool_call_parser: ParserName = opt(
+        default="auto",
+        help=(
+            "Format of the model's tool calls in /v1/chat/completions. auto: by the chat template. none: calls are "
+            "text."
+        ),
+    )
+    reasoning_parser: ParserName = opt(
+        default="auto",
+        help=(
+            "Format of the model's reasoning in /v1/chat/completions, which is answered as reasoning_content. auto: "
+            "by the chat template. none: reasoning is part of the text."
         ),
     )
     metrics_aliases: Literal["none", "vllm", "sglang"] = opt(

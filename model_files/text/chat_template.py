@@ -61,7 +61,7 @@ class ChatTemplate:
         """
         turns = [_turn(message) for message in chat.messages]
         mark = secrets.token_hex(16)
-        turns[-1]["content"] += mark
+        turns[-1]["content"] = (turns[-1]["content"] or "") + mark
         before, found, after = self._render(chat, turns).partition(mark)
         if not found or mark in after:
             raise PromptError(
@@ -69,13 +69,13 @@ class ChatTemplate:
             )
         return before
 
-    def _render(self, chat: Conversation, turns: list[dict[str, str]]) -> str:
+    def _render(self, chat: Conversation, turns: list[dict[str, Any]]) -> str:
         # What a template calls or prints of its own accord is not a client's to replace.
         taken = (RESERVED | self._template.globals.keys() | self._special_tokens.keys()) & chat.template_args.keys()
         if taken:
             owner = "a field of the request itself" if RESERVED & taken else "the model's own"
             raise PromptError(ARGS_FIELD, f"{ARGS_FIELD}: {min(taken)} is {owner}")
-        usual = {"tools": None, "documents": None, **self._special_tokens, **chat.template_args}
+        usual = {"tools": chat.tools, "documents": None, **self._special_tokens, **chat.template_args}
         generation = chat.add_generation_prompt and not chat.continue_final_message
         try:
             return _joined(self._template.generate(usual, messages=turns, add_generation_prompt=generation))
@@ -95,13 +95,23 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
+def _turn(message: ChatMessage) -> dict[str, Any]:
     """Make the message that templates see. Missing fields are left out, because templates ask for defined ones."""
-    turn = {"role": message.role, "content": unpack(message.content)}
+    turn: dict[str, Any] = {
+        "role": message.role,
+        "content": None if message.content is None else unpack(message.content),
+    }
     if message.name is not None:
         turn["name"] = message.name
     if message.reasoning_content is not None:
         turn["reasoning_content"] = unpack(message.reasoning_content)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
     return turn
 
 
@@ -127,9 +137,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML, which no model has seen.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

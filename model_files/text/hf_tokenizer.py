@@ -84,6 +84,11 @@ def _add_missing_tokens(backend: Tokenizer, config: dict[str, Any]) -> set[int]:
     return special_ids
 
 
+def find_template_in_folder(folder: Path) -> str | None:
+    """Return the chat template that a folder has, if any; raises ``TokenizerLoadError``."""
+    return _find_chat_template(folder, read_json_object(folder / "tokenizer_config.json"))
+
+
 def _find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Find the default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
     file = folder / "chat_template.jinja"

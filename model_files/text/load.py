@@ -10,7 +10,7 @@ from ..options import ModelOptions
 from .errors import TokenizerLoadError
 from .gguf_metadata import read_gguf_metadata
 from .gguf_tokenizer import tokenizer_from_gguf
-from .hf_tokenizer import tokenizer_from_folder
+from .hf_tokenizer import find_template_in_folder, tokenizer_from_folder
 from .text_tokenizer import TextTokenizer
 
 
@@ -22,14 +22,31 @@ def load_tokenizer(options: ModelOptions) -> TextTokenizer:
     return tokenizer_from_folder(source.path)
 
 
+def read_chat_template(options: ModelOptions) -> str | None:
+    """Return the template of the options, else the model's own, else None, without loading a tokenizer.
+
+    Raises ``TokenizerLoadError`` or ``ModelError``.
+    """
+    if options.chat_template is not None:
+        return _read_template_file(options.chat_template)
+    source = _find_tokenizer(options)
+    if source.kind == "gguf":
+        return read_gguf_metadata(source.path).string("tokenizer.chat_template")
+    return find_template_in_folder(source.path)
+
+
 def find_chat_template(options: ModelOptions, tokenizer: TextTokenizer) -> str | None:
     """Return the template of the options, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
     if options.chat_template is None:
         return tokenizer.chat_template
+    return _read_template_file(options.chat_template)
+
+
+def _read_template_file(path: str) -> str:
     try:
-        return Path(options.chat_template).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise TokenizerLoadError(f"--chat-template {options.chat_template} can't be read: {e}") from e
+        raise TokenizerLoadError(f"--chat-template {path} can't be read: {e}") from e
 
 
 def _find_tokenizer(options: ModelOptions) -> ModelSource:

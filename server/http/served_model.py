@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from ...model_files.model_path import resolve_model
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
+from ...model_files.text.load import read_chat_template
 from ..options import ServerOptions
+from ..output_parsers.choice import NONE, PLAIN_TEXT, OutputFormats, choose_formats
 
 ALWAYS = "default"
 """A name that every instance answers to."""
@@ -15,22 +17,29 @@ ALWAYS = "default"
 @dataclass(frozen=True)
 class ServedModel:
     """The served model. ``names``: answers report the first one. ``defaults``: sampling values for what a request
-    leaves out.
+    leaves out. ``formats``: how its answers mark tool calls and reasoning.
     """
 
     names: tuple[str, ...]
     path: str
     defaults: SamplingDefaults = NO_DEFAULTS
+    formats: OutputFormats = PLAIN_TEXT
 
     @staticmethod
     def read(options: ServerOptions) -> ServedModel:
-        """Read the model's names and defaults from the options and its files. Raises ``ModelError``."""
+        """Read the model's names, defaults and formats from the options and its files.
+
+        Raises ``ModelError`` and ``TokenizerLoadError``.
+        """
         defaults = NO_DEFAULTS
         if options.sampling_defaults == "model":
             defaults = read_sampling_defaults(
                 resolve_model(options.model_path, revision=options.revision, weights=False)
             )
-        return ServedModel(options.model_names, options.model_path, defaults)
+        calls, thoughts = options.tool_call_parser, options.reasoning_parser
+        template = None if calls == thoughts == NONE else read_chat_template(options)
+        formats = choose_formats(calls, thoughts, template)
+        return ServedModel(options.model_names, options.model_path, defaults, formats)
 
     @property
     def name(self) -> str:

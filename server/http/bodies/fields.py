@@ -77,7 +77,7 @@ TokenIds = Annotated[
 Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
 
 
-def check_small(value: dict[str, Any]) -> dict[str, Any]:
+def check_small(value: dict[str, Any], most_values: int = MAX_FREE_VALUES) -> dict[str, Any]:
     """Return a free-form object; raise ``ValueError`` if it is large, or nested deeper than messages can be."""
     values = characters = 0
     level: list[Any] = [value]
@@ -85,8 +85,8 @@ def check_small(value: dict[str, Any]) -> dict[str, Any]:
         inner: list[Any] = []
         for container in level:
             values += len(container)
-            if values > MAX_FREE_VALUES:
-                raise ValueError(f"holds more than {MAX_FREE_VALUES} values")
+            if values > most_values:
+                raise ValueError(f"holds more than {most_values} values")
             if isinstance(container, dict):
                 characters += sum(map(len, container))
                 inner += container.values()
@@ -103,12 +103,12 @@ def check_small(value: dict[str, Any]) -> dict[str, Any]:
 
 def _check_template_args(args: dict[str, Any]) -> dict[str, Any]:
     if args.get("tools"):
-        raise ValueError('holds "tools", which this server does not serve; write them into the messages')
+        raise ValueError('holds "tools"; give them in the field "tools"')
     return check_small(args)
 
 
 TemplateArgs = Annotated[dict[str, Any], AfterValidator(_check_template_args)]
-"""Variables for the model's chat template, but for tools: these will be a field of their own."""
+"""Variables for the model's chat template, but for tools, which have a field of their own."""
 
 
 class FieldError(ValueError):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ....messages.conversation import Conversation
 from ....messages.requests import Bootstrap, LogprobOptions
-from ....messages.sampling import SamplingParams
+from ....messages.sampling import OutputMarks, SamplingParams
 from ....model_files.sampling_defaults import SamplingDefaults
 from ..bodies.fields import INT64_MAX
 from ..bodies.request_fields import RequestFields, SamplingFields
@@ -82,7 +82,12 @@ class Naming(NamedTuple):
 
 
 def sampling_params(
-    fields: SamplingFields, max_new: int, min_new: int, seed: int | None, defaults: SamplingDefaults
+    fields: SamplingFields,
+    max_new: int,
+    min_new: int,
+    seed: int | None,
+    defaults: SamplingDefaults,
+    marks: OutputMarks | None = None,
 ) -> SamplingParams:
     """Convert ``fields`` to the engine's parameters, with the model's ``defaults`` for those that the client left out.
 
@@ -101,6 +106,7 @@ def sampling_params(
         "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
         "stop_token_ids": tuple(fields.stop_token_ids),
         "logit_bias": {int(token_id): bias for token_id, bias in fields.logit_bias.items()},
+        "marks": marks,
     }
     return SamplingParams(**{name: getattr(fields, name) for name in SHARED_FIELDS} | changed)
 

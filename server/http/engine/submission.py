@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from ....messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
+from ....messages.outputs import FinishReason, NamedLogprob, PromptText, ReasoningReport, ReqMeta, ReqText
 from ....messages.requests import LogprobOptions
 from ....runtime.web.errors import without_frames
 from ..errors import AnswerMoved, ApiError, ClientGone
@@ -58,6 +58,8 @@ class Choice:
     finish: FinishReason | None = None
     meta: ReqMeta | None = None
     prompt: PromptText | None = None
+    reasoning: ReasoningReport | None = None
+    """What the detokenizer knows of the reasoning in the answer."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     finished_at: float = 0.0
@@ -108,6 +110,8 @@ class Choice:
             self.cached_tokens = item.meta.cached_tokens
         if item.prompt is not None:
             self.prompt = item.prompt
+        if item.reasoning is not None:
+            self.reasoning = item.reasoning
         if item.finish is not None:
             self.finish = item.finish
             self.finished_at = now
@@ -134,6 +138,7 @@ class Choice:
             choice=self,
             is_first=is_first,
             text=text[first_char:],
+            sent_before=text[:first_char],
             token_ids=token_ids[first_token:],
             logprobs=logprobs[first_token:],
             offset=offset,
@@ -147,6 +152,8 @@ class Delta(NamedTuple):
     choice: Choice
     is_first: bool
     text: str
+    sent_before: str
+    """Text that arrived with it and that another instance has sent to the client."""
     token_ids: list[int]
     logprobs: list[NamedLogprob]
     offset: int

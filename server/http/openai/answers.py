@@ -17,6 +17,12 @@ class PromptTokensDetails(AnswerBody):
     cached_tokens: int
 
 
+class CompletionTokensDetails(AnswerBody):
+    """Tokens of the answer by purpose."""
+
+    reasoning_tokens: int
+
+
 class Usage(AnswerBody):
     """Token counts."""
 
@@ -24,6 +30,7 @@ class Usage(AnswerBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 FinishName = Literal["stop", "length", "tool_calls", "content_filter"]
@@ -97,11 +104,29 @@ class ChatLogprobs(AnswerBody):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunctionAnswer(AnswerBody):
+    """A function that the model calls. ``arguments``: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(AnswerBody):
+    """A call of a tool. ``index`` is in events only."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionAnswer
+    index: int | None = None
+
+
 class ChatMessageAnswer(AnswerBody):
-    """The assistant's turn."""
+    """The assistant's turn. ``content`` is null if there are only tool calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 class ChatChoice(AnswerBody):
@@ -129,6 +154,8 @@ class ChatDelta(AnswerBody):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 class ChatChunkChoice(AnswerBody):

@@ -15,6 +15,7 @@ from ..engine.plan import Prompt
 from ..engine.submission import Choice, Delta
 from ..errors import bad_request
 from ..generation.engine_response import EngineResponse
+from ..generation.output_reader import OutputReader
 from ..generation.request_names import named
 from ..generation.request_terms import timed
 from ..generation.tickets import ticket_of
@@ -23,7 +24,8 @@ from ..state import HttpState
 from .answers import ChatAnswer, ChatChunk
 from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
 from .conversation import read_conversation
-from .logprobs import chat_logprobs
+from .logprobs import LogprobsWriter, chat_logprobs
+from .message_parts import MessageParts, chat_reader
 from .schemas import ChatBody
 
 KIND = "chat.completion"
@@ -40,9 +42,14 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
     if body.min_tokens > max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
-    logprobs = chat_logprobs(body)
-    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs.options, state)
-    renderer = ChatCompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), logprobs)
+    logprobs, reader = chat_logprobs(body), chat_reader(body, state.model.formats)
+    prompts = [Prompt(chat=chat_of(body))]
+    plans = plan_openai(body, prompts, False, max_tokens, logprobs.options, state, marks=reader.marks)
+    envelope = Envelope.of(body, plans, state.model, ticket_of(request.scope))
+    parts = MessageParts(
+        envelope.id, parallel_calls=body.parallel_tool_calls, includes_reasoning=body.include_reasoning
+    )
+    renderer = ChatCompletionRenderer(envelope, logprobs, reader, parts)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)
 
 
@@ -51,11 +58,17 @@ def chat_of(body: ChatBody) -> Conversation:
     args = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         args.setdefault("reasoning_effort", body.reasoning_effort)
-    return read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
+    tools = body.tools if body.tool_choice != "none" else ()
+    return read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args, tools)
 
 
 class ChatCompletionRenderer(EnvelopeRenderer):
     """Writes messages, or deltas of them."""
+
+    def __init__(self, envelope: Envelope, logprobs: LogprobsWriter, reader: OutputReader, parts: MessageParts) -> None:
+        super().__init__(envelope, logprobs)
+        self._reader = reader
+        self._parts = parts
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
 
@@ -64,9 +77,9 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         rendered = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text},
+                "message": self._parts.whole(choice, self._reader.read_whole(choice)),
                 "logprobs": self._logprobs(choice, choice.logprobs, True),
-                **ending(choice.finish),
+                **ending(choice.finish, has_calls=self._parts.has_calls(choice)),
                 **self._envelope.ids(choice.token_ids),
             }
             for choice in choices
@@ -79,12 +92,13 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         if delta.is_first:
             start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             opening = self._envelope.chunk(CHUNK_KIND, choice, start, self._prompt_ids(choice))
-        if not (delta.text or delta.logprobs or delta.finish or self._envelope.token_ids):
+        parts = self._parts.new(choice, self._reader.read(delta))
+        if not (parts or delta.logprobs or delta.finish or self._envelope.token_ids):
             return opening
         fields = {
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": parts,
             "logprobs": self._logprobs(choice, delta.logprobs, delta.is_first),
-            **ending(delta.finish),
+            **ending(delta.finish, has_calls=self._parts.has_calls(choice)),
             **self._envelope.ids(delta.token_ids),
         }
         return opening + self._envelope.chunk(CHUNK_KIND, choice, fields)

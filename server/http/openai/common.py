@@ -10,6 +10,7 @@ from typing import Any
 from ....messages.decode import shown
 from ....messages.outputs import FinishReason, FinishType
 from ....messages.requests import LogprobOptions
+from ....messages.sampling import OutputMarks
 from ....runtime.web.moved_answer import Ticket
 from ..engine.plan import Prompt, PromptPlan, name_requests, sampling_params
 from ..engine.submission import Choice
@@ -49,8 +50,12 @@ def plan_openai(
     state: HttpState,
     *,
     echo: bool = False,
+    marks: OutputMarks | None = None,
 ) -> list[PromptPlan]:
-    """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt."""
+    """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt.
+
+    ``marks``: see ``SamplingParams``.
+    """
     counts = [body.n] * len(prompts)
     defaults, terms = state.model.defaults, terms_of(body, state.options)
     namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
@@ -58,7 +63,7 @@ def plan_openai(
         PromptPlan(
             prompt=prompt,
             # If the client gives no seed, each prompt draws its own.
-            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults),
+            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults, marks),
             n=body.n,
             rid=naming.rid,
             keep_output=max_tokens > 0,
@@ -135,10 +140,19 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens or 0 for choice in first_of_prompt)},
+        **_completion_details(choices),
     }
 
 
-def ending(finish: FinishReason | None) -> dict[str, Any]:
+def _completion_details(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Count the tokens of reasoning, for answers of a format that has some."""
+    reports = [choice.reasoning for choice in choices if choice.reasoning is not None]
+    if not reports:
+        return {}
+    return {"completion_tokens_details": {"reasoning_tokens": sum(report.tokens for report in reports)}}
+
+
+def ending(finish: FinishReason | None, *, has_calls: bool = False) -> dict[str, Any]:
     """Return how a choice ended, as fields of the choice.
 
     - ``finish_reason`` is one of OpenAI's words.
@@ -147,7 +161,10 @@ def ending(finish: FinishReason | None) -> dict[str, Any]:
     """
     if finish is None:
         return {"finish_reason": None}
-    fields: dict[str, Any] = {"finish_reason": FINISH_REASONS[finish.type], "matched_stop": finish.matched}
+    reason = "tool_calls" if has_calls and finish.type is FinishType.STOP else FINISH_REASONS[finish.type]
+    fields: dict[str, Any] = {"finish_reason": reason, "matched_stop": finish.matched}
+    if reason == "tool_calls":
+        return fields
     if finish.type.value != fields["finish_reason"]:
         fields["pdserve_finish"] = {"type": finish.type.value, "message": finish.message}
     return fields

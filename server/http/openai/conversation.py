@@ -8,6 +8,7 @@ from typing import Any
 from ....messages.conversation import ChatMessage, Conversation
 from ....messages.packed_text import pack
 from .schemas import ChatMessageBody
+from .tools import ToolBody, for_template, read_calls
 
 
 def read_conversation(
@@ -15,20 +16,30 @@ def read_conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     args: dict[str, Any],
+    tools: Sequence[ToolBody] = (),
 ) -> Conversation:
     """Return the conversation of a body's messages.
 
     ``add_generation_prompt``: None means True unless ``continue_final_message``. ``args``: variables for the model's
-    template.
+    template. ``tools``: what the assistant may call.
     """
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     turns = [_turn(message) for message in messages]
-    return Conversation(turns, add_generation_prompt, continue_final_message, args)
+    return Conversation(turns, add_generation_prompt, continue_final_message, args, for_template(tools) or None)
 
 
 def _turn(message: ChatMessageBody) -> ChatMessage:
     # "developer" is OpenAI's newer word for "system"; chat templates know only "system".
     role = "system" if message.role == "developer" else message.role
-    thought = message.reasoning_content
-    return ChatMessage(role, pack(message.text), message.name, None if thought is None else pack(thought))
+    thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    text = message.text
+    return ChatMessage(
+        role,
+        # Templates recognise a turn that only calls tools by its missing content.
+        None if message.tool_calls and not text else pack(text),
+        message.name,
+        None if thought is None else pack(thought),
+        read_calls(message.tool_calls),
+        message.tool_call_id,
+    )

@@ -21,6 +21,7 @@ from ..bodies.fields import (
 )
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
+from .tools import ToolBodies, ToolCallBodies, ToolChoice
 
 MAX_OPENAI_LOGPROBS = 20
 MAX_PARTS = 4096
@@ -55,20 +56,20 @@ COMPLETION: Unserved = {**_OPENAI_COMMON, **neutral("", names="suffix"), **neutr
 
 CHAT: Unserved = {
     **_OPENAI_COMMON,
-    **neutral([], names="tools functions documents"),
+    **neutral([], names="functions documents"),
     **neutral({}, names="audio web_search_options reasoning mm_processor_kwargs"),
     **neutral("", names="chat_template"),
     **neutral(False, names="echo"),
-    **neutral("none", "auto", names="tool_choice function_call"),
+    **neutral("none", "auto", names="function_call"),
     **neutral(["text"], names="modalities"),
     # Hints: how long the answer should be, and how soon it should come.
     **dict.fromkeys(("verbosity", "prediction"), IGNORED),
-    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"), ANYTHING),
+    **neutral(True, names="stream_reasoning"),
 }
 
 CHAT_MESSAGE: Unserved = {
-    **neutral([], names="tool_calls annotations"),
-    **neutral("", names="tool_call_id refusal reasoning"),
+    **neutral([], names="annotations"),
+    **neutral("", names="refusal"),
     **neutral({}, names="function_call audio"),
     # lm-eval sends this in each message, as if it were a part of one.
     "type": ("text", "message"),
@@ -157,17 +158,23 @@ class TextPart(Body):
 
 
 class ChatMessageBody(Body):
-    """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
+    """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template.
+
+    ``reasoning`` is vLLM's name of ``reasoning_content``.
+    """
 
     unserved: ClassVar[Unserved] = CHAT_MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
         Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
     ]
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: ToolCallBodies = Field(default_factory=list)
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -176,6 +183,14 @@ class ChatMessageBody(Body):
         if isinstance(raw, dict) and raw.get("role") == "assistant" and raw.get("content") is None:
             return {**raw, "content": ""}
         return raw
+
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessageBody:
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", 'belongs to a message of role "assistant"')
+        if self.tool_call_id is not None and self.role != "tool":
+            raise FieldError("tool_call_id", 'belongs to a message of role "tool"')
+        return self
 
     @property
     def text(self) -> str:
@@ -203,6 +218,14 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """Goes to the model's template, as ``chat_template_kwargs`` do."""
+    tools: ToolBodies = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls; otherwise all but the first are left out."""
+    separate_reasoning: bool = True
+    """Whether reasoning is answered as ``reasoning_content``; otherwise it is part of the text."""
+    include_reasoning: bool = True
+    """Whether reasoning is answered at all."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatBody:
@@ -210,6 +233,8 @@ class ChatBody(OpenAIBody):
             raise FieldError("top_logprobs", 'needs "logprobs": true')
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise FieldError("max_tokens", "differs from max_completion_tokens; give only the latter")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise FieldError("tool_choice", "needs tools")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("continue_final_message", "can't go with add_generation_prompt; give one of the two")
         return self

@@ -151,7 +151,7 @@ def test_what_asks_for_nothing_is_accepted(schema: type[Body], body: dict[str, A
         (ChatBody, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
         (ChatBody, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools[0].type"),
         (
             ChatBody,
             {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}},

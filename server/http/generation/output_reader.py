@@ -1,0 +1,86 @@
+"""Reads the events of an answer (text, reasoning, tool calls) out of the text that the engine sends.
+
+A whole answer is read as a stream of one piece, so both have the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+from ....messages.outputs import FinishReason, FinishType
+from ....messages.sampling import OutputMarks
+from ...output_parsers.base import OutputFormat, OutputParser, ParseRequest
+from ...output_parsers.choice import marks_of
+from ...output_parsers.events import OutputEvent, TextDelta
+from ..engine.submission import Choice, Delta
+
+
+class OutputReader(Protocol):
+    """Reads the answers of one request."""
+
+    @property
+    def marks(self) -> OutputMarks | None:
+        """Return what the detokenizer has to know; None: nothing."""
+
+    def read(self, delta: Delta) -> Sequence[OutputEvent]:
+        """Return what is new of a streamed choice."""
+
+    def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
+        """Return the events of a choice that has finished."""
+
+
+class PlainReader:
+    """Takes all of an answer for text."""
+
+    marks: ClassVar[None] = None
+
+    @staticmethod
+    def read(delta: Delta) -> Sequence[OutputEvent]:
+        """See ``OutputReader``."""
+        return (TextDelta(delta.text),) if delta.text else ()
+
+    @staticmethod
+    def read_whole(choice: Choice) -> Sequence[OutputEvent]:
+        """See ``OutputReader``."""
+        return (TextDelta(choice.text),)
+
+
+class ParsedReader:
+    """Reads answers by the format of the model."""
+
+    def __init__(self, output_format: OutputFormat, request: ParseRequest) -> None:
+        self.marks = marks_of(output_format)
+        self._format = output_format
+        self._request = request
+        self._parsers: dict[int, OutputParser] = {}
+
+    def read(self, delta: Delta) -> Sequence[OutputEvent]:
+        """See ``OutputReader``."""
+        choice = delta.choice
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            parser = self._parsers[choice.index] = self._parser(choice)
+        if delta.sent_before:
+            # Another instance has sent what this text says.
+            parser.feed(delta.sent_before)
+        events = parser.feed(delta.text) if delta.text else []
+        if delta.finish is not None:
+            events += parser.end(is_cut=is_cut(delta.finish))
+        return events
+
+    def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
+        """See ``OutputReader``."""
+        parser = self._parser(choice)
+        finish = choice.finish
+        return [*parser.feed(choice.text), *parser.end(is_cut=finish is not None and is_cut(finish))]
+
+    def _parser(self, choice: Choice) -> OutputParser:
+        begins = choice.reasoning is not None and choice.reasoning.begins_open
+        return OutputParser(self._format, replace(self._request, begins_in_reasoning=begins))
+
+
+def is_cut(finish: FinishReason) -> bool:
+    """Return whether a limit or an abort has ended an answer, and not the model or a stop string."""
+    return finish.type is not FinishType.STOP

@@ -1,0 +1,84 @@
+"""The parts of an assistant's message: text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from ...output_parsers.base import ParseRequest
+from ...output_parsers.choice import OutputFormats
+from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+from ..engine.submission import Choice
+from ..errors import bad_request
+from ..generation.output_reader import OutputReader, ParsedReader, PlainReader
+from .schemas import ChatBody
+from .tools import schemas_of
+
+
+def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
+    """Return what reads the answers to a body. Raises ``ApiError`` for tools that can't be served."""
+    choice = body.tool_choice
+    tools = body.tools if choice != "none" else []
+    if choice == "required" or not (choice is None or isinstance(choice, str)):
+        raise bad_request("tool_choice", 'must be "auto" or "none": this server can\'t force a call yet')
+    if tools and not formats.renders_tools:
+        raise bad_request("tools", "the model's chat template has no tools; start the server with --chat-template FILE")
+    if tools and formats.calls is None:
+        raise bad_request(
+            "tools", "the format of this model's tool calls is not known; start the server with --tool-call-parser"
+        )
+    separates = body.separate_reasoning or not body.include_reasoning
+    output_format = formats.for_request(has_tools=bool(tools), separates_reasoning=separates)
+    if output_format is None:
+        return PlainReader()
+    return ParsedReader(output_format, ParseRequest(schemas_of(tools), separates_reasoning=separates))
+
+
+class MessageParts:
+    """Writes the parts of one request's messages in OpenAI's shape.
+
+    Ids of calls derive from the request's, so an answer that goes on at another instance keeps them.
+    """
+
+    def __init__(self, rid: str, *, parallel_calls: bool, includes_reasoning: bool) -> None:
+        self._rid = rid
+        self._most_calls = None if parallel_calls else 1
+        self._includes_reasoning = includes_reasoning
+        self._calls: dict[int, int] = {}
+        """Calls so far, by the choice's index."""
+
+    def has_calls(self, choice: Choice) -> bool:
+        """Return whether the choice has called a tool."""
+        return choice.index in self._calls
+
+    def whole(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
+        """Return the message of a whole answer."""
+        parts = self.new(choice, events)
+        calls = parts.get("tool_calls", ())
+        for call in calls:
+            del call["index"]
+        content = parts.get("content")
+        return {"role": "assistant", **parts, "content": content if content is not None or calls else ""}
+
+    def new(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
+        """Return the parts that ``events`` add to a choice's message."""
+        parts: dict[str, Any] = {}
+        for event in events:
+            if isinstance(event, TextDelta):
+                parts["content"] = parts.get("content", "") + event.text
+            elif isinstance(event, ReasoningDelta):
+                if self._includes_reasoning:
+                    parts["reasoning_content"] = parts.get("reasoning_content", "") + event.text
+            elif (call := self._call(choice, event)) is not None:
+                parts.setdefault("tool_calls", []).append(call)
+        return parts
+
+    def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any] | None:
+        index = self._calls.get(choice.index, 0)
+        if index == self._most_calls:
+            return None
+        self._calls[choice.index] = index + 1
+        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{index}".encode(), digest_size=12).hexdigest()
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": f"call_{name}", "type": "function", "function": function}

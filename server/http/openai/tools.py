@@ -1,0 +1,114 @@
+"""Tools in a chat: what bodies hold, and what a template and a parser of answers need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from ....messages.conversation import ChatToolCall
+from ...output_parsers.base import Tools
+from ..bodies.fields import MANY, ONE, Body, check_small
+from ..bodies.unserved import ANYTHING, Unserved, neutral
+
+MAX_TOOLS = 1024
+MAX_TOOL_VALUES = 1 << 15
+"""Maximum number of values in the descriptions of all tools."""
+MAX_TOOL_CALLS = 256
+"""Maximum number of calls in one turn."""
+ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return check_small(schema, MAX_TOOL_VALUES)
+
+
+class FunctionBody(Body):
+    """A function that the model may call. ``parameters`` is a JSON schema of an object."""
+
+    unserved: ClassVar[Unserved] = neutral(False, names="strict")
+
+    name: ToolName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+
+
+class ToolBody(Body):
+    """A tool that the model may call."""
+
+    unserved: ClassVar[Unserved] = {"cache_control": ANYTHING}
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedToolChoice(Body):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    """The call of a function. ``arguments``: a JSON object, as text or decoded."""
+
+    name: ToolName
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCallBody(Body):
+    """A call in the assistant's turn."""
+
+    unserved: ClassVar[Unserved] = {"index": ANYTHING}
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> ToolCallBody:
+        self.decoded()
+        return self
+
+    def decoded(self) -> dict[str, Any]:
+        """Return the arguments. Raises ``ValueError`` if they are no JSON object."""
+        given = self.function.arguments
+        if isinstance(given, str):
+            try:
+                given = orjson.loads(given or "{}")
+            except orjson.JSONDecodeError as e:
+                raise ValueError(f"arguments of {self.function.name} are not JSON: {e}") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"arguments of {self.function.name} are not a JSON object")
+        return check_small(given, MAX_TOOL_VALUES)
+
+
+ToolBodies = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolCallBodies = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[NamedToolChoice, Tag(MANY)],
+    Discriminator(lambda value: ONE if isinstance(value, str) else MANY),
+]
+
+
+def read_calls(calls: Sequence[ToolCallBody]) -> list[ChatToolCall]:
+    """Return the calls of a turn, as templates see them."""
+    return [ChatToolCall(call.id, call.function.name, call.decoded()) for call in calls]
+
+
+def for_template(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:
+    """Return the tools in OpenAI's shape, with the fields that the client gave."""
+    return [tool.model_dump(mode="python", exclude_unset=True) for tool in tools]
+
+
+def schemas_of(tools: Sequence[ToolBody]) -> Tools:
+    """Return each tool's JSON schema by its name."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}

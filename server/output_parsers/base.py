@@ -1,0 +1,74 @@
+"""An output format: how a family of models marks reasoning and tool calls in its text, and the parser that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .events import OutputEvent
+from .reader import Parser, Reader
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""JSON schema of each tool's parameters, by the tool's name."""
+
+
+@dataclass(frozen=True)
+class ParseRequest:
+    """What a request asks of its parser."""
+
+    tools: Tools = field(default_factory=dict)
+    """Tools that the model may call; without any, nothing is read as a call."""
+    begins_in_reasoning: bool = False
+    """Whether the prompt ends within reasoning."""
+    separates_reasoning: bool = True
+    """Whether reasoning is kept apart from the text."""
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """One format. ``name``: value of ``--tool-call-parser`` and ``--reasoning-parser``."""
+
+    name: str
+    parse: Callable[[Reader, ParseRequest], Parser]
+    shown: tuple[str, ...] = ()
+    """Special tokens that the parser needs to see. Answers contain no other special tokens."""
+    reasoning: tuple[str, str] = ("", "")
+    """Text that begins and ends reasoning; empty for a format without."""
+    signs: Sequence[str] = ()
+    """Texts that the chat template of such a model contains, all of them."""
+
+
+class OutputParser:
+    """Reads one answer. Events depend on the text alone, not on its pieces."""
+
+    def __init__(self, output_format: OutputFormat, request: ParseRequest) -> None:
+        self._reader = Reader()
+        self._parser = output_format.parse(self._reader, request)
+        self._is_done = False
+        self._advance()
+
+    def feed(self, text: str) -> list[OutputEvent]:
+        """Take more text; return what is certain by now."""
+        self._reader.text += text
+        self._advance()
+        return self._taken()
+
+    def end(self, *, is_cut: bool = False) -> list[OutputEvent]:
+        """Return what is left once no more text follows.
+
+        ``is_cut``: the answer ended because of a limit. A call that is not complete is dropped then: the model never
+        finished it, and no client can use half of one.
+        """
+        self._reader.has_ended, self._reader.is_cut = True, is_cut
+        self._advance()
+        self._reader.finish()
+        return self._taken()
+
+    def _advance(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._parser, self) is self
+
+    def _taken(self) -> list[OutputEvent]:
+        events, self._reader.events = self._reader.events, []
+        return events

@@ -1,0 +1,85 @@
+"""Which formats a served model's answers are read by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ...messages.sampling import OutputMarks
+from .base import OutputFormat, ParseRequest
+from .reader import Parser, Reader
+from .registry import FORMATS, HARMONY_NAME
+from .sections import reasoning
+from .think import THINK
+
+AUTO, NONE = "auto", "none"
+if TYPE_CHECKING:
+    ParserName = str
+else:
+    ParserName = Literal[(AUTO, NONE, *(one.name for one in FORMATS))]
+"""Value of ``--tool-call-parser`` and ``--reasoning-parser``."""
+BY_NAME = {one.name: one for one in FORMATS}
+
+
+@dataclass(frozen=True)
+class OutputFormats:
+    """Formats of one model. ``calls``: of its tool calls, None if they are not known. ``reasoning``: likewise."""
+
+    calls: OutputFormat | None = None
+    reasoning: OutputFormat | None = None
+    renders_tools: bool = False
+    """Whether the chat template prints tools."""
+
+    def for_request(self, *, has_tools: bool, separates_reasoning: bool) -> OutputFormat | None:
+        """Return the format to read a request's answers by; None if all of an answer is text."""
+        calls = self.calls if has_tools else None
+        thoughts = self.reasoning if separates_reasoning or self.reasoning is BY_NAME[HARMONY_NAME] else None
+        if calls is None or thoughts is None or calls is thoughts:
+            return calls or thoughts
+        return _combined(calls, thoughts)
+
+
+PLAIN_TEXT = OutputFormats()
+
+
+def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFormats:
+    """Choose by the options' values and the model's chat template, which may be missing."""
+    text = template or ""
+    found = next((one for one in FORMATS if one.signs and all(sign in text for sign in one.signs)), None)
+    renders_tools = "tools" in text
+    own = None
+    if found is not None and found.reasoning[0].strip() and found.reasoning[1].strip() in text:
+        own = found
+    elif all(sign in text for sign in THINK.signs):
+        own = THINK
+    return OutputFormats(
+        _chosen(calls, found if renders_tools and found is not THINK else None), _chosen(thoughts, own), renders_tools
+    )
+
+
+def marks_of(output_format: OutputFormat) -> OutputMarks:
+    """Return what the detokenizer needs to know of a format."""
+    return OutputMarks(output_format.shown, output_format.reasoning)
+
+
+def _chosen(name: str, found: OutputFormat | None) -> OutputFormat | None:
+    return found if name == AUTO else BY_NAME.get(name)
+
+
+def _combined(calls: OutputFormat, thoughts: OutputFormat) -> OutputFormat:
+    """Return a format with the reasoning of one and the calls of the other."""
+    return OutputFormat(
+        f"{thoughts.name}+{calls.name}",
+        _parse_combined(calls, thoughts.reasoning),
+        (*calls.shown, *thoughts.shown),
+        thoughts.reasoning,
+    )
+
+
+def _parse_combined(calls: OutputFormat, pair: tuple[str, str]) -> Callable[[Reader, ParseRequest], Parser]:
+    def parse(reader: Reader, request: ParseRequest) -> Parser:
+        yield from reasoning(reader, request, pair)
+        yield from calls.parse(reader, replace(request, begins_in_reasoning=False, separates_reasoning=False))
+
+    return parse

@@ -1,0 +1,27 @@
+"""What an output parser finds in the text of an answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TextDelta(NamedTuple):
+    """Text that is meant for the user."""
+
+    text: str
+
+
+class ReasoningDelta(NamedTuple):
+    """Text that the model wrote for itself, before its answer."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A complete call of a tool. ``arguments``: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+OutputEvent = TextDelta | ReasoningDelta | ToolCall

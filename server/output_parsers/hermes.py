@@ -1,0 +1,33 @@
+"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and Qwen 3, and many others."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from .base import OutputFormat, ParseRequest
+from .events import ToolCall
+from .reader import Parser, Reader, call_of
+from .sections import only_text, reasoning, text_and_calls
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+THINK = ("<think>", "</think>")
+
+
+def parse(reader: Reader, request: ParseRequest) -> Parser:
+    """Read an answer."""
+    markers = (BEGIN,) if request.tools else ()
+    yield from reasoning(reader, request, THINK, calls=markers)
+    if not request.tools:
+        yield from only_text(reader)
+        return
+
+    def read(marker: str) -> Generator[None, None, list[ToolCall]]:
+        text, value = yield from reader.json_value()
+        call = call_of(text, value)
+        yield from reader.expect(END)
+        return [call]
+
+    yield from text_and_calls(reader, markers, read)
+
+
+HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, '"arguments"'))

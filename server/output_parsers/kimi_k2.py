@@ -1,0 +1,45 @@
+"""``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``: Kimi K2."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from .base import OutputFormat, ParseRequest
+from .events import ToolCall
+from .reader import Malformed, Parser, Reader, arguments_of
+from .sections import only_text, reasoning, text_and_calls
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+THINK = ("<think>", "</think>")
+
+
+def parse(reader: Reader, request: ParseRequest) -> Parser:
+    """Read an answer."""
+    markers = (SECTION,) if request.tools else ()
+    yield from reasoning(reader, request, THINK, calls=markers)
+    if not request.tools:
+        yield from only_text(reader)
+        return
+
+    def read(marker: str) -> Generator[None, None, list[ToolCall]]:
+        # What stands between the calls of a section is noise. Calls go out as they are complete.
+        while True:
+            _, mark = yield from reader.until(CALL, SECTION_END)
+            if mark == SECTION_END:
+                return []
+            name, _ = yield from reader.until(ARGUMENTS)
+            name = name.strip().removeprefix("functions.").rpartition(":")[0] or name.strip()
+            if not name:
+                raise Malformed("name")
+            text, value = yield from reader.json_value()
+            arguments = arguments_of(text, value)
+            yield from reader.expect(CALL_END)
+            reader.emit_call(ToolCall(name, arguments))
+            reader.text, reader.at = marker + reader.text[reader.at :], len(marker)
+
+    yield from text_and_calls(reader, markers, read)
+
+
+SHOWN = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END, *THINK)
+KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, (SECTION,))

@@ -1,0 +1,42 @@
+"""``[TOOL_CALLS]``, then ``[{"name": …, "arguments": {…}}]`` or ``NAME[ARGS]{…}``: Mistral, all versions.
+
+Reasoning stands between ``[THINK]`` and ``[/THINK]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from .base import OutputFormat, ParseRequest
+from .events import ToolCall
+from .reader import Malformed, Parser, Reader, arguments_of, calls_of
+from .sections import only_text, reasoning, text_and_calls
+
+BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+THINK = ("[THINK]", "[/THINK]")
+
+
+def parse(reader: Reader, request: ParseRequest) -> Parser:
+    """Read an answer."""
+    markers = (BEGIN,) if request.tools else ()
+    yield from reasoning(reader, request, THINK, ("<think>", "</think>"), calls=markers)
+    if not request.tools:
+        yield from only_text(reader)
+        return
+
+    def read(marker: str) -> Generator[None, None, list[ToolCall]]:
+        yield from reader.skip_space()
+        if (yield from reader.sees("[", "{")):
+            return calls_of(*(yield from reader.json_value()))
+        name, mark = yield from reader.until(ARGS, CALL_ID, "{")
+        if mark == CALL_ID:
+            _, mark = yield from reader.until(ARGS, "{")
+        reader.at -= mark == "{"
+        if not name.strip() or any(c in name for c in "[\"'\n "):
+            raise Malformed("name")
+        return [ToolCall(name.strip(), arguments_of(*(yield from reader.json_value())))]
+
+    yield from text_and_calls(reader, markers, read)
+
+
+MISTRAL = OutputFormat("mistral", parse, (BEGIN, ARGS, CALL_ID, *THINK), THINK, ("[TOOL_CALLS]",))

@@ -1,0 +1,327 @@
+"""Reads the text of an answer as it arrives, for a parser that is written as if all of it were there.
+
+A parser is a generator: it yields where it needs more text, and goes on when there is more or the answer has ended.
+What it decides depends on the text alone, never on how the text was divided into pieces. So a streamed answer has the
+same events as a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from .events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+
+Parser = Generator[None, None, None]
+"""Yields where it needs more text."""
+SPACE = " \t\r\n"
+_JSON_BREAK = re.compile(r'["{}\[\]]')
+_STRING_BREAK = re.compile(r'["\\]')
+_decoder = json.JSONDecoder(strict=False)
+
+
+class Malformed(Exception):
+    """The text at the reader's place is not what the format requires."""
+
+
+class Incomplete(Malformed):
+    """The text ends within what the format requires."""
+
+
+class Reader:
+    """The text of one answer, with a place in it."""
+
+    def __init__(self) -> None:
+        self.events: list[OutputEvent] = []
+        """Events that have not been taken."""
+        self.has_ended = False
+        """Whether no more text follows."""
+        self.is_cut = False
+        """Whether the text ended because of a limit."""
+        self.text = ""
+        """Text that is still needed."""
+        self.at = 0
+        """Place in ``text``."""
+        self._held = ""
+        """White space that belongs to the text only if more text follows."""
+        self._drops_held = False
+        """Whether a call or reasoning was found since the held white space began."""
+        self._has_text = False
+        self.space = ""
+        """White space before the marker that ``show_until`` returned last."""
+
+    # --- events ---
+
+    def emit_text(self, text: str) -> None:
+        """Add text for the user. White space beside a call or reasoning counts only within the text."""
+        shown = text.rstrip(SPACE)
+        if not shown:
+            self._held += text
+            return
+        if not self._has_text and self._drops_held:
+            self._held, shown, text = "", shown.lstrip(SPACE), text.lstrip(SPACE)
+        self._add(TextDelta, self._held + shown)
+        self._held = text[len(shown) :]
+        self._drops_held, self._has_text = False, True
+
+    def emit_reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        if text:
+            self._add(ReasoningDelta, text)
+
+    def emit_call(self, call: ToolCall) -> None:
+        """Add a call."""
+        self._drops_held = True
+        self.events.append(call)
+
+    def leave_reasoning(self) -> None:
+        """Note that reasoning has ended: white space before the answer is not part of it."""
+        self._drops_held = True
+
+    def finish(self) -> None:
+        """Add white space that ends the text, unless it only follows a call."""
+        if self._held and not self._drops_held:
+            self._add(TextDelta, self._held)
+        self._held = ""
+
+    def _add(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
+        last = self.events[-1] if self.events else None
+        if isinstance(last, kind):
+            self.events[-1] = kind(last.text + text)  # type: ignore[union-attr]
+        else:
+            self.events.append(kind(text))
+
+    # --- reading ---
+
+    @property
+    def rest(self) -> str:
+        """All text from the reader's place on, as far as it has arrived."""
+        return self.text[self.at :]
+
+    def drop_read(self) -> None:
+        """Forget the text before the reader's place: no parser returns to it."""
+        self.text, self.at = self.text[self.at :], 0
+
+    def skip_space(self) -> Parser:
+        """Go to the next character that is not white space, or to the end."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in SPACE:
+                self.at += 1
+            if self.at < len(self.text) or self.has_ended:
+                return
+            yield
+
+    def sees(self, *markers: str) -> Generator[None, None, str]:
+        """Return the first of ``markers`` that the text goes on with, else ""; the place stays."""
+        while True:
+            for marker in markers:
+                if self.text.startswith(marker, self.at):
+                    return marker
+            rest = len(self.text) - self.at
+            is_open = any(rest < len(m) and m.startswith(self.rest) for m in markers)
+            if self.has_ended or not is_open:
+                return ""
+            yield
+
+    def takes(self, *markers: str) -> Generator[None, None, str]:
+        """Return what ``sees`` does, and go past it."""
+        marker = yield from self.sees(*markers)
+        self.at += len(marker)
+        return marker
+
+    def expect(self, *markers: str) -> Generator[None, None, str]:
+        """Go past white space and one of ``markers``, which is returned. Raises ``Malformed``."""
+        yield from self.skip_space()
+        marker = yield from self.takes(*markers)
+        if not marker:
+            raise (Incomplete if self.at == len(self.text) else Malformed)(markers[0])
+        return marker
+
+    def until(self, *markers: str) -> Generator[None, None, tuple[str, str]]:
+        """Return the text before the first of ``markers``, and the marker; go past it. Raises ``Malformed``."""
+        start, looked = self.at, self.at
+        longest = max(map(len, markers))
+        while True:
+            found = [(i, m) for m in markers if (i := self.text.find(m, looked)) >= 0]
+            if found:
+                i, marker = min(found, key=lambda one: (one[0], -len(one[1])))
+                # A longer marker may begin at the same place, and not be complete yet.
+                if self.has_ended or not any(len(m) > len(marker) and m.startswith(self.text[i:]) for m in markers):
+                    self.at = i + len(marker)
+                    return self.text[start:i], marker
+            if self.has_ended:
+                raise Incomplete(markers[0])
+            looked = max(start, len(self.text) - longest + 1)
+            yield
+
+    def show_until(self, *markers: str, reasoning: bool = False) -> Generator[None, None, str]:
+        """Emit text up to the first of ``markers``, as it arrives, and return the marker; "" at the end.
+
+        The place is after the marker then, and text before the marker is dropped.
+        """
+        emit = self.emit_reasoning if reasoning else self.emit_text
+        space = ""
+        while True:
+            found = [(i, m) for m in markers if (i := self.text.find(m, self.at)) >= 0]
+            i, marker = min(found, key=lambda one: (one[0], -len(one[1])), default=(0, ""))
+            if marker:
+                text = space * reasoning + self.text[self.at : i]
+                self.space = text[len(text.rstrip(SPACE)) :]
+                emit(text.rstrip(SPACE) if reasoning else text)
+                self.text, self.at = self.text[i:], len(marker)
+                return marker
+            certain = len(self.text) if self.has_ended else self._certain(markers)
+            piece = self.text[self.at : certain]
+            if reasoning:
+                shown = piece.rstrip(SPACE)
+                if shown:
+                    emit(space + shown)
+                    space = ""
+                space += piece[len(shown) :]
+            elif piece:
+                emit(piece)
+            self.text, self.at = self.text[certain:], 0
+            if self.has_ended:
+                return ""
+            yield
+
+    def _certain(self, markers: Sequence[str]) -> int:
+        """Return the end of the text that no marker can begin in."""
+        end = len(self.text)
+        for marker in markers:
+            for size in range(min(len(marker) - 1, len(self.text) - self.at), 0, -1):
+                if self.text.endswith(marker[:size]):
+                    end = min(end, len(self.text) - size)
+                    break
+        return end
+
+    def json_value(self) -> Generator[None, None, tuple[str, Any]]:
+        """Return the JSON value at the place, as text and decoded, and go past it. Raises ``Malformed``.
+
+        Objects, lists and strings only. Strings may contain line breaks as they are, which models write.
+        """
+        yield from self.skip_space()
+        start = at = self.at
+        depth, in_string = 0, False
+        while True:
+            found = (_STRING_BREAK if in_string else _JSON_BREAK).search(self.text, at)
+            if found is None:
+                if self.has_ended:
+                    raise Incomplete("JSON")
+                at = len(self.text)
+                yield
+                continue
+            if not in_string and not depth and found.start() > start:
+                raise Malformed("JSON")
+            at, mark = found.end(), found.group()
+            if mark == "\\":
+                while at >= len(self.text) and not self.has_ended:
+                    yield
+                at += 1
+            elif mark == '"':
+                in_string = not in_string
+            else:
+                depth += 1 if mark in "{[" else -1
+            if not depth and not in_string:
+                break
+        text = self.text[start:at]
+        value = parse_json(text)
+        self.at = at
+        return text, value
+
+
+def parse_json(text: str) -> Any:
+    """Decode JSON, also with line breaks in strings. Raises ``Malformed``."""
+    try:
+        value, end = _decoder.raw_decode(text.strip(SPACE))
+    except (ValueError, RecursionError) as e:
+        raise Malformed("JSON") from e
+    if end != len(text.strip(SPACE)):
+        raise Malformed("JSON")
+    return value
+
+
+def members(text: str) -> dict[str, str]:
+    """Return the members of a JSON object as they are written: each value's text by its key. Raises ``Malformed``."""
+    found: dict[str, str] = {}
+    at = _skip(text, text.index("{") + 1)
+    try:
+        while text[at] != "}":
+            key, at = _decoder.raw_decode(text, at)
+            at = _skip(text, at)
+            if text[at] != ":" or not isinstance(key, str):
+                raise Malformed("JSON")
+            at = _skip(text, at + 1)
+            _, end = _decoder.raw_decode(text, at)
+            found[key] = text[at:end]
+            at = _skip(text, end)
+            if text[at] == ",":
+                at = _skip(text, at + 1)
+    except (ValueError, IndexError, RecursionError) as e:
+        raise Malformed("JSON") from e
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in SPACE:
+        at += 1
+    return at
+
+
+def strict_json(text: str) -> str:
+    """Return a JSON value's text, rewritten only where it is not strict JSON. Raises ``Malformed``."""
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        value = parse_json(text)
+    else:
+        return text
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as e:
+        raise Malformed("JSON") from e
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def call_of(text: str, value: Any, *, name_keys: Sequence[str] = ("name",)) -> ToolCall:
+    """Return the call that a JSON object describes by ``name`` and ``arguments`` or ``parameters``.
+
+    Raises ``Malformed``.
+    """
+    if not isinstance(value, dict):
+        raise Malformed("call")
+    name = next((value[key] for key in name_keys if key in value), None)
+    key = next((key for key in ("arguments", "parameters") if key in value), None)
+    if not isinstance(name, str) or not name:
+        raise Malformed("name")
+    if key is None:
+        return ToolCall(name, "{}")
+    return ToolCall(name, arguments_of(members(text)[key], value[key]))
+
+
+def calls_of(text: str, value: Any) -> list[ToolCall]:
+    """Return the calls of a JSON object, or of a list of them. Raises ``Malformed``."""
+    if not isinstance(value, list):
+        return [call_of(text, value)]
+    calls, at = [], _skip(text, 1)
+    for item in value:
+        _, end = _decoder.raw_decode(text, at)
+        calls.append(call_of(text[at:end], item))
+        at = _skip(text, _skip(text, end) + 1)
+    return calls
+
+
+def arguments_of(text: str, value: Any) -> str:
+    """Return a call's arguments as the text of a JSON object. Raises ``Malformed`` for anything else."""
+    if isinstance(value, str):
+        text, value = value, parse_json(value)
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise Malformed("arguments")
+    return strict_json(text)
