@@ -31,7 +31,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     def read(marker: str) -> Generator[None, None, list[ToolCall]]:
         name, mark = yield from reader.until(KEY, END)
         name = name.strip()
-        if not name or "<" in name or "\n" in name:
+        if not name or "<" in name or len(name.split()) > 1:
             raise Malformed("name")
         schema = request.tools.get(name, {})
         arguments: dict[str, str] = {}

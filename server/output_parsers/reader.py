@@ -136,7 +136,8 @@ class Reader:
         yield from self.skip_space()
         marker = yield from self.takes(*markers)
         if not marker:
-            raise (Incomplete if self.at == len(self.text) else Malformed)(markers[0])
+            is_open = any(one.startswith(self.rest) for one in markers)
+            raise (Incomplete if self.has_ended and is_open else Malformed)(markers[0])
         return marker
 
     def until(self, *markers: str) -> Generator[None, None, tuple[str, str]]:

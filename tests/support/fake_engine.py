@@ -44,7 +44,9 @@ from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
 from pdserve.runtime.web.keys import caches_by_key
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine.engine_client import EngineClient
+from pdserve.server.http.served_model import ServedModel
 from pdserve.server.options import ServerOptions
+from pdserve.server.output_parsers.choice import choose_formats
 from support.admin_key import ADMIN_KEY, as_admin
 from support.answer_keys import AnyAnswerKey
 from support.machine import limit
@@ -62,10 +64,10 @@ class FakeEngine:
     ``requests`` one for each answer to it.
 
     ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
-    ``end_aborted``: end aborted requests, as an engine does sooner or later.
+    ``end_aborted``: end aborted requests, as an engine does sooner or later. ``template``: the model's chat template.
     """
 
-    def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
+    def __init__(self, *, hold: bool = False, mute: bool = False, template: str = "", **options: Any) -> None:
         self.options = ServerOptions(**options)
         self.to_supervisor = Sent()
         self.client = EngineClient(
@@ -77,7 +79,10 @@ class FakeEngine:
             max_logprobs=self.options.max_logprobs_per_request,
             max_requests=self.options.max_queued_requests + self.options.max_running_requests,
         )
-        self.app: ASGIApp = make_app(self.options, self.client, "e1", own_admin_key=ADMIN_KEY)
+        own = self.options
+        formats = choose_formats(own.tool_call_parser, own.reasoning_parser, template)
+        model = ServedModel(own.model_names, own.model_path, formats=formats)
+        self.app: ASGIApp = make_app(own, self.client, "e1", model, own_admin_key=ADMIN_KEY)
         self.hold = hold
         self.mute = mute
         self.pong = Pong(True)

@@ -1,0 +1,183 @@
+"""Parsers of tool calls and reasoning: our own texts of every format, and properties of all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.answer_parts import Parts, read, read_every_way
+
+from pdserve.server.output_parsers.base import OutputFormat, OutputParser, ParseRequest
+from pdserve.server.output_parsers.choice import BY_NAME, OutputFormats, choose_formats
+from pdserve.server.output_parsers.events import ToolCall
+from pdserve.server.output_parsers.registry import FORMATS
+
+TOOLS = {
+    "find": {
+        "type": "object",
+        "properties": {"word": {"type": "string"}, "most": {"type": "integer"}, "deep": {"type": "boolean"}},
+    },
+    "now": {},
+}
+REQUEST = ParseRequest(TOOLS)
+NAMES = [one.name for one in FORMATS]
+ARGUMENTS = '{"word": "sea \\"lion\\"", "most": 3, "deep": true}'
+CALL = ToolCall("find", ARGUMENTS)
+NOW = ToolCall("now", "{}")
+DSML = "｜DSML｜"
+
+TWO_CALLS = {
+    "hermes": '<tool_call>\n{"name": "find", "arguments": §}\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>',
+    "qwen3_coder": '<tool_call>\n<function=find>\n<parameter=word>\nsea "lion"\n</parameter>\n<parameter=most>\n3\n'
+    "</parameter>\n<parameter=deep>\nTrue\n</parameter>\n</function>\n</tool_call>\n<function=now>\n</function>",
+    "glm": '<tool_call>find\n<arg_key>word</arg_key>\n<arg_value>sea "lion"</arg_value>\n<arg_key>most</arg_key>\n'
+    "<arg_value>3</arg_value>\n<arg_key>deep</arg_key>\n<arg_value>true</arg_value>\n</tool_call><tool_call>now</tool_call>",
+    "mistral": "[TOOL_CALLS]find[ARGS]§[TOOL_CALLS]now{}",
+    "granite": '<|tool_call|>[{"name": "find", "arguments": §}, {"name": "now", "arguments": {}}]',
+    "phi4": '<|tool_call|>[{"name": "find", "parameters": §}, {"name": "now"}]<|/tool_call|>',
+    "llama3_json": '{"name": "find", "parameters": §}; {"name": "now", "parameters": {}}',
+    "pythonic": "[find(word='sea \"lion\"', most=3, deep=True), now()]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n§\n```"
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": f'<{DSML}function_calls>\n<{DSML}invoke name="find">\n<{DSML}parameter name="word" string="true">'
+    f'sea "lion"</{DSML}parameter>\n<{DSML}parameter name="most" string="false">3</{DSML}parameter>\n<{DSML}parameter '
+    f'name="deep" string="false">true</{DSML}parameter>\n</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n'
+    f"</{DSML}function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>§"
+    "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "gemma4": '<|tool_call>call:find{word:<|"|>sea "lion"<|"|>,most:3,deep:true}<tool_call|><|tool_call>call:now{}'
+    "<tool_call|>",
+    "gpt_oss": "<|channel|>commentary to=functions.find <|constrain|>json<|message|>§<|call|><|start|>assistant"
+    "<|channel|>commentary to=functions.now<|message|>{}",
+}
+"""Two calls in each format; § stands for the arguments of the first."""
+
+
+def two_calls(name: str) -> str:
+    return TWO_CALLS[name].replace("§", ARGUMENTS)
+
+
+def as_values(calls: list[ToolCall]) -> list[tuple[str, object]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def test_every_format_with_calls_has_an_example() -> None:
+    assert set(TWO_CALLS) == set(NAMES) - {"think"}
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_two_calls(name: str) -> None:
+    parts = read_every_way(BY_NAME[name], REQUEST, two_calls(name))
+    assert (parts.text, parts.reasoning) == ("", "")
+    assert as_values(parts.calls) == as_values([CALL, NOW])
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_a_call_that_a_limit_cuts_is_none(name: str) -> None:
+    text = two_calls(name)
+    for end in range(len(text)):
+        parts = read(BY_NAME[name], REQUEST, [text[:end]], is_cut=True)
+        assert as_values(parts.calls) in ([], as_values([CALL]), as_values([CALL, NOW]))
+        assert "sea" not in parts.text or name in ("llama3_json", "pythonic")
+
+
+@pytest.mark.parametrize("name", set(TWO_CALLS) - {"gpt_oss"})
+def test_without_tools_calls_are_text(name: str) -> None:
+    text = two_calls(name)
+    assert read_every_way(BY_NAME[name], ParseRequest(), text) == Parts(text, "", [])
+
+
+@pytest.mark.parametrize("name", set(TWO_CALLS) - {"gpt_oss", "deepseek_v32"})
+@pytest.mark.parametrize("broken", ["<tool_call>no json</tool_call>!", '{"name": 3}', "[TOOL_CALLS]?{", "[1]", "f(x)"])
+def test_what_is_no_call_is_not_lost(name: str, broken: str) -> None:
+    parts = read_every_way(BY_NAME[name], REQUEST, f"a {broken} b")
+    assert parts == Parts(f"a {broken} b", "", [])
+
+
+@pytest.mark.parametrize("name", [one.name for one in FORMATS if one.reasoning[0].startswith(("<think", "[THINK"))])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_reasoning_before_text(name: str, is_open: bool) -> None:
+    begin, end = BY_NAME[name].reasoning
+    request = ParseRequest(begins_in_reasoning=is_open)
+    text = f"{'' if is_open else begin}\n first\n\nthen \n{end}\n\nThe answer.\n"
+    assert read_every_way(BY_NAME[name], request, text) == Parts("The answer.\n", "first\n\nthen", [])
+
+
+def test_reasoning_that_has_no_end() -> None:
+    request = ParseRequest(TOOLS, begins_in_reasoning=True)
+    assert read_every_way(BY_NAME["hermes"], request, "on and on ") == Parts("", "on and on", [])
+    called = 'hm\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert read_every_way(BY_NAME["hermes"], request, called) == Parts("", "hm", [NOW])
+    thought = 'hm <tool_call>{"name": "now"}</tool_call> or not</think>no'
+    assert read_every_way(BY_NAME["hermes"], request, thought) == Parts("no", thought[:-10], [])
+
+
+def test_reasoning_that_stays_in_the_text() -> None:
+    text = "<think>a</think>b"
+    assert read_every_way(BY_NAME["hermes"], ParseRequest(separates_reasoning=False), text) == Parts(text, "", [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=st.text(st.sampled_from("ab <>{}[]()|=\"'\\\n:,/"), max_size=60))
+def test_any_text_is_read_to_its_end(name: str, text: str) -> None:
+    whole = read_every_way(BY_NAME[name], REQUEST, text)
+    assert not whole.calls or name in ("llama3_json", "pythonic")
+    if name not in ("gpt_oss", "kimi_k2"):
+        assert whole.text.rstrip() == text.rstrip()
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+@given(data=st.data())
+def test_damaged_calls_end_somewhere(name: str, data: st.DataObject) -> None:
+    text = two_calls(name)
+    at = data.draw(st.integers(0, len(text) - 1))
+    text = text[:at] + data.draw(st.text(st.sampled_from('x"{}<>|'), max_size=2)) + text[at + 1 :]
+    for call in read_every_way(BY_NAME[name], REQUEST, text).calls:
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_a_long_argument_costs_linear_time() -> None:
+    parser, steps = OutputParser(BY_NAME["hermes"], REQUEST), 0
+    parser.feed('<tool_call>{"name": "find", "arguments": {"word": "')
+    for _ in range(20_000):
+        steps += len(parser.feed("word "))
+    calls = [*parser.feed('"}}</tool_call>'), *parser.end()]
+    assert steps == 0
+    assert calls == [ToolCall("find", json.dumps({"word": "word " * 20_000}))]
+
+
+TEMPLATES = {
+    "hermes": 'tools <tool_call>\n{"name": <name>, "arguments": <args-json-object>}</tool_call> <think></think>',
+    "qwen3_coder": "tools <tool_call><function=example><parameter=x></parameter></function> </think>",
+    "glm": "tools <arg_key>{{ k }}</arg_key><arg_value> <think></think>",
+    "mistral": "[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS]",
+    "llama3_json": "<|start_header_id|> tools parameters",
+    "deepseek_v3": "tools <｜tool▁calls▁begin｜><｜tool▁sep｜> </think>",
+    "gpt_oss": "tools <|channel|>analysis<|message|> <|end|>",
+    "granite": "tools <|start_of_role|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_says_what_format_it_is(name: str) -> None:
+    found = choose_formats("auto", "auto", TEMPLATES[name])
+    assert (found.calls, found.renders_tools) == (BY_NAME[name], True)
+    own = {"mistral": None, "llama3_json": None, "granite": None}.get(name, BY_NAME[name])
+    assert found.reasoning is own
+
+
+def test_options_come_before_the_template() -> None:
+    assert choose_formats("none", "none", TEMPLATES["hermes"]) == OutputFormats(None, None, True)
+    assert choose_formats("mistral", "think", None) == OutputFormats(BY_NAME["mistral"], BY_NAME["think"], False)
+    assert choose_formats("auto", "auto", "{{ messages }} <think> </think>").reasoning is BY_NAME["think"]
+    assert choose_formats("auto", "auto", None) == OutputFormats()
+
+
+def test_calls_of_one_format_behind_reasoning_of_another() -> None:
+    chosen = choose_formats("llama3_json", "think", None).for_request(has_tools=True, separates_reasoning=True)
+    assert isinstance(chosen, OutputFormat)
+    text = '<think>which?</think>{"name": "now", "parameters": {}}'
+    assert read_every_way(chosen, REQUEST, text) == Parts("", "which?", [NOW])
