@@ -48,6 +48,11 @@ class OutputParser:
         self._is_done = False
         self._advance()
 
+    @property
+    def calls(self) -> int:
+        """Return the number of calls so far."""
+        return self._reader.calls
+
     def feed(self, text: str) -> list[OutputEvent]:
         """Take more text; return what is certain by now."""
         self._reader.text += text

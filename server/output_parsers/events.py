@@ -18,10 +18,11 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A complete call of a tool. ``arguments``: a JSON object, as text."""
+    """A complete call of a tool. ``arguments``: a JSON object, as text. ``index``: of the answer's calls."""
 
     name: str
     arguments: str
+    index: int = 0
 
 
 OutputEvent = TextDelta | ReasoningDelta | ToolCall

@@ -42,7 +42,6 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
     yield from reader.skip_space()
     if (yield from reader.sees("{")):
-        begin = reader.at
         try:
             calls = yield from read("")
             yield from reader.skip_space()
@@ -51,7 +50,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             if reader.at < len(reader.text):
                 raise Malformed("end")
         except Malformed:
-            reader.at = begin
+            reader.at = 0
         else:
             for call in calls:
                 reader.emit_call(call)

@@ -36,6 +36,8 @@ class Reader:
     def __init__(self) -> None:
         self.events: list[OutputEvent] = []
         """Events that have not been taken."""
+        self.calls = 0
+        """Calls so far."""
         self.has_ended = False
         """Whether no more text follows."""
         self.is_cut = False
@@ -74,7 +76,8 @@ class Reader:
     def emit_call(self, call: ToolCall) -> None:
         """Add a call."""
         self._drops_held = True
-        self.events.append(call)
+        self.events.append(call._replace(index=self.calls))
+        self.calls += 1
 
     def leave_reasoning(self) -> None:
         """Note that reasoning has ended: white space before the answer is not part of it."""

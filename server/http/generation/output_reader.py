@@ -30,6 +30,9 @@ class OutputReader(Protocol):
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
         """Return the events of a choice that has finished."""
 
+    def has_calls(self, choice: Choice) -> bool:
+        """Return whether a choice has called a tool so far, also where another instance has sent the call."""
+
 
 class PlainReader:
     """Takes all of an answer for text."""
@@ -45,6 +48,11 @@ class PlainReader:
     def read_whole(choice: Choice) -> Sequence[OutputEvent]:
         """See ``OutputReader``."""
         return (TextDelta(choice.text),)
+
+    @staticmethod
+    def has_calls(choice: Choice) -> bool:
+        """See ``OutputReader``."""
+        return False
 
 
 class ParsedReader:
@@ -72,9 +80,14 @@ class ParsedReader:
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
         """See ``OutputReader``."""
-        parser = self._parser(choice)
+        parser = self._parsers[choice.index] = self._parser(choice)
         finish = choice.finish
         return [*parser.feed(choice.text), *parser.end(is_cut=finish is not None and is_cut(finish))]
+
+    def has_calls(self, choice: Choice) -> bool:
+        """See ``OutputReader``."""
+        parser = self._parsers.get(choice.index)
+        return parser is not None and parser.calls > 0
 
     def _parser(self, choice: Choice) -> OutputParser:
         begins = choice.reasoning is not None and choice.reasoning.begins_open

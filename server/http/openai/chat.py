@@ -79,7 +79,7 @@ class ChatCompletionRenderer(EnvelopeRenderer):
                 "index": choice.index,
                 "message": self._parts.whole(choice, self._reader.read_whole(choice)),
                 "logprobs": self._logprobs(choice, choice.logprobs, True),
-                **ending(choice.finish, has_calls=self._parts.has_calls(choice)),
+                **ending(choice.finish, has_calls=self._reader.has_calls(choice)),
                 **self._envelope.ids(choice.token_ids),
             }
             for choice in choices
@@ -98,7 +98,7 @@ class ChatCompletionRenderer(EnvelopeRenderer):
         fields = {
             "delta": parts,
             "logprobs": self._logprobs(choice, delta.logprobs, delta.is_first),
-            **ending(delta.finish, has_calls=self._parts.has_calls(choice)),
+            **ending(delta.finish, has_calls=self._reader.has_calls(choice)),
             **self._envelope.ids(delta.token_ids),
         }
         return opening + self._envelope.chunk(CHUNK_KIND, choice, fields)

@@ -45,12 +45,6 @@ class MessageParts:
         self._rid = rid
         self._most_calls = None if parallel_calls else 1
         self._includes_reasoning = includes_reasoning
-        self._calls: dict[int, int] = {}
-        """Calls so far, by the choice's index."""
-
-    def has_calls(self, choice: Choice) -> bool:
-        """Return whether the choice has called a tool."""
-        return choice.index in self._calls
 
     def whole(self, choice: Choice, events: Sequence[OutputEvent]) -> dict[str, Any]:
         """Return the message of a whole answer."""
@@ -75,10 +69,8 @@ class MessageParts:
         return parts
 
     def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any] | None:
-        index = self._calls.get(choice.index, 0)
-        if index == self._most_calls:
+        if self._most_calls is not None and call.index >= self._most_calls:
             return None
-        self._calls[choice.index] = index + 1
-        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{index}".encode(), digest_size=12).hexdigest()
+        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{call.index}".encode(), digest_size=12).hexdigest()
         function = {"name": call.name, "arguments": call.arguments}
-        return {"index": index, "id": f"call_{name}", "type": "function", "function": function}
+        return {"index": call.index, "id": f"call_{name}", "type": "function", "function": function}

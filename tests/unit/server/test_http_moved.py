@@ -15,7 +15,7 @@ from support.served_app import serving
 
 from pdserve.messages.control import Drained
 from pdserve.messages.moves import ReqArrived, ReqMoved
-from pdserve.messages.outputs import FinishType, TextBatch
+from pdserve.messages.outputs import FinishType, ReasoningReport, TextBatch
 from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.answer_keys import AnswerKeys
 from pdserve.runtime.web.client import events
@@ -24,6 +24,7 @@ from pdserve.server.http.engine import moved_answers
 from pdserve.server.http.engine.logprob_account import LogprobAccount
 from pdserve.server.http.engine.plan import Prompt, PromptPlan
 from pdserve.server.http.errors import ApiError
+from tests.unit.server.test_http_tools import CALL, CHAT, QWEN, TOOL, USER, arguments, fold
 
 KEY = "k" * 32
 FOLLOWS = {FOLLOW.decode(): "1"}
@@ -33,9 +34,9 @@ GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 class Two:
     """``old`` has the client; ``new`` goes on."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, template: str = "") -> None:
         self._stack = stack
-        self.old, self.new = FakeEngine(hold=True), FakeEngine(hold=True)
+        self.old, self.new = (FakeEngine(hold=True, template=template) for _ in range(2))
         self.ports: list[int] = []
         self.client = httpx.AsyncClient(timeout=limit(10))
 
@@ -66,10 +67,10 @@ class Two:
         self.old.client.dispatch([ReqMoved(rid, "epoch", "127.0.0.1", self.ports[1], KEY)])
 
 
-def scene(check):
+def scene(check, template: str = ""):
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            await check(await Two(stack).start())
+            await check(await Two(stack, template).start())
 
     return lambda: asyncio.run(run())
 
@@ -426,3 +427,41 @@ def test_an_error_of_a_peer_keeps_what_it_says():
     error = answer_from_a_peer(b"data: " + json.dumps({"error": said}).encode() + b"\n\n")
     assert error == said | {"message": error["message"]}
     assert "too late" in error["message"]
+
+
+def test_calls_and_reasoning_go_on_where_the_answer_does():
+    """Whatever the character after which it moves, both halves of the stream add up to the whole answer."""
+    output = f"<think>\nRome.\n</think>\n\nSo:\n{CALL}\n{CALL.replace('Rome', 'Bari')} done"
+    body = {"messages": [USER], "tools": [TOOL], "rid": "x", "stream": True, "max_tokens": 900}
+
+    def say(engine: FakeEngine, two: Two, rid: str, text: str, at: int, *, begins: bool, ends: bool = False) -> None:
+        item = engine.text(
+            two.old.requests[0], text, list(range(at, at + len(text))), FinishType.STOP if ends else None
+        )
+        item.rid, item.reasoning = rid, ReasoningReport(False) if begins else None
+        engine.client.dispatch([TextBatch([item])])
+
+    async def move(two: Two, at: int) -> dict[str, Any]:
+        asked = two.ask(CHAT, body, FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        say(two.old, two, "x", output[:at], 0, begins=True)
+        await asyncio.sleep(0)
+        two.new.client.dispatch([ReqArrived("x@1", KEY, 1.0, at)])
+        say(two.new, two, "x@1", output[:at], 0, begins=True)
+        two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", two.ports[1], KEY)])
+        head, _, ticket = (await asked).text.rpartition("event: moved\ndata: ")
+        rest = two.ask(CHAT, body, {TICKET.decode(): ticket.strip()}, at=1)
+        say(two.new, two, "x@1", output[at:], at, begins=False, ends=True)
+        lines = (head + (await rest).text).splitlines()
+        return fold([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
+
+    messages = []
+    for at in range(1, len(output), 9):
+
+        async def check(two: Two, at: int = at) -> None:
+            messages.append(await move(two, at))
+
+        scene(check, QWEN)()
+    assert messages == [messages[0]] * len(messages)
+    assert (messages[0]["reasoning_content"], messages[0]["content"]) == ("Rome.", "So:\n\n done")
+    assert arguments(messages[0]) == [{"city": "Rome"}, {"city": "Bari"}]
