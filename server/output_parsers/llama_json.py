@@ -44,10 +44,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     if (yield from reader.sees("{")):
         try:
             calls = yield from read("")
-            yield from reader.skip_space()
-            if not reader.has_ended:
-                yield
-            if reader.at < len(reader.text):
+            if not (yield from reader.is_last()):
                 raise Malformed("end")
         except Malformed:
             reader.at = 0

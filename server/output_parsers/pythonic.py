@@ -31,10 +31,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
                 calls = calls_of(text)
                 yield from reader.skip_space()
                 yield from reader.takes(END)
-                yield from reader.skip_space()
-                while not reader.has_ended and reader.at == len(reader.text):
-                    yield
-                if reader.at < len(reader.text) or any(call.name not in request.tools for call in calls):
+                if not (yield from reader.is_last()) or any(call.name not in request.tools for call in calls):
                     raise Malformed("end")
             except Malformed:
                 reader.at = start

@@ -116,6 +116,14 @@ class Reader:
                 return
             yield
 
+    def is_last(self) -> Generator[None, None, bool]:
+        """Wait until something follows but white space, or nothing does; return whether nothing does."""
+        yield from self.skip_space()
+        while not self.has_ended and self.at == len(self.text):
+            yield
+            yield from self.skip_space()
+        return self.at == len(self.text)
+
     def sees(self, *markers: str) -> Generator[None, None, str]:
         """Return the first of ``markers`` that the text goes on with, else ""; the place stays."""
         while True:

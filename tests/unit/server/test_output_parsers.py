@@ -70,7 +70,7 @@ def test_every_format_with_calls_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_two_calls(name: str) -> None:
-    parts = read_every_way(BY_NAME[name], REQUEST, two_calls(name))
+    parts = read_every_way(BY_NAME[name], REQUEST, two_calls(name) + "  \n\n ")
     assert (parts.text, parts.reasoning) == ("", "")
     assert as_values(parts.calls) == as_values([CALL, NOW])
 
