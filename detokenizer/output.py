@@ -81,7 +81,7 @@ class PlainOutput(Output):
 
 
 class ReasonedOutput(PlainOutput):
-    """Output of a request whose answer may begin with reasoning."""
+    """Output of an answer that may begin with reasoning."""
 
     __slots__ = ("_watch",)
 

@@ -14,7 +14,7 @@ class ReasoningWatch:
     __slots__ = ("_begin", "_end", "_is_open", "_text", "begins_open", "is_over", "tokens")
 
     def __init__(self, begin: str, end: str, prompt_tail: str) -> None:
-        """``prompt_tail``: text of the prompt's last tokens, special ones included."""
+        """Begin behind a prompt. ``prompt_tail``: text of its last tokens, special ones included."""
         self._begin, self._end = begin.strip(), end
         self._text = ""
         self.begins_open = bool(begin) and prompt_tail.rstrip().endswith(self._begin)

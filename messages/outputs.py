@@ -234,8 +234,8 @@ class ReasoningReport(msgspec.Struct, frozen=True, array_like=True):
 class ReqText(msgspec.Struct, array_like=True):
     """New text of one request; ``token_ids`` are the tokens released with it (a stop string cuts both).
 
-    ``prompt`` comes once, where it is wanted. ``reasoning`` comes with the first and the last text of an answer whose
-    format has reasoning.
+    ``prompt`` comes once, where it is wanted. ``reasoning`` comes with the first and the last text of an answer in
+    a format with reasoning.
     """
 
     rid: str

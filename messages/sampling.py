@@ -36,7 +36,7 @@ class OutputMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the detokenizer needs to know of the format of an answer."""
 
     shown: tuple[str, ...] = ()
-    """Special tokens whose text is shown although others are left out."""
+    """Special tokens that are shown as text. Others are left out."""
     reasoning: tuple[str, str] = ("", "")
     """Text that begins and ends the reasoning before an answer; empty: there is none."""
 

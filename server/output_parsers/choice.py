@@ -1,4 +1,4 @@
-"""Which formats a served model's answers are read by."""
+"""Chooses the formats by which the answers of a served model are read."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ ReadCalls = Callable[[str], Generator[None, None, list[ToolCall]]]
 def reasoning(reader: Reader, request: ParseRequest, *pairs: tuple[str, str], calls: Sequence[str] = ()) -> Parser:
     """Read the reasoning between the first and the second text of a pair, if the answer begins with it.
 
-    ``calls``: markers of calls. A model that calls a tool without having ended its reasoning has ended it there; but
-    where the end follows, the call was only a thought.
+    ``calls``: markers of calls. A call ends the reasoning if no other end follows. Otherwise the call was only a
+    thought.
     """
     if not request.separates_reasoning:
         return

@@ -25,7 +25,7 @@ FORMATS = {
     "gemma4": "gemma4",
 }
 WHITE_SPACE_ONLY = 7
-"""Fixtures whose text differs in white space beside a call. They contradict each other: of two of the same family, one
+"""Fixtures with other white space beside a call. They contradict each other: of two of the same family, one
 keeps the space before a call and one does not."""
 
 

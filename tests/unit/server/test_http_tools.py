@@ -61,7 +61,7 @@ def message_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def fold(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """The message that a stream's deltas add up to, as clients add them."""
+    """Return the message that a stream's deltas add up to, as clients add them."""
     message: dict[str, Any] = {"content": None}
     for chunk in chunks:
         ChatChunk.model_validate(chunk)
