@@ -18,11 +18,11 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A complete call of a tool. ``arguments``: a JSON object, as text. ``index``: of the answer's calls."""
+    """A complete call of a tool. ``arguments``: a JSON object, as text. ``number``: place among the calls of the answer."""
 
     name: str
     arguments: str
-    index: int = 0
+    number: int = 0
 
 
 OutputEvent = TextDelta | ReasoningDelta | ToolCall

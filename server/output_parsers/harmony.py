@@ -8,6 +8,7 @@ Channel ``analysis`` is reasoning, ``final`` and ``commentary`` are text; a reci
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 
 from .base import OutputFormat, ParseRequest
 from .events import ToolCall
@@ -41,7 +42,7 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             yield from _body(reader, reasoning=False)
 
 
-def _header(reader: Reader) -> Parser:
+def _header(reader: Reader) -> Generator[None, None, str | None]:
     """Return a message's header, without its marks; None for one that is broken, with which its message ends."""
     start = reader.at
     try:

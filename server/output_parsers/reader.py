@@ -76,7 +76,7 @@ class Reader:
     def emit_call(self, call: ToolCall) -> None:
         """Add a call."""
         self._drops_held = True
-        self.events.append(call._replace(index=self.calls))
+        self.events.append(call._replace(number=self.calls))
         self.calls += 1
 
     def leave_reasoning(self) -> None:
@@ -92,7 +92,7 @@ class Reader:
     def _add(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
         last = self.events[-1] if self.events else None
         if isinstance(last, kind):
-            self.events[-1] = kind(last.text + text)  # type: ignore[union-attr]
+            self.events[-1] = kind(last.text + text)
         else:
             self.events.append(kind(text))
 

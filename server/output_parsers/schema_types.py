@@ -93,4 +93,6 @@ def _type_of(value: Any) -> str:
         return "integer"
     if isinstance(value, float):
         return "number"
-    return {str: "string", list: "array", dict: "object"}.get(type(value), "string")
+    if isinstance(value, list):
+        return "array"
+    return "object" if isinstance(value, dict) else "string"

@@ -69,8 +69,8 @@ class MessageParts:
         return parts
 
     def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any] | None:
-        if self._most_calls is not None and call.index >= self._most_calls:
+        if self._most_calls is not None and call.number >= self._most_calls:
             return None
-        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{call.index}".encode(), digest_size=12).hexdigest()
+        name = hashlib.blake2b(f"{self._rid}/{choice.index}/{call.number}".encode(), digest_size=12).hexdigest()
         function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.index, "id": f"call_{name}", "type": "function", "function": function}
+        return {"index": call.number, "id": f"call_{name}", "type": "function", "function": function}
