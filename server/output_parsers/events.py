@@ -18,7 +18,7 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A complete call of a tool. ``arguments``: a JSON object, as text. ``number``: place among the calls of the answer."""
+    """A complete call of a tool. ``arguments``: a JSON object, as text. ``number``: place among the answer's calls."""
 
     name: str
     arguments: str

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 from support.hostile_http import HostileClient
+from support.machine import limit
 
 from .bodies import ODD_NAMES, WORDS, Bodies
 from .cluster import ALICE, MALLORY, Cluster
@@ -73,7 +74,7 @@ class HostileUser:
         role = self._rng.choice(sorted(self._cluster.urls))
         port = int(self._cluster.urls[role].rpartition(":")[2])
         key = b"authorization: Bearer " + self._cluster.keys[MALLORY].encode()
-        hostile = HostileClient(port, self._rng.getrandbits(32), 60.0, headers=(key,))
+        hostile = HostileClient(port, self._rng.getrandbits(32), limit(60.0), headers=(key,))
         self._record.sent("odd http", role)
         try:
             hostile.run(3, lambda: None)

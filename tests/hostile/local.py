@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import httpx
 from support.hostile_http import HostileClient
+from support.machine import limit
 from support.strangers import Stranger, Target
 
 from pdserve.disaggregation.bootstrap.registration import Registration, decode_registration
@@ -104,7 +105,7 @@ class HostileLocal:
         """Broken HTTP at any HTTP port."""
         port = self._rng.choice([*self._strangers[0].target.http, *self._cluster.bootstraps.values()])
         self._record.sent("odd http", port)
-        hostile = HostileClient(port, self._rng.getrandbits(32), 60.0)
+        hostile = HostileClient(port, self._rng.getrandbits(32), limit(60.0))
         try:
             hostile.run(3, lambda: None)
         except AssertionError as e:
