@@ -1,11 +1,11 @@
-"""What of the device's memory this worker holds: KV pool and weights go back to the system, and are had again.
+"""Memory that this worker can release and resume: the KV pool and the weights.
 
-A pool on the host keeps its addresses: its pages alone go, and come as zeros when they are touched again, so that
-views, engines and registered regions know nothing of it. On an accelerator the storage behind the tensors goes and
-comes, and with it the addresses: graphs are captured again. Weights are dropped with all that computes by them, and
-loaded from where they came from; other weights than before are refused (``Engine.take_weights``).
+A pool on the host keeps its addresses. Its pages are given to the system, and come back as zeros when they are touched
+again. So views, engines and registered regions do not change. On an accelerator the storage of the tensors is freed and
+allocated again, with new addresses, and graphs are captured again. Weights are dropped with everything that computes by
+them, and loaded again from their source. Weights that differ from before are refused (``Engine.take_weights``).
 
-Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part
+The scheduler makes sure that nothing computes, reads or writes the memory meanwhile
 (``scheduler/features/memory_saver.py``).
 """
 
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 def unreleasable(model: LoadedModel, options: WorkerOptions) -> list[Unreleasable]:
-    """What can't be given back."""
+    """Return what can't be released, with the reasons."""
     if options.nnodes > 1:
         text = "ranks on several hosts (--nnodes) keep their memory"
         return [Unreleasable(tag, text) for tag in ALL_TAGS]
@@ -71,8 +71,10 @@ class WorkerMemorySaver:
         """Bytes of the window pool that are used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
-        """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some
-        back, that is only what is said: what computes by it is away all the same.
+        """Release or resume the memory that ``command`` names, and return what is released now.
+
+        If memory can't be had again, all of it stays released. If the system does not take some back, only the message
+        says so: nothing computes by it all the same.
         """
         begin, used, error = time.monotonic(), self._model.device.used(), ""
         if isinstance(command, ReleaseMemory):
@@ -105,7 +107,7 @@ class WorkerMemorySaver:
         error = self._resume(tags)
         errors = self._others.answers()
         if error or errors:
-            # Who has it gives it back again; for who hasn't, that changes nothing.
+            # Ranks that have it release it again; for the others this changes nothing.
             self._release_all(tags)
         elif not self._released:
             # All at the same time. What failed on one would leave the others waiting: it ends the instance.
@@ -113,7 +115,7 @@ class WorkerMemorySaver:
         return error or (errors[0] if errors else "")
 
     def trim(self, command: TrimPool) -> PoolTrimmed:
-        """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
+        """Give back the memory of the unused pages from ``command.first`` on. Used again, it comes as zeros."""
         model, used, error = self._model, self._model.device.used(), ""
         # They first: until they know of it they may commit what they share with this one.
         self._others.tell(command)
@@ -165,7 +167,7 @@ class WorkerMemorySaver:
             if not self._released and not self._others.numbers:
                 self._steps.capture_graphs()
         except (ModelError, RegionError, OSError, MemoryError, torch.OutOfMemoryError) as e:
-            # All or nothing: half of it would be held for nobody.
+            # All or nothing: a part of the memory would be taken without any use.
             for tag in taken:
                 self._release(tag)
             return str(e) or type(e).__name__
@@ -188,7 +190,9 @@ class WorkerMemorySaver:
         self._prefault.again()
 
     def _check_room(self, tags: list[MemoryTag]) -> None:
-        """All at once: a host's pool is reserved, and taken later."""
+        """Raise ``NotEnoughMemory`` if ``tags`` don't fit together: a host's pool is only reserved now, and taken
+        later.
+        """
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
         pool_bytes = sum(pool.data.nbytes for pool in model.pools.by_group) - self._prefault.trimmed

@@ -1,13 +1,13 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
-Life: channels open → model loads (``start_model.py``) → warm-up → steps timed → ``WorkerReady`` → steps and what is to
-be sent of them, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and
-then sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``); transfers run in the
-engine's own thread, which reports through a channel end of its own. What concerns KV that others send comes by another
-channel, and waits for no step.
+Life: channels open → model loads (``start_model.py``) → warm-up → steps timed → ``WorkerReady`` → steps and their
+results, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
+sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``). Transfers run in the engine's
+own thread, which reports through a channel end of its own. Messages about KV that others send come by another channel,
+and wait for no step.
 
-Of several tensor-parallel ranks this is the first. The others run ``rank_process.py``; it tells them each
-step, and knows the scheduler alone.
+With several tensor-parallel ranks this is the first. The others run ``rank_process.py``. This rank sends them each
+step; it alone talks to the scheduler.
 """
 
 from __future__ import annotations

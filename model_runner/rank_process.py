@@ -1,7 +1,7 @@
-"""The process of a tensor-parallel rank that is not the first: computes its part of every step, and answers nobody.
+"""The process of a tensor-parallel rank that is not the first: computes its part of every step, and sends no answers.
 
 The lead of another host than the first gets steps from rank 0, and passes them on; any other rank gets them from the
-lead of its host. Rank 0 (``model_runner/process.py``) alone knows the scheduler.
+lead of its host. Rank 0 (``model_runner/process.py``) alone talks to the scheduler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .start_model import Started, freeze, open_channels, own_place, start_model
 
 
 def main() -> NoReturn:
-    """Entry point of the process."""
+    """Run the process of a rank: load the model, then compute steps until the process ends."""
     ctx = start_child(sys.argv, WorkerOptions)
     channels = open_channels(ctx)
     try:

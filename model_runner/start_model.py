@@ -72,8 +72,10 @@ class Started(NamedTuple):
 
 
 def open_channels(ctx: ChildContext[WorkerOptions]) -> RankChannels:
-    """To be opened before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the
-    compute threads' cores.
+    """Open a rank's channels.
+
+    Call it before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the compute
+    threads' cores.
     """
     place = own_place(ctx)
     if place.local:
@@ -131,8 +133,10 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
 
 
 def freeze() -> None:
-    """What lives now lives as long as the process. Frozen, it is never walked again, which keeps the collector's pauses
-    to microseconds: a full collection over torch's and the model's objects takes tens of milliseconds, in mid-stream.
+    """Exempt all objects of this moment from garbage collection, because they live as long as the process.
+
+    A full collection over torch's and the model's objects would take tens of milliseconds, in mid-stream. Without them,
+    pauses stay in microseconds.
     """
     gc.collect()
     gc.freeze()

@@ -62,7 +62,7 @@ class TorchAttention(AttentionBackend):
     reads_whole_pages = True
 
     def __init__(self, pools: Sequence[KVPool], dtype: torch.dtype) -> None:
-        """``pools``: of each page group."""
+        """Plan and run attention over ``pools``, one for each page group."""
         pool = pools[0]
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
@@ -120,7 +120,10 @@ class TorchAttention(AttentionBackend):
         return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens, {})
 
     def _decode_pages(self, batch: ForwardBatch, entries: list[int], kv_lens: Tensor, longest: int) -> Tensor:
-        """[B, S / page_size]: of a token of each of ``entries``, which sees ``kv_lens`` [B] tokens."""
+        """Return the pages of a token of each of ``entries``, [B, S / page_size].
+
+        The token sees ``kv_lens`` [B] tokens.
+        """
         device = batch.input_ids.device
         num_pages = _ceil_div(longest, self._page_size)
         table = batch.req_to_token[:, : num_pages * self._page_size : self._page_size]
@@ -181,7 +184,7 @@ class TorchAttention(AttentionBackend):
             out_THD[begin:end] = out[0].transpose(0, 1)
 
     def _decode_mask(self, plan: DecodePlan, lanes: int, window: int | None) -> Tensor:
-        """[B, 1, 1, S]."""
+        """Return the mask [B, 1, 1, S] of a plan's rows for ``window``; it is made once a pass."""
         if window not in plan.masks:
             lane = torch.arange(lanes, device=plan.kv_lens.device)
             hidden = lane >= plan.kv_lens[:, None]
@@ -224,7 +227,9 @@ def _attend(
     spec: AttentionSpec | MLASpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[B, H, T, D]; ``mask`` is added to the scores and fits [B, 1, T, S]; ``sinks`` fit [K, G, T, 1]."""
+    """Return attention [B, H, T, D]. ``mask`` is added to the scores and fits [B, 1, T, S]; ``sinks`` fit
+    [K, G, T, 1].
+    """
     if isinstance(spec, MLASpec) or (spec.softcap is None and sinks is None):
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
@@ -242,15 +247,16 @@ def _attend(
 
 
 def _softmax_with_sinks(scores_BKGTS: Tensor, sinks: Tensor) -> Tensor:
-    """Each row's softmax over its scores and its sink, without the sink's share."""
+    """Return each row's softmax over its scores and its sink, without the column of the sink."""
     columns = sinks.expand(*scores_BKGTS.shape[:-1], 1)
     return torch.cat((scores_BKGTS, columns), -1).softmax(-1)[..., :-1]
 
 
 def _causal_mask(width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[QUERY_BLOCK, width] whose last query sees every key of its window, and each one before one key less.
+    """Return a mask [QUERY_BLOCK, width] in which the last query sees every key of its window.
 
-    Its lower right corner of any size masks a block of that many queries over that many keys, whatever came before.
+    Each earlier query sees one key less. The lower right corner of any size masks a block of that many queries over
+    that many keys.
     """
     width = max(width, QUERY_BLOCK)
     hidden = torch.ones(QUERY_BLOCK, width, dtype=torch.bool, device=device).triu_(width - QUERY_BLOCK + 1)

@@ -1,8 +1,8 @@
 """``pdserve calibrate``: runs text through a model and ranks the channels of its keys.
 
-A score is a sum over channels of q k. By how much a channel matters is measured as in Double Sparsity (Yang et al.,
-2024): by the mean of |q k| over pairs of a query and a key, which is mean(|q|) · mean(|k|), with the queries of all
-heads that share the KV head. Queries and keys are those that attention multiplies, rotated ones.
+A score is a sum over channels of q k. The importance of a channel is measured as in Double Sparsity (Yang et al.,
+2024): the mean of |q k| over pairs of a query and a key. That is mean(|q|) · mean(|k|), with the queries of all heads
+that share the KV head. Queries and keys are those that attention multiplies, rotated ones.
 
 Shapes: L layers, K KV heads, D head_dim, T tokens of a pass, H query heads, W windows of w tokens.
 """
@@ -40,7 +40,7 @@ class Magnitudes(AttentionBackend):
     """Attention by another backend, of which the queries and keys are added up."""
 
     def __init__(self, inner: AttentionBackend, shape: tuple[int, int, int], device: torch.device) -> None:
-        """``shape``: L, K and D."""
+        """Count magnitudes around the attention of ``inner``. ``shape``: L, K and D."""
         self._inner = inner
         self._queries = torch.zeros(shape, dtype=torch.float64, device=device)
         self._keys = torch.zeros_like(self._queries)
@@ -65,7 +65,7 @@ class Magnitudes(AttentionBackend):
         return self._inner.forward(layer, q, k, v, spec, sinks)
 
     def ranked(self) -> Tensor:
-        """[L, K, D] int64: channels, those that matter most first; equal ones in their order."""
+        """Return the channels [L, K, D] int64, most important first. Equal ones keep their order."""
         found = (self._queries * self._keys).sort(dim=-1, descending=True, stable=True)
         return found.indices.cpu()
 
@@ -83,7 +83,9 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 
 def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
-    """What the model is, its channels [L, K, D] as ranked, and by how many tokens."""
+    """Rank the channels of a model's keys. Returns the model's spec, its channels [L, K, D] and the number
+    of tokens.
+    """
     source = resolve_model(options.model_path)
     if choose_model_impl("auto", source) is ModelImpl.TRANSFORMERS:
         raise UnsupportedModel(f"{options.model_path}: a model by transformers' own class attends to all tokens")
@@ -121,8 +123,9 @@ def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def whole_text(ids: Tensor, page_size: int, prompt_len: int, logits: int) -> ForwardBatch:
-    """A pass over all of ``ids`` [T], the first ``prompt_len`` of which are a prompt, for the last ``logits`` tokens'
-    logits; in the pages behind page 0.
+    """Make a pass over all of ``ids`` [T] that returns the logits of the last ``logits`` tokens.
+
+    The first ``prompt_len`` tokens are a prompt. The KV goes to the pages from 1 on.
     """
     positions = torch.arange(len(ids), device=ids.device)
     return ForwardBatch(

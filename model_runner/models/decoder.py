@@ -52,7 +52,7 @@ class Attention:
     def forward(
         self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
     ) -> Tensor:
-        """[T, N]; ``rotation`` None: the layer does not know positions."""
+        """Return the layer's attention [T, N]. ``rotation`` None: the layer has no positions."""
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         qkv = self.qkv_proj.forward(x_TN).view(x_TN.shape[0], -1, self.spec.head_dim)
         q_THD, k_TKD, v_TKD = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
@@ -64,7 +64,7 @@ class Attention:
         return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec, self.sinks))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
+        """Return the layer's weight tensors by our names, as views that the loader fills."""
         views = weights_of(self.linears(prefix))
         if self.q_norm is not None and self.k_norm is not None:
             views |= {f"{prefix}.q_norm.weight": self.q_norm.weight, f"{prefix}.k_norm.weight": self.k_norm.weight}
@@ -73,7 +73,7 @@ class Attention:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """The layer's, each by the names of what it projects to."""
+        """Return the layer's linear operations, each by the names of its projections."""
         qkv = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
         return {qkv: self.qkv_proj, (f"{prefix}.o_proj",): self.o_proj}
 
@@ -128,7 +128,7 @@ class Layer:
         return ops.add_and_norm(x_TN, more, scale, self.after_mlp, following)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
+        """Return the layer's weight tensors by our names, as views that the loader fills."""
         norms = {
             "before_attention": self.before_attention,
             "after_attention": self.after_attention,
@@ -142,7 +142,10 @@ class Layer:
         }
 
     def linears(self, prefix: str) -> Linears:
-        """The layer's, each by the names of what it projects to; but for what tells experts apart."""
+        """Return the layer's linear operations, each by the names of its projections.
+
+        The experts' router is not among them.
+        """
         return {**self.attention.linears(prefix), **self.mlp.linears(prefix)}
 
 
@@ -158,8 +161,10 @@ class Decoder:
         ranks: RankGroup = alone,
         ops: DeviceOps | None = None,
     ) -> None:
-        """``vocab``: a rank's rows of the head; ``ranks``: whom it adds its parts up with (``spec`` is its own).
-        ``ops``: None: torch's.
+        """Allocate the model's weights, without values.
+
+        ``vocab``: rows of the head that this rank has. ``ranks``: the ranks that it adds its parts up with; ``spec`` is
+        this rank's share of the model. ``ops``: None stands for torch's.
         """
         self.spec = spec
         self.ranks = ranks
@@ -174,7 +179,9 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] of ``logits_dtype``; ``attention`` has planned ``batch``."""
+        """Return the logits of ``batch.logit_indices``, [L, V] of ``logits_dtype``. ``attention`` must have planned
+        ``batch``.
+        """
         x_TN = F.embedding(batch.input_ids, self.embed_tokens)
         if self._embedding_scale != 1.0:
             x_TN.mul_(self._embedding_scale)
@@ -229,7 +236,7 @@ class Decoder:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """The views that take the model's tensors, by our names."""
+        """Return the model's weight tensors by our names, as views that the loader fills."""
         views = {EMBEDDING: self.embed_tokens, NORM: self.norm.weight}
         for i, layer in enumerate(self.layers):
             views |= layer.weights(f"layers.{i}")

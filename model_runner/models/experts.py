@@ -1,9 +1,9 @@
 """Mixture of experts: the networks of one layer, of which each token goes through a few (Shazeer et al., 2017).
 
-The router computes in float32 whatever the model does: a token that goes to another expert for a rounding error is
-another token. What the experts give is added up in float32, too, in the order of their numbers (``DeviceOps``). So
-nothing of a token depends on those beside it but for the rounding of the products: torch's own are, like those of the
-dense layers, of as many rows as an expert has tokens; those of ``grouped_gemm.py`` are of blocks of one size.
+The router computes in float32 whatever the model does: a rounding error that selects another expert gives another
+token. The experts' outputs are added up in float32, too, in the order of their numbers (``DeviceOps``). So a token
+depends on those beside it by the rounding of the products only. Torch's products, like those of the dense layers, have
+as many rows as an expert has tokens. Those of ``grouped_gemm.py`` have blocks of one size.
 
 Shapes: T tokens, N hidden size, E experts, C chosen ones, I inner size.
 """
@@ -43,7 +43,7 @@ class Experts:
         return nbytes * (self.spec.count - self.spec.chosen) // self.spec.count
 
     def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
-        """[T, N]."""
+        """Return the weighted sum of each token's experts, plus the shared expert: [T, N]."""
         exact_TN = x_TN.float()
         choice = choose_experts(self.spec, self.router.forward(exact_TN), self.choice_bias)
         sum_TN = ops.run_experts(x_TN, self.networks, choice.experts, choice.weights)
@@ -55,7 +55,7 @@ class Experts:
         return sum_TN.to(x_TN.dtype)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
+        """Return the layer's weight tensors by our names, as views that the loader fills."""
         views = self.router.weights(f"{prefix}.router")
         views |= self.gate_up_proj.weights(f"{prefix}.experts", "gate_proj", "up_proj")
         views |= self.down_proj.weights(f"{prefix}.experts", "down_proj")
@@ -68,7 +68,9 @@ class Experts:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """The experts' and the shared one's, each by the names of what it projects to."""
+        """Return the linear operations of the experts and of the shared expert, each by the names of its
+        projections.
+        """
         found = {
             **self.gate_up_proj.linears(f"{prefix}.experts", "gate_proj", "up_proj"),
             **self.down_proj.linears(f"{prefix}.experts", "down_proj"),

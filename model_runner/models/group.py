@@ -1,7 +1,7 @@
-"""What the torch model asks of the other tensor-parallel ranks: sums of everybody's parts, and columns side by side.
+"""Exchange of the torch model with the other tensor-parallel ranks: sums of all parts, and columns side by side.
 
-Sums go in the order of the ranks and not in that of their coming, so that a pass gives the same bits each time, on each
-rank. The CPU engine exchanges within its passes instead (``cpu_engine/ranks.py``).
+Sums go in the order of the ranks, not in the order of arrival. So a pass gives the same bits each time, on each rank.
+The CPU engine exchanges within its passes instead (``cpu_engine/ranks.py``).
 
 Shapes: T tokens, N hidden size, L wanted rows of logits, V vocabulary.
 """
@@ -17,11 +17,11 @@ class RankGroup(Protocol):
     """All ranks call the same methods in the same order."""
 
     def sum(self, part_TN: Tensor) -> Tensor:
-        """The sum of all ranks' parts, [T, N] of the parts' type; added up in float32."""
+        """Return the sum of all ranks' parts, [T, N] of the parts' type. It is added up in float32."""
         ...
 
     def join(self, columns: Tensor) -> Tensor:
-        """[L, V] of each rank's [L, columns], which are V / R, rounded up or down."""
+        """Join each rank's [L, columns] to [L, V]. A rank has V / R columns, rounded up or down."""
         ...
 
     def meet(self) -> None:

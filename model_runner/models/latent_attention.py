@@ -1,12 +1,12 @@
 """Multi-head latent attention of one layer (DeepSeek-V2, 2024), in its absorbed form.
 
-A head's score is q · (k_b c) = (k_bᵀ q) · c, and its output Σ w (v_b c) = v_b (Σ w c): with k_b on the query's side and
-v_b on the output's, all heads attend over the rows as they lie in the pool, one KV head. Prompts are computed like
-single tokens are, though multiplying out their keys would cost less: in one form a token's result is the same wherever
-it is computed.
+A head's score is q · (k_b c) = (k_bᵀ q) · c, and its output Σ w (v_b c) = v_b (Σ w c). With k_b on the query's side and
+v_b on the output's, all heads attend over the rows as they lie in the pool, one KV head. Prompts are computed as single
+tokens are, though multiplying out their keys would cost less. With one form, a token's result is the same wherever it
+is computed.
 
-Shapes: T tokens, H heads, N hidden size, D = R + P elements of a row, R kv_lora_rank, P qk_rope_head_dim,
-Q qk_nope_head_dim, V v_head_dim.
+Shapes: T tokens, H heads, N hidden size, D = R + P elements of a row, R kv_lora_rank, P qk_rope_head_dim, Q
+qk_nope_head_dim, V v_head_dim.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LatentAttention:
     def forward(
         self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
     ) -> Tensor:
-        """[T, N]."""
+        """Return the layer's attention [T, N]. ``rotation`` must not be None."""
         if rotation is None:
             raise ValueError("latent attention without positions is not known")
         (latent_THR, q_THP), (row_T1R, k_T1P) = self._queries(x_TN, ops), self._row(x_TN, ops)
@@ -56,7 +56,7 @@ class LatentAttention:
         return self.o_proj.forward((latent_HTR @ v_b_HRV).transpose(0, 1).flatten(1))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
+        """Return the layer's weight tensors by our names, as views that the loader fills."""
         views = weights_of(self.linears(prefix))
         views |= self.k_b_proj.weights(f"{prefix}.k_b_proj") | self.v_b_proj.weights(f"{prefix}.v_b_proj")
         views[f"{prefix}.kv_a_norm.weight"] = self.kv_a_norm.weight
@@ -75,7 +75,7 @@ class LatentAttention:
         return found | {(f"{prefix}.q_a_proj",): self.q_a_proj, (f"{prefix}.q_b_proj",): self.q_b_proj}
 
     def _queries(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
-        """What rows are multiplied with, and what is to be rotated of it: [T, H, R], [T, H, P]."""
+        """Return the queries: the part that meets latent rows, [T, H, R], and the part to rotate, [T, H, P]."""
         spec = self.spec
         if self.q_a_proj is not None and self.q_a_norm is not None:
             x_TN = ops.norm(self.q_a_norm, self.q_a_proj.forward(x_TN))
@@ -85,7 +85,7 @@ class LatentAttention:
         return (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1), q_THP
 
     def _row(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
-        """What is kept of each token, and what is to be rotated of it: [T, 1, R], [T, 1, P]."""
+        """Return the latent rows to keep, [T, 1, R], and the part of each to rotate, [T, 1, P]."""
         sizes = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
         latent_TR, k_TP = torch.split(self.kv_a_proj.forward(x_TN), sizes, -1)
         return ops.norm(self.kv_a_norm, latent_TR)[:, None], k_TP[:, None]

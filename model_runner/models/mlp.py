@@ -19,14 +19,14 @@ class MLP:
         self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
 
     def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
-        """[T, N]."""
+        """Return the network's output [T, N]."""
         return self.down_proj.forward(ops.gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
+        """Return the layer's weight tensors by our names, as views that the loader fills."""
         return weights_of(self.linears(prefix))
 
     def linears(self, prefix: str) -> Linears:
-        """The layer's, each by the names of what it projects to."""
+        """Return the layer's linear operations, each by the names of its projections."""
         up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return {up: self.gate_up_proj, (f"{prefix}.down_proj",): self.down_proj}

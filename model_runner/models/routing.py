@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and with what weights: functions of the router's logits alone.
+"""Choice of the experts of a token, and of their weights: functions of the router's logits alone.
 
 Shapes: T tokens, E experts, C chosen ones, G groups of experts.
 """
@@ -38,7 +38,7 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
 
 
 def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:
-    """The scores in the best groups, and -inf elsewhere."""
+    """Keep the scores of the best groups of experts, and set the others to -inf."""
     by_group_TGE = wanted_TE.view(-1, spec.groups, spec.count // spec.groups)
     best = 1 if spec.group_score is GroupScore.LARGEST else 2
     of_group_TG = by_group_TGE.topk(best, -1).values.sum(-1)

@@ -1,4 +1,4 @@
-"""What of a pass a device does better in one kernel than torch does in several: one interface, chosen once a model.
+"""Operations that a device does in one kernel and torch in several: one interface, chosen once a model.
 
 Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size, R rows and C columns of the request table;
 where there are experts, C chosen ones of each token.
@@ -25,14 +25,15 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """``x`` [T, N], or [T, H, D] each head by itself, normalised; a new tensor."""
+        """Return ``x`` [T, N] normalised, or [T, H, D] with each head by itself; a new tensor."""
 
     @abstractmethod
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """Add ``scale`` times ``y`` (normalised by ``after``) to the residual ``x``, in place; what of it goes on: the
-        sum normalised by ``following``, or ``x`` itself.
+        """Add ``scale`` times ``y`` (normalised by ``after``) to the residual ``x``, in place.
+
+        Returns the input of the next layer: the sum normalised by ``following``, or ``x`` itself.
         """
 
     @abstractmethod
@@ -41,24 +42,34 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
-        """Both, each token turned by its position: new tensors, or the same ones overwritten."""
+        """Rotate the queries and keys of each token by its position. Returns new tensors, or the same ones
+        overwritten.
+        """
 
     @abstractmethod
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
-        """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be overwritten."""
+        """Return ``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be
+        overwritten.
+        """
 
     @abstractmethod
     def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """``x`` through each token's chosen ``experts`` (int64, distinct), each times its weight (float32), added up in
-        the order of their numbers: [T, N] float32, a new tensor.
+        """Return the sum of each token's chosen ``experts`` (int64, distinct), each times its weight (float32).
+
+        The sum goes in the order of the experts' numbers: [T, N] float32, a new tensor.
         """
 
     @abstractmethod
     def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
-        """Why ``run_experts`` has the host wait for the choice, None where nothing does; once weights are loaded."""
+        """Return why ``run_experts`` makes the host wait for the choice; None if it does not.
+
+        Call it after loading weights.
+        """
 
     @abstractmethod
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """Before the pass: the slots of its tokens go into ``req_to_token`` ([R, C] int32), and of rows whose token
-        only the device knows the last one (of ``last_tokens``: [R] int64) into the step's ``input_ids``.
+        """Update the device's arrays before a pass.
+
+        The slots of the pass's tokens go into ``req_to_token`` ([R, C] int32). Tokens that only the device knows go
+        from ``last_tokens`` ([R] int64) into the step's ``input_ids``.
         """

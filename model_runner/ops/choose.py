@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_ops(device: torch.device) -> DeviceOps:
-    """Triton's on a CUDA device where Triton is installed, else torch's."""
+    """Return Triton's operations on a CUDA device if Triton is installed, else torch's."""
     if device.type != "cuda":
         return TorchOps()
     if importlib.util.find_spec("triton") is None:

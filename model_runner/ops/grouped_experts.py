@@ -1,7 +1,7 @@
-"""Experts all at once, by ``grouped_gemm.py``: the host knows nothing of who has chosen what, and waits for nothing.
+"""Experts all at once, by ``grouped_gemm.py``: the host does not learn the tokens' choices and does not wait.
 
-What lies between the kernels is taken anew for each call. While a graph is captured that is memory of the graph's own,
-at addresses that stay with it; else the allocator's, which the next layer takes again.
+What lies between the kernels is allocated anew for each call. While a graph is captured, that is memory of the graph's
+own, at addresses that stay with it. Otherwise it is the allocator's, and the next layer takes it again.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ CLAMPED_GAIN = 1.702
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x`` [T, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [T, out]."""
+    """Return ``x`` [T, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [T, out]."""
     return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x`` [..., N] over the root of its mean square along N (computed in float32), times ``weight`` [N]."""
+    """Divide ``x`` [..., N] by its root mean square along N (computed in float32), and multiply it by
+    ``weight`` [N].
+    """
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -34,7 +36,7 @@ def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def gate_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+    """Return ``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
     gate, up = x.chunk(2, -1)
     match activation:
         case Activation.SILU:
@@ -46,7 +48,7 @@ def gate_and_mul(x: Tensor, activation: Activation) -> Tensor:
 
 
 def clamped_gate_and_mul(x: Tensor, limit: float) -> Tensor:
-    """GPT-OSS's, see ``ExpertsSpec.limit``, for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+    """Return GPT-OSS's gated activation (see ``ExpertsSpec.limit``) of ``x`` = [gate, up], [T, 2 I]: [T, I]."""
     gate, up = x.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate.mul_((gate * CLAMPED_GAIN).sigmoid_()).mul_(up.add_(1))

@@ -19,9 +19,9 @@ class Carrier:
         self._world = world
 
     def agree(self, pages: int, identity: str) -> int:
-        """The fewest pages that any host has room for. Raises ``UnsupportedModel`` where they serve different things.
+        """Return the fewest pages that any host has room for.
 
-        ``identity``: the same on all that serve the same.
+        ``identity``: equal on all hosts that serve the same. Raises ``UnsupportedModel`` if it differs.
         """
         own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
         told = [answer.tolist() for answer in self._world.gather(own)]

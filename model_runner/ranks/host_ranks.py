@@ -1,10 +1,10 @@
-"""A rank among those of its host: the memory that they share, and who is told what is to be computed.
+"""A rank among those of its host: the memory that they share, and which rank sends steps to which.
 
 On a CPU the ranks of a host have one KV pool, each with its own heads of every page. So whatever moves pages sees whole
 ones, and instances of unlike sizes exchange them as any two do. The lead makes the memory; the others map it.
 
-On GPUs each rank has a device, and on it a pool of its own, of its own heads alone: all they share is how many pages
-there are (``agree``).
+On GPUs each rank has a device, and on it a pool of its own, of its own heads alone. All that they share is the number
+of pages (``agree``).
 """
 
 from __future__ import annotations
@@ -78,37 +78,42 @@ class HostRanks(ABC):
         return self._world
 
     def shard(self, spec: ModelSpec) -> Shard:
-        """This rank's part of a model; raises ``UnsupportedModel`` where it can't be divided."""
+        """Return this rank's part of a model. Raises ``UnsupportedModel`` if the model can't be divided."""
         return shard(spec, self.place.rank, self.place.size)
 
     def pool_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """``[begin, end)`` of the model's KV heads that the host's pool has."""
+        """Return ``[begin, end)`` of the model's KV heads that the host's pool has."""
         first = shard(spec, self.place.first, self.place.size).kv_heads()
         last = shard(spec, self.place.first + self.place.local_size - 1, self.place.size).kv_heads()
         return first[0], last[1]
 
     def kept(self, spec: ModelSpec) -> KVShape:
-        """What of a model the host's pool keeps."""
+        """Return the shape of the model's KV in the host's pool."""
         begin, end = self.pool_heads(spec)
         return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
     def kept_apart(self, spec: ModelSpec) -> KVShape:
-        """What of a model this rank keeps where it has a device of its own."""
+        """Return the shape of the model's KV in this rank's own pool, if it has a device of its own."""
         begin, end = self.shard(spec).kv_heads()
         return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
     def agree(self, pages: int, identity: str) -> int:
-        """How many pages each rank's own pool has, as this one has room for ``pages``. Raises ``UnsupportedModel``."""
+        """Return the number of pages of each rank's own pool, given that this one has room for ``pages``.
+
+        Raises ``UnsupportedModel`` if the ranks' identities differ.
+        """
         return self.join().agree(pages, identity)
 
     def own_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """``[begin, end)`` of the pool's heads that are this rank's."""
+        """Return ``[begin, end)`` of the pool's heads that are this rank's."""
         (begin, end), first = self.shard(spec).kv_heads(), self.pool_heads(spec)[0]
         return begin - first, end - first
 
     @abstractmethod
     def share(self, own: Own) -> Shared:
-        """The memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
+        """Make or map the memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and
+        ``OSError``.
+        """
 
 
 class LeadRank(HostRanks):
@@ -153,14 +158,16 @@ class LeadRank(HostRanks):
         return [f"rank {rank.rank}: {rank.error}" for rank in loaded if rank.error]
 
     def next_frame(self) -> bytes:
-        """The step that rank 0, on another host, computes now; waits for it. Ends the process where that is gone."""
+        """Wait for the next step of rank 0, on another host, and return its bytes. Ends the process if rank
+        0 is gone.
+        """
         try:
             return self.join().recv_frame()
         except RuntimeError as e:
             end_process(gone(0, 0), e)
 
     def _host_bytes(self, weight_bytes: int) -> int:
-        """What the weights of all ranks on this host take; waits until they are loaded."""
+        """Return the bytes of the weights of all ranks on this host, after waiting until they are loaded."""
         told = [weight_bytes]
         while self._loaded is not None and len(told) < self.place.local_size:
             told += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
@@ -194,7 +201,7 @@ class FollowerRank(HostRanks):
     def next_step(
         self, timeout_ms: int
     ) -> ForwardStep | MemoryCommand | TrimPool | ProfileCommand | CaptureGraphs | None:
-        """What the lead computes now, or has done; None where nothing comes for so long (-1: waits for ever).
+        """Return the lead's next command, or None after ``timeout_ms`` (-1: wait for ever).
 
         Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
         """

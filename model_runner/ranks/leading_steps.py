@@ -14,11 +14,12 @@ from .world import World
 
 
 class LeadingSteps(StepRunner):
-    """A ``StepRunner`` that tells every step first: the other ranks compute it at the same time, and as they choose the
-    same tokens they need no answer.
+    """A ``StepRunner`` that sends every step to the other ranks first.
 
-    Rank 0 tells its host and the leads of the others, and those their hosts. Also the steps of the start-up, which goes
-    by the clock of rank 0.
+    They compute it at the same time. They choose the same tokens, so they send no answer.
+
+    Rank 0 sends to the ranks of its host and to the leads of the other hosts, and each lead to the ranks of its host.
+    This includes the steps of the start-up, which are timed by rank 0.
     """
 
     def __init__(self, model: Model, max_reqs: int, lead: LeadRank) -> None:
@@ -55,8 +56,8 @@ class FollowingSteps(StepRunner):
     """Steps of another rank: graphs are captured when its lead says so, and at no other time."""
 
     def capture_graphs(self) -> None:
-        """Not by itself: see the class."""
+        """Do nothing: graphs are captured with the lead (see the class)."""
 
     def capture_with_lead(self) -> None:
-        """Now, as all other ranks do."""
+        """Capture graphs now, at the same time as all other ranks."""
         super().capture_graphs()

@@ -10,7 +10,10 @@ from ..device.placement import Placement, plan_placement
 
 
 def plan_rank_placement(threads: int | None, cpus: str | None, machine: Machine, place: RankPlace) -> Placement:
-    """``plan_placement`` for one rank; ``threads`` and ``cpus`` are of all on this host. Raises ``PlacementError``."""
+    """Plan the placement of one rank, as ``plan_placement`` does for a process.
+
+    ``threads`` and ``cpus`` are those of all ranks on this host. Raises ``PlacementError``.
+    """
     ranks = place.local_size
     if ranks == 1:
         return plan_placement(threads, cpus, machine)
@@ -43,7 +46,7 @@ def _own_cpus(cpus: str, place: RankPlace) -> str:
 
 
 def _own_cores(machine: Machine, place: RankPlace) -> frozenset[int] | None:
-    """None where there are fewer cores than ranks."""
+    """Return the cores of this rank, or None if there are fewer cores than ranks."""
     choice, ranks = compute_cores(machine), place.local_size
     if len(choice.nodes) >= ranks:
         return frozenset(list(choice.nodes.values())[place.local])

@@ -39,7 +39,7 @@ class TorchRanks:
         self._gather(torch.zeros(1, device=self._device))
 
     def _gather(self, part: Tensor) -> Tensor:
-        """[R, ...] of each rank's part."""
+        """Gather each rank's part as [R, ...]."""
         own = part.contiguous()
         parts = own.new_empty((self._size, *own.shape))
         if own.numel():

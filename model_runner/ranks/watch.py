@@ -1,8 +1,8 @@
-"""Notices that another host's ranks are gone, also while nothing is computed: a rank's death is the instance's.
+"""Watch of the other hosts' ranks, also while nothing is computed: a rank's death is the instance's.
 
-Rank 0 and the lead of each other host tell each other a word every few seconds, and wait for the other's in a thread of
-their own. A process that ends closes its connections, which ends the wait at once; a host that falls silent, after
-``WATCH_SECONDS``.
+Rank 0 and the lead of each other host send each other a word every few seconds. A thread of their own waits for the
+other's word. A process that ends closes its connections, which ends the wait at once. A host that falls silent is
+noticed after ``WATCH_SECONDS``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORD_SECONDS = WATCH_SECONDS / 6
 
 
 def start_watch(world: World) -> None:
-    """Watch whom this lead has to: rank 0 every other, and they rank 0."""
+    """Start watching: rank 0 watches every other lead, and each of those watches rank 0."""
     place = world.place
     others = range(1, place.nodes) if place.rank == 0 else range(1)
     for node in others:
@@ -40,7 +40,10 @@ def end_process(what: str, error: BaseException) -> NoReturn:
 
 
 def end_after_watch(what: str, error: BaseException) -> NoReturn:
-    """End this process as what it waited for did not come: who is gone, the watch may say first."""
+    """End this process because what it waited for did not come.
+
+    It first waits a second for the watch to report a lost host.
+    """
     time.sleep(1)
     end_process(what, error)
 
@@ -51,7 +54,7 @@ def _tell(world: World, node: int) -> None:
         try:
             dist.send(word, other, group=world.watch)
         except RuntimeError:
-            # Who listens says it.
+            # The listening thread reports the failure.
             return
         time.sleep(WORD_SECONDS)
 
@@ -66,5 +69,5 @@ def _listen(world: World, node: int) -> None:
 
 
 def gone(node: int, rank: int) -> str:
-    """What is said of a host whose ranks no longer answer."""
+    """Return the error message for a host with ranks that no longer answer."""
     return f"--node-rank {node} of the instance is gone: rank {rank} has ended, or was silent for {WATCH_SECONDS:.0f} s"

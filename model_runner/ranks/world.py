@@ -1,9 +1,9 @@
 """The ranks of several hosts, or of a torch model, as a world of torch.distributed, by gloo, and NCCL between GPUs.
 
-What it opens asks nobody who they are: on one host it stays on the loopback interface; between hosts it listens at
+Its connections have no authentication. On one host they stay on the loopback interface. Between hosts it listens at
 ``--dist-init-addr`` and on the interface by which that is reached.
 
-Each kind of talk has connections of its own, and threads don't share any:
+Each kind of exchange has connections of its own, and threads don't share any:
 
     model    sums of the torch model, every rank                    in the order of the passes
     devices  the same where each rank has a GPU, by NCCL            in the order of the passes
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-# As torch.distributed has them, whose stubs don't say so.
+# torch.distributed exports these as well, but its type stubs lack them.
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from ...model_files.errors import UnsupportedModel
@@ -48,7 +48,9 @@ class World:
     """This rank's membership. Raises ``UnsupportedModel`` where the ranks don't find each other in time."""
 
     def __init__(self, place: RankPlace, address: str | None, run_dir: Path, seconds: float) -> None:
-        """``address``: where several hosts meet; ``run_dir``: where the processes of one do."""
+        """Connect the ranks. ``address``: where several hosts meet. ``run_dir``: folder where the processes of one host
+        meet.
+        """
         self.place = place
         limit = timedelta(seconds=seconds)
         if address is None:
@@ -77,13 +79,14 @@ class World:
             return TorchRanks(self.model, vocab, device)
         if self._devices is None:
             self._devices = _nccl()
-            # Its first meeting takes memory of the device, and nobody has looked yet how much is free.
+            # The first exchange takes memory of the device. It comes before free memory is measured.
             TorchRanks(self._devices, vocab, device).meet()
         return TorchRanks(self._devices, vocab, device)
 
     def agree(self, pages: int, identity: str) -> int:
-        """The fewest pages that any rank has room for: every rank asks, with the same ``identity`` where all serve the
-        same. Raises ``UnsupportedModel`` where they don't.
+        """Return the fewest pages that any rank has room for. Every rank calls it.
+
+        ``identity`` is equal if all serve the same. Raises ``UnsupportedModel`` if it differs.
         """
         own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
         told = [torch.empty_like(own) for _ in range(self.place.size)]
@@ -97,22 +100,22 @@ class World:
         return min(int(answer[0]) for answer in told)
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """What each host's lead gives, by its leads alone: of one size."""
+        """Gather ``own`` from the lead of each host. All have one size. Only leads call it."""
         parts = [torch.empty_like(own) for _ in range(self.place.nodes)]
         dist.all_gather(parts, own, group=self.leads)
         return parts
 
     def broadcast(self, tensor: Tensor, node: int) -> None:
-        """From a host's lead to all others', in place."""
+        """Copy ``tensor`` from the lead of host ``node`` to the leads of all others, in place."""
         dist.broadcast(tensor, node * self.place.local_size, group=self.leads)
 
     def send_frame(self, frame: bytes) -> None:
-        """From rank 0 to the leads of the other hosts."""
+        """Send ``frame`` from rank 0 to the leads of the other hosts."""
         self.broadcast(torch.tensor([len(frame)]), 0)
         self.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
 
     def recv_frame(self) -> bytes:
-        """What rank 0 sent; waits for it."""
+        """Wait for a frame of rank 0 and return it."""
         size = torch.zeros(1, dtype=torch.int64)
         self.broadcast(size, 0)
         frame = torch.empty(int(size), dtype=torch.uint8)
@@ -121,7 +124,7 @@ class World:
 
 
 def _nccl() -> dist.ProcessGroup:
-    """All ranks, each with the GPU that is its thread's. Written without one at hand."""
+    """Connect all ranks by NCCL, each with the current GPU of its thread. Not tried on GPUs yet."""
     if not dist.is_nccl_available():
         raise UnsupportedModel("--tp-size on GPUs needs NCCL, which this build of torch has not: install one for CUDA")
     # Where its ranks find each other; what they exchange goes by NVLink, PCIe or the host's memory.
@@ -138,7 +141,7 @@ def _made(group: dist.ProcessGroup | object) -> dist.ProcessGroup:
 
 
 def _store(place: RankPlace, address: str, limit: timedelta) -> Store:
-    """Where ranks tell each other their addresses; rank 0 has it, at this address alone."""
+    """Open the store through which ranks exchange their addresses. Rank 0 listens, at ``address`` alone."""
     host, port = _split(address)
     if place.rank:
         return TCPStore(host, port, place.size, False, limit)
@@ -157,7 +160,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _interface(host: str, port: int) -> str:
-    """The name of the interface that leads there."""
+    """Return the name of the network interface that leads to ``host``."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -40,11 +40,14 @@ class HostPool:
         self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, self.page_bytes)
 
     def page(self, page: int) -> memoryview:
-        """A page's bytes, writable."""
+        """Return a page's bytes, writable."""
         return memoryview(self._memory)[page * self.page_bytes : (page + 1) * self.page_bytes]
 
     def copy(self, pools: Sequence[Bytes], copies: I32) -> None:
-        """``pools``: [pages, bytes] of each group. ``copies``: [N, 3] of ``CopyPages``, done in their order."""
+        """Copy pages between the KV pool and this pool, in the order of ``copies`` ([N, 3] of ``CopyPages``).
+
+        ``pools``: [pages, bytes] of each group.
+        """
         for number, pool_page, host_page in copies.tolist():
             what = COPIES[number]
             page, kept = pools[what.group][pool_page], self._pages[host_page, self._parts[what.group]]

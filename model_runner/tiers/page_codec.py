@@ -1,8 +1,8 @@
-"""How a KV page looks beyond the pool: as it is there, or each element rounded to eight bits.
+"""Format of a KV page in the tiers: as in the pool, or with each element rounded to eight bits.
 
-Rounded, a page takes little more than half of bfloat16's memory, and what comes back is close to what was computed, not
-the same. A block of neighbouring elements has one scale, its largest magnitude over 127, as the KV pool's own int8 has
-one for each head and token; which elements are neighbours is the engine's affair, so that every layout can be rounded.
+Rounded, a page takes little more than half of bfloat16's memory. What comes back is close to what was computed, not
+equal. A block of neighbouring elements has one scale, its largest magnitude over 127, as the KV pool's own int8 has one
+for each head and token. The engine's layout decides which elements are neighbours, so every layout can be rounded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class PageCodec(Protocol):
-    """``nbytes``: of a page beyond the pool."""
+    """Conversion of pages between pool and tiers. ``nbytes``: bytes of a page in a tier."""
 
     nbytes: int
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """From the pool."""
+        """Convert ``page`` of the pool into ``kept``."""
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """Back into it."""
+        """Convert ``kept`` back into ``page`` of the pool."""
 
 
 class AsItIs:

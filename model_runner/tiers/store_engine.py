@@ -1,8 +1,8 @@
-"""The third tier's thread: reads and writes a store beside the worker's loop, one thing at a time, in order.
+"""The third tier's thread: reads and writes a store beside the worker's loop, one command at a time, in order.
 
-Nobody waits for it. What fails, or is not asked for because the store failed before (``Breaker``), is answered at once
-with a count of 0, and serving goes on without. The host pages of a command are its own until it is answered. A store
-that is left alone is tried again when its time is over, and the scheduler hears of it.
+Steps never wait for it. A command that fails is answered at once with a count of 0, and serving goes on without. So is
+a command that is not tried because the store failed before (``Breaker``). The host pages of a command are its own until
+it is answered. After the cooldown the store is tried again, and the scheduler gets a report.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StoreEngine:
         return self
 
     def submit(self, command: StoreCommand) -> None:
-        """From any thread."""
+        """Queue a command. Any thread may call it."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -92,12 +92,14 @@ class StoreEngine:
         return self._breaker.probe_in(self._clock())
 
     def probe(self) -> None:
-        """Nothing is asked of a store that is left alone; so it is tried here, whether or not anybody waits."""
+        """Try the store. After a failure no command is sent to it, so without this it would never be seen
+        to recover.
+        """
         self._ask(self._store.probe, None)
         self._tell_state()
 
     def obey(self, command: StoreCommand) -> None:
-        """One command, from begin to end; its answer is emitted, and how the store is if that has changed."""
+        """Carry out one command and emit its answer, and the state of the store if that has changed."""
         self._obey(command)
         self._tell_state()
 
@@ -128,7 +130,7 @@ class StoreEngine:
         return len(hashes)
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """What ``work`` gives, or ``otherwise`` and why."""
+        """Return the result of ``work`` and "", or ``otherwise`` and the reason."""
         if self._breaker.state(self._clock()) is BreakerState.OPEN:
             return otherwise, self._breaker.reason
         try:
@@ -140,7 +142,8 @@ class StoreEngine:
         except StoreError as e:
             return otherwise, self._failed(str(e))
         except Exception as e:
-            # Nobody foresaw it. But a command without an answer keeps its pages, and without this thread none has one.
+            # An unexpected failure. A command without an answer would keep its pages, and without this thread none is
+            # answered.
             log.exception("the KV store failed in a way that is none of its own")
             return otherwise, self._failed(type(e).__name__)
         self._breaker.succeeded()

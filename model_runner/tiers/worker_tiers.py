@@ -25,7 +25,7 @@ EmitStored = Callable[[StoreEvent], None]
 
 
 def host_pages(options: WorkerOptions, num_pages: int, page_bytes: int) -> int:
-    """How many pages of ``page_bytes`` the second tier has beside a pool of ``num_pages``."""
+    """Return the number of pages of ``page_bytes`` in the second tier, beside a pool of ``num_pages``."""
     if options.hicache_size:
         return max(1, int(options.hicache_size * GB) // page_bytes)
     return max(1, int(options.hicache_ratio * num_pages))
@@ -45,7 +45,10 @@ class WorkerTiers:
     def __init__(
         self, options: WorkerOptions, pools: Pools, device_type: str, make_emit: Callable[[], EmitStored]
     ) -> None:
-        """``make_emit``: a way to the scheduler for another thread. Raises ``ModelError``."""
+        """Set up the tiers of a worker.
+
+        ``make_emit`` returns a function that sends to the scheduler from another thread. Raises ``ModelError``.
+        """
         if device_type != "cpu":
             raise UnsupportedModel(
                 f"--enable-hierarchical-cache keeps KV of CPU memory alone as yet, and this is {device_type}'s"
@@ -72,7 +75,7 @@ class WorkerTiers:
             self._store = StoreEngine(store, self._host, make_emit()).start()
 
     def obey(self, command: TierCommand) -> PagesCopied | None:
-        """One command; its answer, where it is done already."""
+        """Carry out one command. Returns its answer if it is done already, else None."""
         if isinstance(command, CopyPages):
             began = time.monotonic()
             self._host.copy(self._pools, unpack_i32(command.copies).reshape(-1, 3))

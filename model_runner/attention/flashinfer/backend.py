@@ -1,7 +1,7 @@
 """Attention by FlashInfer (Ye et al., 2025), over pages as they lie: planned once a pass for each kind of layer.
 
-A pass of one token of each entry is its decode kernel's, any other its prefill kernel's, whose entries may well be of
-one token. Planning needs lengths alone, which the host knows; which pages are meant is looked up on the device.
+A pass with one token for each entry runs its decode kernel. Any other pass runs its prefill kernel, which also takes
+entries of one token. Planning needs lengths alone, which the host knows; page numbers are looked up on the device.
 
 Shapes: T tokens, B entries, H heads, K KV heads, D head_dim, P pages, N pages of all entries.
 """
@@ -41,8 +41,10 @@ class FlashInferAttention(AttentionBackend):
         workspace_mib: int,
         most_pages: int,
     ) -> None:
-        """``pools``: of each page group. ``attentions``: of every layer. ``most_pages``: that all entries of a captured
-        pass can have, each its own though they may share some.
+        """Make the plans for each kind of layer.
+
+        ``pools``: one for each page group. ``attentions``: one for each layer. ``most_pages``: maximum pages of all
+        entries of a captured pass; shared pages count for each entry.
         """
         # Imported here: it takes a second, and compiles.
         import flashinfer
@@ -77,7 +79,7 @@ class FlashInferAttention(AttentionBackend):
             is_decode=batch.num_tokens == len(lens),
             captured=len(lens) if batch.is_captured else 0,
         )
-        # Before a window it is page 0, whose tokens are not seen.
+        # Before a window the entry is page 0, and its tokens are masked.
         by_group = [full._replace(kv_indices=group.pages(batch, pages)) for group in self._groups]
         for plans, group in zip(self._plans, self._group_of, strict=True):
             plans.plan(by_group[group])

@@ -22,7 +22,7 @@ from ..layer_kinds import LayerKind
 PLAN_BYTES = 8 << 20
 """As FlashInfer takes by itself."""
 TENSOR_CORE_GROUP = 4
-"""From so many query heads that share a KV head on, decode steps are faster by its prefill kernel."""
+"""Query heads that share a KV head: from this many on, decode steps are faster by FlashInfer's prefill kernel."""
 CUDA_CORE_GROUPS = (1, 2, 4, 8)
 """Query heads per KV head that FlashInfer's decode kernel is compiled for."""
 
@@ -68,7 +68,7 @@ class KindPlans:
         self._planned: Any = None
 
     def plan(self, indices: PassIndices) -> None:
-        """``run`` is for this pass from now on."""
+        """Plan the pass of ``indices``, which the next calls of ``run`` compute."""
         self._turn = 1 - self._turn
         key = (indices.is_decode, indices.captured)
         wrapper = self._wrappers.get(key)
@@ -84,7 +84,10 @@ class KindPlans:
         self._planned = wrapper
 
     def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[T, H, D]. ``keys``, ``values``: [P, page_size, KV heads, D] by any strides. See ``with_sinks``."""
+        """Return the attention of the planned pass, [T, H, D].
+
+        ``keys``, ``values``: [P, page_size, KV heads, D] with any strides. ``sinks``: see ``with_sinks``.
+        """
         if sinks is None:
             attended: Tensor = self._planned.run(q_THD, (keys, values))
             return attended
@@ -92,7 +95,7 @@ class KindPlans:
         return with_sinks(attended, weights_TH, sinks)
 
     def run_latent(self, q_THD: Tensor, rows: Tensor) -> Tensor:
-        """[T, H, R]. ``rows``: [P, page_size, R + rope]."""
+        """Return the latent attention of the planned pass, [T, H, R]. ``rows``: [P, page_size, R + rope]."""
         assert self._kind.latent is not None
         sizes = list(self._kind.latent)
         attended: Tensor = self._planned.run(query=torch.split(q_THD, sizes, -1), kv_cache=torch.split(rows, sizes, -1))
@@ -208,18 +211,18 @@ class _Arrays(NamedTuple):
 
 
 def uses_tensor_cores(kind: LayerKind) -> bool:
-    """Whether decode steps run by the prefill kernel."""
+    """Return whether decode steps run by FlashInfer's prefill kernel, which uses tensor cores."""
     group = kind.heads // kind.kv_heads
     return group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
 
 
 def window_left(kind: LayerKind) -> int:
-    """As FlashInfer counts: tokens before one's own; -1: all."""
+    """Return the window in FlashInfer's count: tokens before a token's own, or -1 for all."""
     return -1 if kind.window is None else kind.window - 1
 
 
 def with_sinks(attended_THD: Tensor, weights_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """What attention is where each head has a learned score of nothing (``AttentionSpec.sinks``).
+    """Return attention with a learned score of nothing for each head (``AttentionSpec.sinks``).
 
     ``weights_TH``: the base-2 logarithm of the sum of the exponentials of the scores, in float32. With z the sum and s
     the sink, the share that is left is z / (z + e^s) = 1 / (1 + e^(s - ln z)).

@@ -20,7 +20,7 @@ LATENT_DIMS = (512, 64)
 
 
 def missing() -> str | None:
-    """Why FlashInfer can't be imported here, with what to do; None where it can."""
+    """Return why FlashInfer can't be imported here, with what to do; None if it can be imported."""
     if importlib.util.find_spec("flashinfer") is None:
         return f"FlashInfer is not installed: {INSTALL}"
     try:
@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 
 def unsupported(attentions: Sequence[AttentionSpec | MLASpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-    """What of a model's layers its kernels don't do; None where they do all."""
+    """Return the first property of a model's layers or types that FlashInfer's kernels lack; None if they have all."""
     if dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, not in {_name(dtype)}"
     if kv_dtype in LARGEST:

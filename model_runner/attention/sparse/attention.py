@@ -1,13 +1,13 @@
-"""Attention that, for each token that is generated, looks at the labels of all tokens and at few of the tokens.
+"""Attention that, for each generated token, reads the labels of all tokens and only a few of the tokens.
 
 "Double sparsity" (Yang et al., 2024, arXiv 2408.07092): a query's channels of the label, times the labels of its row's
-tokens, are scores near enough to choose by. Each query head takes the ``heavy_tokens`` with the highest, ``RECENT`` of
-them always the row's last, and attends to these alone, exactly. A prompt attends in full.
+tokens, are approximate scores. Each query head takes the ``heavy_tokens`` with the highest scores and attends to these
+alone, exactly. ``RECENT_TOKENS`` of them are always the row's last. A prompt attends in full.
 
-What a token computes depends on its row alone: on its position, and on where the row's prompt ends, whether it is
-computed in a step of its own, beside others, or once more in a piece with its neighbours (after a retraction). Ties of
-scores go to the later token, on every device and beside whatever else. A row of no more tokens than are chosen, or than
-``threshold``, attends in full.
+What a token computes depends on its row alone: on its position, and on where the row's prompt ends. It may be computed
+in a step of its own, beside others, or again in a piece with its neighbours (after a retraction). Ties of scores go to
+the later token, on every device and in any company. A row of no more tokens than are chosen, or than ``threshold``,
+attends in full.
 
 Shapes: N tokens that choose, K KV heads, G query heads of each, D head_dim, M pages of the longest row and S lanes of
 them, J = heavy_tokens.
@@ -27,19 +27,20 @@ from ...options import RECENT_TOKENS
 from ..torch_backend import TorchAttention
 
 MOST_LANES = 1 << 17
-"""Of tokens that choose together: what is gathered for them stays of a bounded size. A token that is chosen counts as
-four."""
+"""Maximum lanes of the tokens that choose together, which bounds the memory of what is gathered for them.
+
+A chosen token counts as four lanes.
+"""
 LANE_BITS = (1 << 32) - 1
 HIGHEST, LOWEST, LARGEST = 0x7FFFFFFF << 32, -(1 << 63), (1 << 63) - 1
 """Sort keys: the highest and the lowest without their lanes, and the largest number."""
 
 
 class Choosers(NamedTuple):
-    """Tokens that choose together. ``tokens``: [N] indices into the pass; ``label_rows`` [N, K, M] and ``lane_rows``
-    [N, S]: see the pool.
+    """Tokens that choose together. ``tokens``: [N] indices into the pass.
 
-    ``least`` and ``most`` ([N, 1, 1, S] int64) bound the keys of ``_keys``: lanes behind the token get the lowest
-    there are, the last ones that it sees the highest.
+    ``label_rows`` [N, K, M] and ``lane_rows`` [N, S]: see the pool. ``least`` and ``most`` ([N, 1, 1, S] int64) bound
+    the keys of ``_keys``. Lanes after the token get the lowest key of all. The last lanes that it sees get the highest.
     """
 
     tokens: Tensor
@@ -53,7 +54,10 @@ class DoubleSparsityAttention(TorchAttention):
     """The torch backend over a pool with labels."""
 
     def __init__(self, pool: SparseTokenToKVPool, dtype: torch.dtype, heavy_tokens: int, threshold: int = 0) -> None:
-        """``heavy_tokens``: J. ``threshold``: rows that are no longer attend in full."""
+        """Set up sparse attention over ``pool`` with ``heavy_tokens`` (J).
+
+        Rows of at most ``threshold`` tokens attend in full.
+        """
         super().__init__([pool], dtype)
         self._labelled = pool
         self._heavy_tokens = heavy_tokens
@@ -115,7 +119,7 @@ class DoubleSparsityAttention(TorchAttention):
         return Choosers(index, pool.label_rows(pages), pool.lane_rows(pages), least, most)
 
     def _run_sparse(self, layer: int, choosers: Choosers, q_NHD: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
-        """[N, H * D]."""
+        """Return the sparse attention of the tokens in ``choosers``, [N, H * D]."""
         count, _, dim = q_NHD.shape
         q_NKGD = q_NHD.view(count, spec.kv_heads, -1, dim)
         lanes = self._choose(layer, choosers, q_NKGD).flatten(2)
@@ -134,10 +138,10 @@ class DoubleSparsityAttention(TorchAttention):
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """Whole numbers [..., S] in the order of ``scores`` [..., S] float32 (overwritten), and of equal ones by place,
-    which the lower 32 bits are. ``topk`` leaves open which of equal scores it takes.
+    """Return int64 keys [..., S] that sort like ``scores`` [..., S] float32 (overwritten); ties sort by lane.
 
-    What is no number comes first: so it gets into the result, where it is found.
+    The lower 32 bits are the lane: ``topk`` does not define which of equal scores it takes. NaN sorts highest, so it
+    gets into the result, where it is found.
     """
     infinity = float("inf")
     bits = scores.nan_to_num_(nan=infinity, posinf=infinity, neginf=-infinity).view(torch.int32)
@@ -147,9 +151,9 @@ def _keys(scores: Tensor) -> Tensor:
 
 
 def _highest(keys: Tensor, count: int, block: int) -> Tensor:
-    """The ``count`` highest of ``keys`` [..., S]; all differ, and S is a multiple of ``block``.
+    """Return the ``count`` highest of ``keys`` [..., S], sorted. All keys differ, and S is a multiple of ``block``.
 
-    Where there are many, most are passed over by blocks: the highest lie in the ``count`` blocks whose best are.
+    Long rows are reduced by blocks first: the highest keys lie in the ``count`` blocks with the highest maxima.
     """
     if block > 1 and keys.shape[-1] > 2 * count * block:
         blocks = keys.view(*keys.shape[:-1], -1, block)

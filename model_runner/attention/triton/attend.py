@@ -32,7 +32,10 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """``acc`` + ``a`` ``b``, float32. "widened" is for the interpreter, which takes bfloat16 for integers here."""
+    """Return ``acc`` + ``a`` ``b`` in float32.
+
+    PRECISION "widened" is for the interpreter, which takes bfloat16 for integers here.
+    """
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -42,7 +45,7 @@ def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr)
 def load_columns(
     base: tl.tensor, offsets: tl.tensor, mask: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Elements [FIRST, FIRST + WIDTH) of the rows at ``offsets`` behind ``base``: [rows, BLOCK], 0 where masked."""
+    """Load elements [FIRST, FIRST + WIDTH) of the rows at ``base`` + ``offsets``: [rows, BLOCK], 0 where masked."""
     columns = tl.arange(0, BLOCK)
     where = base + offsets[:, None] + (FIRST + columns)[None, :]
     if WIDTH == BLOCK:
@@ -59,7 +62,9 @@ def token_offsets(
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Where in a layer the tokens at positions ``at`` of a row begin, int64; ``pages`` are the row's, in order."""
+    """Return where in a layer the tokens at positions ``at`` of a row begin, int64. ``pages``: the row's pages, in
+    order.
+    """
     page = tl.load(pages + at // PAGE_SIZE, mask=mask, other=0)
     return page.to(tl.int64) * PAGE_STRIDE + at % PAGE_SIZE * TOKEN_STRIDE
 
@@ -87,9 +92,10 @@ def attend_block(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """``peak`` [M], ``total`` [M] and ``acc`` [M, V] with the block at ``offsets`` [N] added.
+    """Add the block of tokens at ``offsets`` [N] to ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return them.
 
-    ``is_there`` [N]: what may be read. ``is_seen`` [M, N] or [1, N]: by whom; None: all by everyone.
+    ``is_there`` [N]: tokens that may be read. ``is_seen`` [M, N] or [1, N]: the tokens that each row sees; None: all of
+    them.
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)

@@ -1,9 +1,9 @@
-"""A step's rows as the attention kernels read them, worked out on the device: nobody waits, nothing is sent.
+"""A step's rows as the attention kernels read them, computed on the device without a copy or a wait.
 
     kv_lens, kv_indptr, splits ◀── plan_rows ── positions of the rows' last tokens
     kv_indices                 ◀── fill_kv_indices ── request table
 
-Both are kernels of fixed grids over buffers that stay where they are, so a captured graph may contain the plan, or only
+Both are kernels of fixed grids over buffers with fixed addresses. So a captured graph may contain the plan, or only
 what reads it. The arrays are those of ``step_plan.paged_indices`` and ``kv_indices``, made where they are needed.
 
 Letters: T tokens of the pass, B entries, W windows (of layers; 0: none), R rows and C columns of the request table.
@@ -78,8 +78,10 @@ def fill_kv_indices(
     HAS_WINDOW_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Pages of entry ``program_id(0)`` (number ``entries[program_id(0)]`` of ``rows``), every so many of them; with
-    ``window_pages`` also those of windowed layers. Behind such a window they are whatever stands there.
+    """Write the page numbers of entry ``program_id(0)``, which is row ``entries[program_id(0)]`` of ``rows``.
+
+    Programs along axis 1 share its pages. With ``window_pages`` the pages of windowed layers are written as well;
+    before such a window they are arbitrary.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + tl.load(entries + entry)).to(tl.int64)
@@ -140,8 +142,10 @@ class RowArrays(NamedTuple):
 
 
 class PlannedRows(NamedTuple):
-    """Entries of a pass that are attended alike. int32, [B]: ``entries`` (which of the batch's they are) and
-    ``last_tokens`` (where in the pass their last tokens stand).
+    """Entries of a pass that are attended alike.
+
+    int32 [B]: ``entries``, their numbers in the batch, and ``last_tokens``, the positions of their last tokens in the
+    pass.
     """
 
     entries: Tensor

@@ -4,9 +4,9 @@ A pass's entries part in two: those of one token (decode steps, in the main) go 
 ``paged_prefill.py``. ``plan`` leaves their rows' pages on the device (``attention_plan.py``) and the slots that the
 pass writes; ``forward`` stores, then attends.
 
-What a pass of decodes alone leaves behind, and what it reads, lies at addresses that stay, grids depend on the number
-of entries only, and nothing is asked of the device: such a pass can be captured, with its plan or without. Passes of
-more entries than there is room for, and longer chunks, have arrays that grow, and are not to be captured.
+A pass of decodes alone can be captured, with its plan or without. Its arrays have fixed addresses, its grids depend on
+the number of entries only, and it reads nothing back from the device. Passes of more entries than there is room for,
+and longer chunks, have arrays that grow. They are not to be captured.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class TritonAttention(AttentionBackend):
         limits: AttentionLimits,
         tiles: tuple[DecodeTiles, PrefillTiles] | None = None,
     ) -> None:
-        """``pools``: of each page group. ``tiles``: None: what ``tiles.py`` has for this GPU.
+        """Plan and run the kernels over ``pools``, one for each page group.
 
-        Raises ``ValueError`` where kernels can't read the pools.
+        ``tiles`` replaces the choice of ``tiles.py`` for this GPU. Raises ``ValueError`` if the kernels can't read the
+        pools.
         """
         self._groups, self._group_of = group_pools(pools), groups_of_layers(pools)
         self._layers = {layer: views for pool in pools for layer, views in layer_views(pool).items()}
@@ -197,7 +198,7 @@ class TritonAttention(AttentionBackend):
         self._extends = _Extends(arrays, firsts, lengths, tiles.view(-1, 2))
 
     def _plan_slots(self, batch: ForwardBatch, room: _DecodeRoom | None) -> None:
-        """``room``: where they are to lie."""
+        """Find the slots that the pass writes, and copy them into the buffers of ``room`` if it is given."""
         self._slots = [group.slots(batch) for group in self._groups]
         if room is not None:
             pairs = zip(room.slots, self._slots, strict=True)
@@ -244,7 +245,7 @@ class TritonAttention(AttentionBackend):
 
 
 def _device_of(device: torch.device) -> tuple[int, int]:
-    """Capability (times ten), and how many multiprocessors."""
+    """Return the compute capability (times ten) and the number of multiprocessors."""
     if device.type != "cuda":
         return INTERPRETED_CAPABILITY, INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)

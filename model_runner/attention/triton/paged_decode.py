@@ -1,15 +1,14 @@
-"""Attention of rows that compute one token each (FlashDecoding): a row's KV is cut into splits, which are summed up
-apart and then put together.
+"""Attention of rows that compute one token each (FlashDecoding). A row's KV is cut into splits, summed up apart.
 
 How a row is cut depends on its length alone (``tiles.split_tokens``), so its result is the same to the bit in any
-company. Splits times KV heads are work items; a fixed number of programs, enough to fill the device, takes them one
-after another, so that the grid does not depend on lengths and a captured graph fits any. The query heads that share a
-KV head stand in the rows of one product: K and V are read once for all of them, and the product's padding to 16 rows
-costs nothing, as the kernel waits for memory.
+company. Splits times KV heads are work items. A fixed number of programs, enough to fill the device, takes them one
+after another. So the grid does not depend on lengths, and a captured graph fits any. The query heads that share a KV
+head stand in the rows of one product: K and V are read once for all of them. The product's padding to 16 rows costs
+nothing, as the kernel waits for memory.
 
 Tuned for memory: a program streams [N, head] tiles of keys and values through a pipeline of ``num_stages`` copies to
-shared memory, 16 bytes a thread; two programs of 96 KiB share a multiprocessor of an H100, which keeps 128 KiB on their
-way where 15 KiB would hide the latency of HBM (3.35 TB/s x 600 ns / 132). Neighbouring programs take the KV heads of
+shared memory, 16 bytes a thread. Two programs of 96 KiB share a multiprocessor of an H100. They keep 128 KiB on the
+way, where 15 KiB would hide the latency of HBM (3.35 TB/s x 600 ns / 132). Neighbouring programs take the KV heads of
 one token range, which lie beside each other in a page.
 
 Letters: B entries, H heads, S splits of all entries, V elements of a value.
@@ -153,7 +152,9 @@ def paged_decode_reduce(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Entry ``program_id(0)``, head ``program_id(1)``, ``BLOCK`` elements: its splits, at most ``SPLITS``, as one."""
+    """Combine the splits (at most ``SPLITS``) of entry ``program_id(0)``, head ``program_id(1)``, ``BLOCK``
+    elements.
+    """
     entry = tl.program_id(0)
     head = tl.program_id(1)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -194,7 +195,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def make(cls, splits: int, heads: int, value_dim: int, device: torch.device) -> Partials:
-        """Not filled with anything."""
+        """Allocate the partial results of ``splits`` on ``device``, uninitialised."""
         rows = (splits, heads)
         sums = torch.empty((*rows, value_dim), dtype=torch.float32, device=device)
         return cls(sums, *(torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2)))
@@ -280,7 +281,7 @@ def paged_decode(
 
 
 def columns(value_dim: int, rest_dim: int) -> dict[str, int]:
-    """How kernels cover a row's elements; products want at least 16."""
+    """Return the kernels' block sizes for a row's elements. Products need blocks of at least 16."""
     return {
         "VALUE_DIM": value_dim,
         "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),

@@ -1,12 +1,12 @@
 """Attention of rows that compute several tokens: chunks of prompts over what their rows hold, cached prefixes included.
 
-A program takes a tile of M rows, which are queries times the heads that share a KV head, and goes along the row's KV in
-blocks of N tokens that begin at multiples of N. Blocks that every query of the tile sees in full are multiplied without
-masks; only the diagonal and a window's edge have them. A token's result is the same to the bit however its prompt is
-cut into chunks of two tokens or more, and in any company.
+A program takes a tile of M rows: queries times the heads that share a KV head. It goes along the row's KV in blocks of
+N tokens that begin at multiples of N. Blocks that every query of the tile sees in full are multiplied without masks;
+only the diagonal and a window's edge have them. A token's result is the same to the bit however its prompt is cut into
+chunks of two tokens or more, and in any company.
 
-Tuned for the tensor cores: on an H100, [128, 128] queries of 8 warps meet blocks of 64 or 128 tokens by ``wgmma``, the
-queries in registers, keys and values in a pipeline of shared memory.
+Tuned for the tensor cores: on an H100, [128, 128] queries of 8 warps meet blocks of 64 or 128 tokens by ``wgmma``. The
+queries are in registers, keys and values in a pipeline of shared memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Keys and values of a pass, written to the slots that are theirs; quantised where the pool is.
+"""Keys and values of a pass, written to their slots, and quantised if the pool is.
 
-One program a token: it reads the token's heads, [H, D] of keys and of values, and writes each as one run of the page,
+One program a token: it reads the token's heads, [H, D] of keys and of values. It writes each as one run of the page,
 ``[page, layer, k/v, offset, head, dim]``. Memory-bound and small beside the attention that reads it: nothing is tuned.
 
 Shapes: T tokens, H KV heads, D head_dim.
@@ -40,7 +40,10 @@ def store_kv_rows(
     BLOCK_D: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ) -> None:
-    """Token ``program_id(0)``. Without ``HAS_VALUES`` the keys are latent rows, and there is nothing beside them."""
+    """Store the keys and values of token ``program_id(0)``.
+
+    Without ``HAS_VALUES`` the keys are latent rows, without values.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     base = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * TOKEN_STRIDE

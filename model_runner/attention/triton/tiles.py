@@ -1,9 +1,11 @@
-"""Which tiles the attention kernels work in, and how they share the work out: pure functions, of what is known before
-anything runs, so that they can be tried out and measured without the kernels, and overridden when they are.
+"""Choice of the attention kernels' tiles, and of how they divide the work.
 
-A table has the choices for shapes that are common, by the elements of a row and the bytes of each, best first; what
-does not fit the GPU's shared memory is passed over. The counts of bytes are upper bounds of what the compiler takes,
-which the tests hold against it.
+These are pure functions of what is known before anything runs. So they can be tested and measured without the kernels,
+and overridden when the kernels run.
+
+A table has the choices for common shapes, by the elements of a row and the bytes of each, best first. Choices that do
+not fit the GPU's shared memory are skipped. The counts of bytes are upper bounds of what the compiler takes, which the
+tests compare with it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from ...device.triton_compiler import SHARED_BYTES
 I32 = npt.NDArray[np.int32]
 
 MOST_SPLITS = 64
-"""That any row is cut into: 64 splits of 8 KV heads keep every multiprocessor busy, and are few enough to be put
-together at once."""
+"""Maximum splits of a row.
+
+Sixty-four splits of 8 KV heads keep every multiprocessor busy, and are few enough to be combined at once.
+"""
 
 
 class TileShape(NamedTuple):
@@ -40,8 +44,9 @@ class TileShape(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """Of ``paged_decode``. ``block_h`` heads meet ``block_n`` tokens at a time; ``least_split``: tokens of the smallest
-    split; ``programs``: of a multiprocessor.
+    """Tiles of ``paged_decode``. ``block_h`` heads meet ``block_n`` tokens at a time.
+
+    ``least_split``: tokens of the smallest split. ``programs``: programs for each multiprocessor.
     """
 
     block_h: int
@@ -62,8 +67,9 @@ class PrefillTiles(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Tiles for rows of up to ``widest`` elements (padded to powers of two), of queries of ``bytes`` each, over a pool
-    of elements of one byte (``is_narrow``) or more, on GPUs from ``capability`` on.
+    """Tiles for rows of up to ``widest`` elements (padded to powers of two), with queries of ``bytes`` each.
+
+    The pool's elements are of one byte (``is_narrow``) or more. The GPU has at least ``capability``.
     """
 
     capability: int
@@ -74,8 +80,8 @@ class _Choice(NamedTuple):
     """(rows at most, tokens, warps, stages)"""
 
 
-# Of 128 elements of two bytes: 2 buffers of 32 KiB, three programs on a multiprocessor of an H100. Of one byte: copies
-# of 4 bytes, as a head's scale puts the next one off its alignment, and a warp more for each that addresses them.
+# With 128 elements of two bytes: 2 buffers of 32 KiB, three programs on a multiprocessor of an H100. With one byte:
+# copies of 4 bytes, as a head's scale puts the next one off its alignment. That takes one more warp for the addresses.
 _DECODE = (
     _Choice(0, 64, 2, False, ((32, 128, 4, 5), (32, 64, 4, 5))),
     _Choice(0, 128, 2, False, ((32, 64, 4, 5), (32, 32, 4, 5))),
@@ -135,9 +141,10 @@ def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
 
 
 def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
-    """At most what a program with these tiles takes of shared memory. ``loops``: over a row's KV, pipelined or not.
+    """Return an upper bound of the shared memory of a program with these tiles, in bytes.
 
-    A token's page is looked up first, as stages go, which leaves half of the stages to the copies of keys and values.
+    ``loops``: loops over a row's KV, pipelined or not. A token's page is looked up first and takes half of the stages,
+    which leaves the other half to the copies of keys and values.
     """
     rows, tokens, _, stages = blocks
     padded = _padded(shape)
@@ -149,9 +156,10 @@ def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int
 
 
 def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
-    """Tokens of each split of a row that sees ``length``: ``least``, doubled until there are ``most`` at most.
+    """Return the tokens of each split of a row that sees ``length`` tokens: ``least``, doubled until at most ``most``
+    splits are left.
 
-    Of nothing but the length: a row is cut the same in any company.
+    It depends on the length alone: a row is cut the same way in any company.
     """
     tokens = least
     while -(-length // tokens) > most:
@@ -165,7 +173,9 @@ def most_splits(length: int, least: int) -> int:
 
 
 def prefill_tile_list(q_lens: npt.NDArray[np.int64], kv_lens: npt.NDArray[np.int64], queries: int) -> I32:
-    """[tiles, 2]: entry and first query of tiles of so many ``queries``, those that see most first."""
+    """Return tiles of ``queries`` queries as [tiles, 2]: entry and first query. Tiles that see most tokens
+    come first.
+    """
     counts = -(-q_lens // queries)
     entries = np.repeat(np.arange(len(q_lens)), counts)
     firsts = (np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
@@ -194,7 +204,7 @@ def _padded(shape: TileShape) -> int:
 
 
 def _known(capability: int) -> int:
-    """The capability whose memory is known that comes next below."""
+    """Return the highest known capability up to ``capability``, or the lowest known one."""
     return max((known for known in SHARED_BYTES if known <= capability), default=min(SHARED_BYTES))
 
 

@@ -66,7 +66,7 @@ def _record_calls(model: Any, layers: Sequence[AttentionLayer], tokens: Tensor) 
 
 
 def _as_float(value: Any) -> Any:
-    """``value`` with all tensors of floats in float32."""
+    """Return ``value`` with all floating-point tensors in float32, also within tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -77,13 +77,13 @@ def _as_float(value: Any) -> Any:
 
 
 def _output(result: Any) -> Tensor:
-    """The first of what an attention module returns, float32."""
+    """Return the output of an attention module in float32: its result, or the first element of a tuple."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output.float()
 
 
 def _paged(layer: AttentionLayer, tokens: Tensor) -> LayerAttention:
-    """Attention of ``layer`` alone over a row like ``tokens``, in float32."""
+    """Make the paged attention of ``layer`` alone over a row like ``tokens``, in float32."""
     length, device = len(tokens), tokens.device
     pages = -(-length // PAGE) + 1
     shape = KVShape(1, layer.spec.kv_heads, layer.spec.head_dim)

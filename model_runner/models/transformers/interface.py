@@ -1,10 +1,10 @@
-"""Our two names among transformers' attention implementations, and what stands behind them.
+"""Two attention implementations that are registered with transformers.
 
-``PAGED``: attention by this server, with no mask, which transformers does not build for a name that its registry of
-masks lacks. ``TRIAL``: attention with the mask that transformers means, which says what it is (``masks.py``).
+``PAGED``: attention by this server, without a mask. Transformers builds no mask for a name that its registry of masks
+lacks. ``TRIAL``: attention with transformers' mask, which carries its mask function (``masks.py``).
 
-A registered function is one for all models of a process, so it keeps nothing: each module of a model holds, as an
-attribute, what its attention is to be computed by.
+A registered function is one for all models of a process, so it keeps no state. Each module of a model has an attribute
+with the object that computes its attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class AttendPaged(Protocol):
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """[1, T, H, D] of ``q`` [1, H, T, D], ``k`` and ``v`` [1, K, T, D]; ``arguments``: what else was given."""
+        """Return the attention [1, T, H, D] of ``q`` [1, H, T, D], ``k`` and ``v`` [1, K, T, D].
+
+        ``arguments``: further arguments of transformers' interface.
+        """
 
 
 def register() -> None:
@@ -40,7 +43,7 @@ def register() -> None:
 
 
 def set_attention(modules: Iterable[nn.Module], attend: AttendPaged | None) -> None:
-    """What the attention of ``modules`` is computed by under our names; None: nothing, it must not be called."""
+    """Let ``attend`` compute the attention of ``modules`` under our names. None: their attention must not be called."""
     for module in modules:
         setattr(module, _ATTRIBUTE, attend)
 

@@ -52,7 +52,10 @@ class LoadRequest(NamedTuple):
 
 
 def load_transformers_model(how: LoadRequest) -> Loaded:
-    """The model, ready to run on a KV pool; raises ``UnsupportedModel`` or ``InvalidWeights``."""
+    """Load a model by transformers' own class, ready to run on a KV pool.
+
+    Raises ``UnsupportedModel`` or ``InvalidWeights``.
+    """
     if int(transformers.__version__.split(".")[0]) < OLDEST:
         raise UnsupportedModel(f"--model-impl transformers needs transformers {OLDEST}, not {transformers.__version__}")
     try:
@@ -82,7 +85,7 @@ def _read_config(how: LoadRequest) -> Any:
 
 
 def _choose_class(config: Any) -> Any:
-    """The class of causal LM; raises ``UnsupportedModel`` where it can be told that it can't be run."""
+    """Return the class of the causal LM. Raises ``UnsupportedModel`` if the config shows that it can't be run."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel("it is no causal language model")
     if config.is_encoder_decoder:
@@ -160,7 +163,7 @@ def _make_ready(how: LoadRequest, model: Any) -> Loaded:
 
 
 def _identity(config: Any) -> dict[str, Any]:
-    """What of a config tells models apart."""
+    """Return the part of a config that distinguishes models."""
     transient = {"transformers_version", "architectures", "dtype", "_name_or_path", "use_cache"}
     return {key: value for key, value in config.to_dict().items() if key not in transient}
 

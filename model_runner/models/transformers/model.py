@@ -34,7 +34,7 @@ class PagedPass:
         self._layers = 0
 
     def begin(self, batch: ForwardBatch, attention: AttentionBackend) -> None:
-        """``attention`` has planned ``batch``."""
+        """Begin a pass over ``batch``, which ``attention`` has planned."""
         self._batch, self._attention, self._layers = batch, attention, 0
 
     def end(self, layers: int) -> None:
@@ -44,7 +44,10 @@ class PagedPass:
         self._batch = self._attention = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """[T, H * D] of ``q`` [T, H, D], ``k`` and ``v`` [T, K, D]; raises ``RuntimeError`` out of turn."""
+        """Return the attention [T, H * D] of ``q`` [T, H, D], ``k`` and ``v`` [T, K, D] for the next layer.
+
+        Raises ``RuntimeError`` if ``layer`` is not the next one, or outside of a pass.
+        """
         if self._batch is None or self._attention is None or layer != self._layers:
             raise RuntimeError(f"layer {layer} attended out of its turn")
         out = self._attention.forward(layer, q, k, v, spec)
@@ -92,7 +95,7 @@ class NoAttention:
 
 
 class TransformersModel:
-    """Computes passes by ``model``, a causal LM of transformers, whose attention layers are ``layers``."""
+    """Model that computes passes by ``model``, a causal LM of transformers. ``layers``: its attention layers."""
 
     def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
         self._model = model
@@ -102,11 +105,11 @@ class TransformersModel:
         self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+        """Return the logits of ``batch.logit_indices``, [L, V] float32. ``attention`` must have planned ``batch``."""
         return self.forward_at(batch.positions, batch, attention)
 
     def forward_at(self, positions: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """``forward``, with other ``positions`` [T] for all but attention."""
+        """Run ``forward`` with other ``positions`` [T] for everything but attention."""
         self._paged.begin(batch, attention)
         wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
         out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
@@ -117,18 +120,21 @@ class TransformersModel:
         return logits.float()
 
     def use_pool(self) -> None:
-        """From here on attention is that of the KV pool."""
+        """Compute attention over the KV pool from now on."""
         for module, attention in zip(self.modules, self._attentions, strict=True):
             set_attention([module], attention)
         self._model.set_attn_implementation(PAGED)
 
     def eager(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits of ``tokens`` [T] as transformers computes them by itself, [T, V] float32; ends ``use_pool``."""
+        """Return the logits of ``tokens`` [T] as transformers computes them by itself, [T, V] float32.
+
+        It ends ``use_pool``.
+        """
         self._model.set_attn_implementation("eager")
         return self._logits(tokens, positions)
 
     def without_attention(self, tokens: Tensor, positions: Tensor) -> Bare:
-        """What ``tokens`` [T] at ``positions`` [T] compute where all attention gives zeros; ends ``use_pool``."""
+        """Compute ``tokens`` [T] at ``positions`` [T] with an attention that gives zeros. It ends ``use_pool``."""
         none = NoAttention()
         set_attention(self.modules, none)
         self._model.set_attn_implementation(PAGED)

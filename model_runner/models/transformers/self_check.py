@@ -1,10 +1,13 @@
-"""A model of transformers is right or refused: passes through a small KV pool against its own attention, at load.
+"""Check of a transformers model at load: passes through a small KV pool against the model's own attention.
 
-First what must hold in every type, rounding or not: positions that are given mean what they do by default, and without
-attention a token's logits, queries, keys and values are those of the token and its position, whatever stands beside it.
+A model that differs is refused. First comes what must hold in every type, rounding or not:
+
+- Explicit positions give what the default positions give.
+- Without attention, a token's logits, queries, keys and values depend on the token and its position only.
+
 Then two rows are computed in pieces that share passes, and a row near the end of the context beside one at its
-beginning; each is compared with the whole row by itself, as transformers computes it. What each layer's attention is,
-``attention_check.py`` has compared before.
+beginning. Each is compared with the whole row by itself, as transformers computes it. ``attention_check.py`` has
+compared each layer's attention before.
 """
 
 from __future__ import annotations
@@ -27,11 +30,17 @@ STEPS = (((0, 9),), ((0, 7), (1, 6)), ((0, 1), (1, 1)), ((1, 4), (0, 1)), ((0, 3
 NEAR, FAR = 2, 3
 FAR_TOKENS = 5
 EXACT, REGROUPED = 1e-3, 0.02
-"""The same operations on the same values; with other tokens beside them, an expert's share is computed in another size,
-and rounds otherwise in types of 16 bits."""
+"""Tolerances for the same operations on the same values.
+
+With other tokens beside them, an expert's share is computed in another size. It then rounds otherwise in types of 16
+bits.
+"""
 TOLERANCE, ROUNDED = 1e-3, 0.3
-"""Of a token's logits: the root mean square of the difference, as a share of their standard deviation. In float32 for
-all tokens; in shorter types, where it grows with the depth and rounding can choose another expert, for half of them."""
+"""Limits of a token's logits: root mean square of the difference, as a share of their standard deviation.
+
+In float32 it holds for all tokens. In shorter types it grows with the depth, and rounding can choose another expert;
+there it holds for half of the tokens.
+"""
 
 
 def check_against_eager(
@@ -107,7 +116,9 @@ class _Check:
             )
 
     def _forward(self, step: tuple[tuple[int, int], ...], far: Tensor | None = None) -> dict[int, Tensor]:
-        """Each row's new logits; ``far``: the positions that row ``FAR`` has for all but attention."""
+        """Compute one step and return each row's new logits. ``far``: positions of row ``FAR`` for everything but
+        attention.
+        """
         starts = [self._lens[row] for row, _ in step]
         spans = [torch.arange(s, s + n, device=self._device) for s, (_, n) in zip(starts, step, strict=True)]
         counts = [count for _, count in step]
@@ -136,7 +147,10 @@ class _Check:
         return dict(zip([row for row, _ in step], torch.split(logits.flip(0), counts), strict=True))
 
     def _compare(self, got: Tensor, expected: Tensor, where: str) -> None:
-        """A row's logits [T, V] with those of transformers' own pass."""
+        """Compare a row's logits [T, V] with those of transformers' own pass.
+
+        Raises ``UnsupportedModel`` if they differ.
+        """
         error = _error(got, expected)
         is_right = error.max() <= TOLERANCE if self._dtype == torch.float32 else error.median() <= ROUNDED
         if not is_right:
@@ -147,7 +161,7 @@ class _Check:
 
 
 def _error(got: Tensor, expected: Tensor) -> Tensor:
-    """[T] of logits [T, V]: how far each token's are off, as a share of their standard deviation."""
+    """Return how far each token's logits [T, V] are off, as a share of their standard deviation: [T]."""
     size = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     return (got - expected).pow(2).mean(-1).sqrt() / size
 

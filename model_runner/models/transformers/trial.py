@@ -22,7 +22,7 @@ say how a pass is run. Any other one that has a value changes what is computed."
 
 
 class AttentionLayer(NamedTuple):
-    """``module``: who calls for attention. ``spec``: what it calls for."""
+    """An attention layer. ``module``: the module that calls the attention interface. ``spec``: what it asks for."""
 
     module: nn.Module
     spec: AttentionSpec
@@ -52,7 +52,10 @@ class Recorder:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
 
     def _window_of(self, mask: Tensor | None) -> int | None:
-        """Layers share a mask or two, and a long context takes a while to ask for."""
+        """Return the window of ``mask``, remembering the answer.
+
+        Layers share a mask or two, and reading a mask takes long with a long context.
+        """
         for known, window in self._windows:
             if known is mask:
                 return window
@@ -63,7 +66,9 @@ class Recorder:
 
 
 def find_attention(model: Any, tokens: Tensor, context_length: int) -> list[AttentionLayer]:
-    """The attention of ``model`` (of transformers), by a pass over ``tokens`` [T]; raises ``UnsupportedModel``."""
+    """Find the attention layers of a transformers ``model`` by a pass over ``tokens`` [T]. Raises
+    ``UnsupportedModel``.
+    """
     recorder = Recorder(context_length)
     set_attention(model.modules(), recorder)
     model.set_attn_implementation(TRIAL)

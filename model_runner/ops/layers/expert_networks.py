@@ -53,15 +53,15 @@ class StackedLinear:
         return sum((expert.weight if expert.packed is None else expert.packed).nbytes for expert in self.experts)
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        """All projections of one expert; their outputs lie side by side."""
+        """Apply all projections of one expert. Their outputs lie side by side."""
         return self.experts[expert].forward(x)
 
     def linears(self, prefix: str, *names: str) -> Linears:
-        """Each expert's, by the names of what it projects to, in order: ``prefix.7.name``."""
+        """Return each expert's linear operation by the names of its projections, in order: ``prefix.7.name``."""
         return {tuple(f"{prefix}.{i}.{name}" for name in names): expert for i, expert in enumerate(self.experts)}
 
     def weights(self, prefix: str, *names: str) -> dict[str, Tensor]:
-        """The views that take each expert's projections, projection by projection: ``prefix.7.name.weight``."""
+        """Return each expert's weight tensors as views, projection by projection: ``prefix.7.name.weight``."""
         views = weights_of(self.linears(prefix, *names))
         kinds = ("weight",) if self.bias is None else ("weight", "bias")
         ordered = [f"{i}.{name}.{kind}" for kind in kinds for name in names for i in range(len(self.experts))]

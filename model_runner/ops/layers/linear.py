@@ -39,7 +39,7 @@ class Linear:
         return torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device=self._device)
 
     def keep_packed(self) -> None:
-        """The weight will not be one of floats, which takes no memory then."""
+        """Drop the floating-point weight, because a packed one will replace it. It takes no memory then."""
         self.weight = torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device="meta")
 
     def use_packed(self, weight: PackedWeight, product: Product) -> None:
@@ -53,7 +53,7 @@ class Linear:
         return self._product(x, self.packed, self.bias)
 
     def weights(self, *names: str) -> dict[str, Tensor]:
-        """The views that take the checkpoint's separate projections, in order, by name."""
+        """Return the tensors of the checkpoint's separate projections as views by name, in the order of ``names``."""
         views = {f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, self.outs), strict=True)}
         if self.bias is not None:
             views |= {f"{name}.bias": part for name, part in zip(names, torch.split(self.bias, self.outs), strict=True)}
@@ -65,5 +65,5 @@ Linears = Mapping[tuple[str, ...], Linear]
 
 
 def weights_of(linears: Linears) -> dict[str, Tensor]:
-    """The views that take the tensors of all of them, by name."""
+    """Return the weight tensors of all ``linears`` as views, by name."""
     return {name: view for names, linear in linears.items() for name, view in linear.weights(*names).items()}

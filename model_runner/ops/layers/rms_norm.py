@@ -25,5 +25,5 @@ class RMSNorm:
         return self.weight + self._offset if self._offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised ``x``, of the same shape and type."""
+        """Return ``x`` normalised, of the same shape and type."""
         return rms_norm(x.float(), self.scale, self.eps).to(x.dtype)

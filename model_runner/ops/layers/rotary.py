@@ -36,7 +36,7 @@ class RotaryEmbedding:
         self.scale = torch.cat((scales, unrotated + 1.0)).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotations of ``positions`` [T], computed in float32."""
+        """Return the rotations of ``positions`` [T], computed in float32."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
         return Rotation(
@@ -45,7 +45,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Radians per token for each of the rotary_dim / 2 pairs, float32, on the CPU."""
+    """Return the radians per token of each of the rotary_dim / 2 pairs, float32, on the CPU."""
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
     match rope.type:
         case RopeType.LINEAR:
@@ -64,7 +64,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """What cosines and sines are multiplied by: YaRN and LongRoPE sharpen attention so, every other type leaves it."""
+    """Return the factor of cosines and sines. YaRN and LongRoPE sharpen attention by it; it is 1 for other types."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.type != RopeType.YARN or rope.factor <= 1:
@@ -81,7 +81,10 @@ def _llama3(inv_freq: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: RopeSpec) -> Tensor:
-    """Pairs that turn often in the trained context are left alone, rare ones stretched (YaRN, Peng et al., 2023)."""
+    """Stretch the frequencies by YaRN (Peng et al., 2023).
+
+    Pairs that turn often in the trained context stay as they are; those that turn rarely are stretched.
+    """
     dim = rope.rotary_dim
 
     def pair_that_turns(times: float) -> float:

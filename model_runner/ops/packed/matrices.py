@@ -37,14 +37,14 @@ class FP8Matrix(NamedTuple):
         return self.values.shape[0], self.values.shape[1]
 
     def take(self, rows: Rows) -> FP8Matrix:
-        """Some of the rows, in this order."""
+        """Return the matrix of ``rows`` alone, in this order."""
         values = self.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
         if len(self.scales) == 1:
             return self._replace(values=values)
         return FP8Matrix(values, _spread(self.scales, 0, self.rows, self.shape[0])[rows], 1, self.columns)
 
     def take_columns(self, begin: int, end: int) -> FP8Matrix:
-        """``[begin, end)``, which begin with a block."""
+        """Return the matrix of the columns ``[begin, end)``. ``begin`` must be the begin of a block."""
         values = self.values[:, begin:end]
         if self.scales.shape[1] == 1:
             return FP8Matrix(values, self.scales, self.rows, end - begin)
@@ -57,7 +57,7 @@ class FP8Matrix(NamedTuple):
         return found.float() * self.scales[rows // self.rows, columns // self.columns]
 
     def dequantise(self) -> Tensor:
-        """[O, I] float32."""
+        """Return the matrix in float32, [O, I]."""
         scales = _spread(_spread(self.scales, 0, self.rows, self.shape[0]), 1, self.columns, self.shape[1])
         return self.values.float() * scales
 
@@ -83,22 +83,22 @@ class Int4Matrix(NamedTuple):
         return self.shape[1] // len(self.scales)
 
     def take(self, rows: Rows) -> Int4Matrix:
-        """Some of the rows, in this order."""
+        """Return the matrix of ``rows`` alone, in this order."""
         return Int4Matrix(self.numbers[rows], self.zeros[:, rows], self.scales[:, rows], self.groups)
 
     def take_columns(self, begin: int, end: int) -> Int4Matrix:
-        """``[begin, end)``, whole groups, which are of neighbours."""
+        """Return the matrix of the columns ``[begin, end)``, which must be whole groups of neighbouring columns."""
         first, last = begin // self.group, end // self.group
         return Int4Matrix(self.numbers[:, begin:end], self.zeros[first:last], self.scales[first:last], None)
 
     def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``FP8Matrix.elements``."""
+        """Return the elements at ``rows`` and ``columns``, float32, as ``FP8Matrix.elements`` does."""
         groups = columns // self.group if self.groups is None else self.groups[columns]
         zeros, scales = self.zeros[groups, rows].float(), self.scales[groups, rows].float()
         return (self.numbers[rows, columns].float() - zeros) * scales
 
     def dequantise(self) -> Tensor:
-        """[O, I] float32."""
+        """Return the matrix in float32, [O, I]."""
         zeros, scales = (part.T.float() for part in (self.zeros, self.scales))
         if self.groups is None:
             zeros, scales = (part.repeat_interleave(self.group, 1) for part in (zeros, scales))
@@ -111,7 +111,7 @@ PackedMatrix = FP8Matrix | Int4Matrix
 
 
 def join(parts: Sequence[PackedMatrix], *, eight: bool) -> PackedWeight:
-    """One below the other, of one kind, of as many columns; where they have groups, of the same columns, as many each.
+    """Stack matrices of one kind with equal numbers of columns. Groups must have the same columns in each.
 
     ``eight``: see ``FP8Weight``.
     """
@@ -149,13 +149,13 @@ def _join_int4(parts: Sequence[Int4Matrix]) -> Int4Weight:
 
 
 def _by_row(matrix: FP8Matrix, count: int) -> Tensor:
-    """[count, O]: the scales of each row, by blocks of COLUMNS columns."""
+    """Return the scales of each row by blocks of COLUMNS columns, [count, O]."""
     scales = _spread(matrix.scales, 0, matrix.rows, matrix.shape[0]).expand(matrix.shape[0], -1)
     return _spread(scales, 1, matrix.columns // COLUMNS, count).expand(-1, count).T
 
 
 def _spread(scales: Tensor, axis: int, times: int, size: int) -> Tensor:
-    """Each of them so many times along ``axis``, cut to ``size``; a single one stays alone."""
+    """Repeat each of ``scales`` ``times`` times along ``axis``, cut to ``size``. A single scale stays alone."""
     if scales.shape[axis] == 1:
         return scales
     return scales.repeat_interleave(times, axis).narrow(axis, 0, size)

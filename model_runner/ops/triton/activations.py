@@ -23,13 +23,19 @@ _BY_NAME = {Activation.SILU: SILU, Activation.GELU: GELU, Activation.GELU_TANH: 
 
 
 def kind_of(activation: Activation, limit: float | None = None) -> int:
-    """What ``gated`` takes; with a ``limit`` it is the clamped one, whatever the activation."""
+    """Return the number of ``gated`` for an activation.
+
+    With a ``limit`` it is the clamped one, whatever the activation.
+    """
     kind = CLAMPED if limit is not None else _BY_NAME[activation]
     return int(kind.value)
 
 
 def gate_and_mul(x: Tensor, activation: Activation, out: Tensor | None = None, *, limit: float | None = None) -> Tensor:
-    """``x`` = [gate, up] of shape [T, 2 I]: [T, I], of the same type. ``limit``: the clamped one."""
+    """Return the gated activation [T, I] of ``x`` = [gate, up] of shape [T, 2 I], in its type.
+
+    With a ``limit`` it is the clamped activation.
+    """
     tokens, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device) if out is None else out
     block = min(triton.next_power_of_2(inner), 1024)
@@ -42,14 +48,14 @@ def gate_and_mul(x: Tensor, activation: Activation, out: Tensor | None = None, *
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """float32; never overflows."""
+    """Return the sigmoid of ``x`` in float32. It never overflows."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """float32 of float32."""
+    """Return the activation of ``gate`` times ``up``, all in float32. ``KIND`` is a number of ``kind_of``."""
     if KIND == SILU:
         result = gate * sigmoid(gate) * up
     elif KIND == GELU:

@@ -1,15 +1,15 @@
-"""Products with weights in FP8 (E4M3), which stay so in memory: what is read of them is half of what bfloat16 takes.
+"""Products with weights that stay in FP8 (E4M3) in memory: half of bfloat16's bytes are read.
 
-W8A8, where the device multiplies FP8 (compute capability 8.9 on): activations are quantised first (``quantise.py``),
-each token with one scale, or each COLUMNS of its elements with one where the weight has blocks (DeepSeek-V3's way).
-Sums of COLUMNS products come from the tensor cores and are added up in float32 by ordinary instructions, scaled then:
-Hopper's own sums of FP8 keep some 14 bits, too few for long rows.
+W8A8, where the device multiplies FP8 (compute capability 8.9 on): activations are quantised first (``quantise.py``).
+Each token has one scale, or one for each COLUMNS elements if the weight has blocks (as in DeepSeek-V3). Sums of COLUMNS
+products come from the tensor cores and are added up in float32 by ordinary instructions, scaled then: Hopper's own sums
+of FP8 keep some 14 bits, too few for long rows.
 
-W8A16, elsewhere: a weight becomes of the activations' type in registers, rounded as a dequantised one is, so that the
-product differs from that of the dequantised matrix by the order of the sum alone.
+W8A16, elsewhere: registers hold weights of the activations' type, rounded as dequantised ones are. So the product
+differs from that of the dequantised matrix by the order of the sum alone.
 
-Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides
-the tile, and with it the tensor cores' instructions.
+Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides the
+tile, and with it the tensor cores' instructions.
 
 Shapes: T tokens, O outputs, I inputs, S scales along a row.
 """
@@ -30,7 +30,10 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 
 def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None) -> Tensor:
-    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side. ``tile``: instead of ``fp8_tile``'s."""
+    """Return the product [T, O] in the type of ``x`` [T, I]. The elements of a row of ``x`` lie side by side.
+
+    ``tile`` replaces that of ``fp8_tile``.
+    """
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
@@ -59,10 +62,10 @@ def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: 
 
 
 def fp8_tile(tokens: int, *, is_wide: bool = False) -> dict[str, int]:
-    """Sizes of a program's tile, its threads and its buffers; ``is_wide``: of activations of four bytes.
+    """Return the sizes of a program's tile, its warps and its pipeline stages. ``is_wide``: activations of four bytes.
 
-    Few tokens: the weight is read once, by as many programs as there are to be had of a matrix of usual size. Many: a
-    tile that is read pays for itself in as many products as registers hold.
+    With few tokens the weight is read once, by as many programs as a matrix of usual size allows. With many tokens a
+    tile is used for as many products as registers hold.
     """
     if is_wide:
         return {"M": 16, "N": 32, "K": 32, "num_warps": 4, "num_stages": 2}
@@ -73,7 +76,7 @@ def fp8_tile(tokens: int, *, is_wide: bool = False) -> dict[str, int]:
 
 
 def _quantised(x: Tensor, is_blocked: bool) -> tuple[Tensor, Tensor]:
-    """``x`` in FP8, and its scales: [S, T], S is 1 for one a token."""
+    """Return ``x`` in FP8 with its scales [S, T]. S is 1 if each token has one scale."""
     tokens, inputs = x.shape
     out = torch.empty(tokens, inputs, dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(inputs, COLUMNS) if is_blocked else 1
@@ -84,8 +87,9 @@ def _quantised(x: Tensor, is_blocked: bool) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def rounded(weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 as ``dtype``, ties to even; in the interpreter of float32 still, as it neither multiplies bfloat16 nor
-    rounds to it.
+    """Round float32 to ``dtype``, ties to even.
+
+    In the interpreter the result is still float32, as it neither multiplies bfloat16 nor rounds to it.
     """
     if not _INTERPRETED:
         result = weight.to(dtype)

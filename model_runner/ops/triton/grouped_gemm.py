@@ -5,14 +5,14 @@
     down      times its expert's down projection, times the pair's weight: [pairs, N] float32
     combine   a token's pairs, added up in float32 in the order of the experts' numbers, as ``models/experts.py`` does
 
-Sums go along the inner dimension in blocks of one size, from 0 on, in float32. So a row's result does not depend on
-which rows share its block; it may on ``block_m``, as the tensor cores' instructions for 64 rows and more add within a
-block in another way than those for fewer. ``BLOCK_M`` is what models use.
+Sums go along the inner dimension in blocks of one size, from 0 on, in float32. So a row's result does not depend on the
+rows that share its block. It may depend on ``block_m``: the tensor cores' instructions for 64 rows and more add in
+another way than those for fewer. ``BLOCK_M`` is what models use.
 
 The number of blocks is known to the device alone: as many programs as there may be are launched, and the rest leave.
 
-Shapes: T tokens, C experts of a token, P = T C pairs (pair ``p`` is of token ``p // C``), E experts, N hidden size,
-I inner size, B blocks of M pairs.
+Shapes: T tokens, C experts of a token, P = T C pairs (pair ``p`` is of token ``p // C``), E experts, N hidden size, I
+inner size, B blocks of M pairs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from ....model_files.spec import Activation
 from .activations import gated, kind_of
 
 BLOCK_M = 64
-"""Rows of a block in every batch: full blocks of prompts keep the tensor cores busy, and where decode steps leave most
-of one empty, they wait for the weights, not for its products. Not measured on a GPU.
+"""Rows of a block in every batch. Not measured on a GPU.
+
+Full blocks of prompts keep the tensor cores busy. Blocks of decode steps are mostly empty and wait for the weights, not
+for products.
 """
 _SCAN = 1024
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -37,7 +39,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """Pairs in the order in which they are computed; memory that stays, for up to so many pairs."""
+    """Pairs in the order in which they are computed. The arrays have fixed addresses and a fixed maximum of pairs."""
 
     counts: Tensor
     """[E] int32: pairs of each expert."""
@@ -103,9 +105,9 @@ def experts_up(
     limit: float | None = None,
     tile: dict[str, int] | None = None,
 ) -> None:
-    """``out`` [P, I] of ``x`` [T, N], both of the weights' type: activated products of each pair. ``chosen``: C.
+    """Compute the activated up products of each pair: ``out`` [P, I] of ``x`` [T, N], both of the weights' type.
 
-    ``tile``: replaces that of ``experts_tile``; its M is ``blocks.block_m``.
+    ``chosen``: C. ``tile`` replaces that of ``experts_tile``; its M is ``blocks.block_m``.
     """
     inner, hidden = weights.down.shape[2], weights.down.shape[1]
     if len(x) == 0:
@@ -137,9 +139,9 @@ def experts_down(
     out: Tensor,
     tile: dict[str, int] | None = None,
 ) -> None:
-    """``out`` [P, N] float32 of ``x`` [P, I]: each pair's product times its weight (``pair_weights``: [P] float32).
+    """Compute the down products of each pair, times its weight: ``out`` [P, N] float32 of ``x`` [P, I].
 
-    ``tile``: as of ``experts_up``.
+    ``pair_weights``: [P] float32. ``tile`` replaces that of ``experts_tile``.
     """
     hidden, inner = weights.down.shape[1:]
     if len(x) == 0:
@@ -161,8 +163,9 @@ def experts_down(
 
 
 def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = None) -> None:
-    """``out`` [T, N]: each token's pairs ([P, N] float32) added up in the order of their experts (``chosen``: [T, C]),
-    then ``common`` ([T, N], what shared experts give), rounded once.
+    """Add up each token's pairs ([P, N] float32) in the order of their experts: ``out`` [T, N], rounded once.
+
+    ``chosen``: the experts' numbers, [T, C]. ``common``: output of the shared experts, [T, N], added last.
     """
     tokens, hidden = out.shape
     count = chosen.shape[1]
@@ -173,7 +176,7 @@ def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = 
 
 
 def experts_tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
-    """Sizes of a program's tile and its threads; ``halves``: how many products it has at a time."""
+    """Return the sizes of a program's tile, its warps and its pipeline stages. ``halves``: products at a time."""
     is_wide = dtype != torch.float32
     n = (128 if is_wide else 64) // halves
     sizes = {"M": block_m, "N": n, "K": 64 if is_wide else 32}

@@ -1,11 +1,11 @@
-"""Products with weights of four bits (W4A16), which stay so in memory: of AWQ, GPTQ and INT4, with scales of groups.
+"""Products with weights that stay in four bits (W4A16) in memory: AWQ, GPTQ and INT4, with scales of groups.
 
-Numbers become weights of the activations' type in registers, rounded as dequantised ones are, so that the product
-differs from that of the dequantised matrix by the order of the sum alone. A program takes the bytes of ``2 * HALF``
-columns at a time: what is in their lower bits meets one half of the activations, what is in their upper bits the other.
+Numbers become weights of the activations' type in registers, rounded as dequantised ones are. So the product differs
+from that of the dequantised matrix by the order of the sum alone. A program takes the bytes of ``2 * HALF`` columns at
+a time: what is in their lower bits meets one half of the activations, what is in their upper bits the other.
 
-Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides
-the tile, and with it the tensor cores' instructions.
+Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides the
+tile, and with it the tensor cores' instructions.
 
 Shapes: T tokens, O outputs, I inputs, G groups of columns that share a scale.
 """
@@ -27,7 +27,10 @@ _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 def int4_product(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None
 ) -> Tensor:
-    """[T, O], of the type of ``x`` [T, I], whose elements lie side by side. ``tile``: instead of ``int4_tile``'s."""
+    """Return the product [T, O] in the type of ``x`` [T, I]. The elements of a row of ``x`` lie side by side.
+
+    ``tile`` replaces that of ``int4_tile``.
+    """
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
     if tokens == 0:
@@ -52,8 +55,9 @@ def int4_product(
 
 
 def int4_tile(tokens: int, group: int, *, is_wide: bool = False) -> dict[str, int]:
-    """Sizes of a program's tile, its threads and its buffers; ``group``: columns that share a scale, a multiple of 32;
-    ``is_wide``: of activations of four bytes. All columns of a half tile are of one group.
+    """Return the sizes of a program's tile, its warps and its pipeline stages. ``is_wide``: activations of four bytes.
+
+    ``group``: columns that share a scale, a multiple of 32. All columns of a half tile are of one group.
     """
     if is_wide:
         return {"M": 16, "N": 32, "K": HALF // 2, "num_warps": 4, "num_stages": 2}
@@ -72,7 +76,9 @@ def _weights(
     is_there: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """``numbers`` [K, N] of four bits, as weights of ``dtype``; ``at`` [N]: where their scales and zero points lie."""
+    """Return ``numbers`` [K, N] of four bits as weights of ``dtype``. ``at`` [N]: offsets of their scales and zero
+    points.
+    """
     scale = tl.load(scales_ptr + at, mask=is_there, other=0.0).to(tl.float32)
     if zeros_ptr is None:
         found = numbers.to(tl.int32) - _ZERO

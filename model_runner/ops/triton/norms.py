@@ -21,9 +21,9 @@ _WIDEST_AFTER = 1 << 13
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
-    """``x`` [T, N] normalised, times ``weight`` ([N] float32) plus the spec's offset; into ``out`` (it may be ``x``).
+    """Normalise ``x`` [T, N], times ``weight`` ([N] float32) plus the spec's offset, into ``out``, which may be ``x``.
 
-    Rows may lie apart, their elements side by side.
+    Rows may lie apart; their elements lie side by side.
     """
     out = torch.empty_like(x) if out is None else out
     rows, width = x.shape
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = Non
 
 
 def head_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
-    """Each head of ``x`` [T, H, D] by itself, with one ``weight`` ([D] float32) for all; into ``out``."""
+    """Normalise each head of ``x`` [T, H, D] by itself, with one ``weight`` ([D] float32) for all, into ``out``."""
     out = torch.empty_like(x) if out is None else out
     tokens, heads, width = x.shape
     if tokens:
@@ -93,7 +93,7 @@ def _warps(block: int) -> int:
 def _normed(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, offset: tl.tensor, width: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
-    """float32, rounded as ``dtype``. What is no part of the row is 0."""
+    """Return a row normalised in float32 and rounded to ``dtype``. Elements of ``x`` beyond the row must be 0."""
     mean = tl.sum(x * x, 0) / width
     return (x * (1.0 / tl.sqrt_rn(mean + eps)) * (weight + offset)).to(dtype)
 

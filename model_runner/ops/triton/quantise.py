@@ -1,4 +1,4 @@
-"""Activations in FP8 (E4M3) for products of eight bits (W8A8): elements and the scales that give them their size back.
+"""Activations in FP8 (E4M3) for products of eight bits (W8A8): elements and their scales.
 
 Three ways, as checkpoints want them: one scale for the whole tensor (given, or found in it), one for each token, one
 for each BLOCK elements of a token (DeepSeek-V3's). A scale is the largest magnitude over 448, and 1 where all is zero;
@@ -23,7 +23,7 @@ _PART = 4096
 
 
 def quantise_tensor(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    """``x`` [T, N] (contiguous) over ``scale`` ([1] float32, which the checkpoint has measured), to ``out`` [T, N]."""
+    """Divide ``x`` [T, N] (contiguous) by ``scale`` ([1] float32, measured by the checkpoint) into ``out`` [T, N]."""
     size = x.numel()
     if size:
         _by_one_scale[(triton.cdiv(size, _PART),)](x, scale, out.view(torch.uint8), size, BLOCK=_PART, num_warps=8)
@@ -42,7 +42,10 @@ def find_scale(x: Tensor, scale: Tensor) -> None:
 
 
 def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """``x`` [T, N], a scale for each token: ``out`` [T, N] and ``scales`` [T, 1] float32. Elements lie side by side."""
+    """Quantise ``x`` [T, N] with a scale for each token into ``out`` [T, N] and ``scales`` [T, 1] float32.
+
+    The elements of a row lie side by side.
+    """
     tokens, width = x.shape
     if tokens:
         strides = (x.stride(0), out.stride(0), scales.stride(0))
@@ -50,8 +53,10 @@ def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
 
 
 def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """``x`` [T, N], a scale for each BLOCK elements of a token, the last ones of which may be fewer: ``out`` [T, N] and
-    ``scales`` [T, N / BLOCK] float32, in any strides (products want those of a token apart: its columns contiguous).
+    """Quantise ``x`` [T, N] with a scale for each BLOCK elements of a token, into ``out`` [T, N] and ``scales``.
+
+    The last block may have fewer elements. ``scales``: [T, N / BLOCK] float32, in any strides. Products want contiguous
+    columns.
     """
     tokens, width = x.shape
     if tokens:
@@ -67,19 +72,22 @@ def _scale_of(largest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """The largest; NaN if there is one."""
+    """Return the largest magnitude of ``x``, or NaN if there is one."""
     has_nan = tl.max((x != x).to(tl.int32), 0) != 0
     return tl.where(has_nan, float("nan"), tl.max(tl.where(x == x, tl.abs(x), 0.0), 0))
 
 
 @triton.jit
 def _divided(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """uint8: the bits of E4M3, a sign, four bits of exponent (from 2^-6 on, less is in units of 2^-9), three more."""
+    """Return ``x`` / ``scale`` as the bits of E4M3 in uint8: a sign, four bits of exponent, three of mantissa.
+
+    The exponent goes from 2^-6 on; smaller numbers are in units of 2^-9.
+    """
     x = tl.div_rn(x, tl.zeros_like(x) + scale)
     size = tl.minimum(tl.abs(x), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Added to a number whose last place is 1, what is behind the point is rounded off.
+    # After adding a number whose last bit is 1, the fraction is rounded off.
     small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     code = tl.where(x == x, tl.where(size < 0.015625, small, normal), 0x7F)
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)

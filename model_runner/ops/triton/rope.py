@@ -1,8 +1,8 @@
-"""Rotary embedding in place, of queries and keys in one launch, behind the norms of their heads where there are any.
+"""Rotary embedding in place, of queries and keys in one launch, after the norms of their heads if there are any.
 
 Models are loaded so that pair ``i`` of a head lies at ``i`` and ``head_dim / 2 + i`` (``model_files/rope_order.py``),
-elements that do not turn included: they have the angle 0. For heads in a checkpoint's own order there are the pairing
-by neighbours and a number of rotated elements, behind which a head stays as it is.
+elements that do not turn included: they have the angle 0. For heads in a checkpoint's own order, neighbours form the
+pairs, and elements after the rotated ones stay as they are.
 
 Shapes: T tokens, H heads of D, C rows of the table, r rotated elements.
 """
@@ -18,10 +18,10 @@ from ....model_files.spec import NormSpec, Pairing
 
 
 def rope_table(inv_freq: Tensor, scale: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-    """[C, r] float32: cosines, then sines, of ``positions`` ([C]), by pair: what ``rotate`` takes.
+    """Return the table [C, r] float32 that ``rotate`` takes: cosines, then sines, of ``positions`` ([C]), by pair.
 
-    ``inv_freq`` and ``scale`` (what both are multiplied by): [r / 2] float32. Of all positions of a context once, or of
-    a pass's tokens each time.
+    ``inv_freq`` and ``scale`` (a factor of both): [r / 2] float32. The table may cover all positions of a context once,
+    or a pass's tokens each time.
     """
     half = len(inv_freq)
     out = torch.empty((len(positions), 2 * half), dtype=torch.float32, device=inv_freq.device) if out is None else out

@@ -1,8 +1,7 @@
-"""What a step changes on the device before its pass, in one launch: slots of the request table, pages of windowed
-layers, and tokens that only the device knows yet.
+"""Changes of a step on the device before its pass, in one launch: slots, pages of windowed layers, last tokens.
 
-The changes are a list of single entries (``TableWrites``), put together on the host in the order that ``ForwardStep``
-fixes, later ones of a place instead of earlier ones: programs write in no order.
+The changes are a list of single entries (``TableWrites``), collected on the host in the order of ``ForwardStep``. A
+later write to an entry replaces earlier ones there, because programs write in no order.
 
 Shapes: W writes, P pairs of pages, U tokens that are their rows' last ones, R rows and C columns of the request table.
 """
@@ -33,7 +32,10 @@ class TableWrites(NamedTuple):
 
 
 def plan_writes(deltas: Sequence[SlotDelta], rows: I64, positions: I64, slots: I64, columns: int) -> TableWrites:
-    """The deltas, in order, and then the pass's own tokens ([T] each). ``columns``: of the request table."""
+    """Collect the writes of the deltas, in order, and then of the pass's own tokens ([T] each).
+
+    ``columns``: columns of the request table.
+    """
     if not deltas:
         return TableWrites(rows, positions, slots)
     moved = [unpack_i32(delta.slots).astype(np.int64) for delta in deltas]
@@ -59,9 +61,11 @@ def apply_step(
     window_pages: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """Apply ``TableWrites`` (on the device: [W] int64) to ``req_to_token`` ([R, C] int32), put each row's last token
-    (``last_tokens``: [R] int64) where it goes (``last_at`` and ``last_rows``: [U] int64) among ``input_ids`` (int64),
-    and let ``window_pages`` (int32) follow ``pages`` ([P, 2] int32: a page, and its page there).
+    """Apply ``TableWrites`` (on the device: [W] int64) to ``req_to_token`` ([R, C] int32).
+
+    - Each row's last token (``last_tokens``: [R] int64) goes into ``input_ids`` (int64), by ``last_at`` and
+      ``last_rows`` ([U] int64).
+    - ``window_pages`` (int32) gets ``pages`` ([P, 2] int32: a page, and its page there).
 
     Entries of a row of -1 fill up arrays of a captured graph.
     """
