@@ -29,13 +29,13 @@ class BenchOptions:
     api_key
         Sent as "Authorization: Bearer KEY".
     extra_body
-        JSON object whose fields are added to every request's body.
+        JSON object; its fields are added to every request's body.
     dataset
         random: random token ids. text: prompts of a file. trace: arrivals, lengths and shared blocks of a Mooncake
         trace, filled with random token ids.
     dataset_path
-        File of --dataset text (a line is a prompt, a JSON object with "prompt" and perhaps "output_len", or, in a
-        .json file, ShareGPT conversations) or of --dataset trace (JSON lines).
+        File of --dataset text: a line is a prompt or a JSON object with "prompt" and perhaps "output_len"; in a
+        .json file, ShareGPT conversations. Or the file of --dataset trace (JSON lines).
     tokenizer
         Tokenizer for --dataset text: prompts are then sent as token ids, and a conversation's own answer says how many
         tokens to ask for. A folder, .gguf file, hub name or "smollm2".
@@ -86,9 +86,9 @@ class BenchOptions:
     drain_timeout
         Seconds that the requests under way at the end of a scenario have to finish.
     slo_ttft_ms
-        Goodput counts requests whose first token came within this time.
+        Goodput counts requests with a first token within this time.
     slo_tpot_ms
-        Goodput counts requests whose time per output token was within this.
+        Goodput counts requests with at most this time per output token.
     slo_itl_ms
         Goodput counts requests without a longer gap between two chunks than this.
     slo_e2e_ms

@@ -127,7 +127,7 @@ METRICS: Metrics[RouterMetrics] = (
     ),
     gauge(
         "pdserve_router_instance_resting_seconds",
-        "For how long an instance's circuit breaker is open: it asked to be left alone, or failed several "
+        "Seconds until an instance's circuit breaker closes: it asked to be left alone, or failed several "
         "requests in a row.",
         _each(lambda i: i.breaker.seconds_left),
         *LABELS,

@@ -83,8 +83,8 @@ def flag(name: str) -> str:
 def check_options(options: Any) -> None:
     """Raise ``OptionError`` if ``options`` can't work together.
 
-    Each class that ``options`` inherits may have a generator method ``problems``, which yields a complaint for each
-    wrong option or combination of the sections that it can see.
+    Each class that ``options`` inherits may have a generator method ``problems``. It yields a complaint for each wrong
+    option or combination of the sections that it can see.
     """
     complaints = list(_out_of_bounds(options))
     for cls in reversed(type(options).__mro__):

@@ -43,7 +43,7 @@ def _show_default(value: Any) -> Any:
 app = App(
     name="pdserve",
     help=(
-        "LLM inference server whose prefill and decode phases run in separate instances.\n\n"
+        "LLM inference server with prefill and decode phases in separate instances.\n\n"
         "pdserve COMMAND --help lists the options of a command."
     ),
     group_parameters="Options",
@@ -156,7 +156,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     Parameters
     ----------
     shell
-        For bash: eval "$(pdserve completion bash)". README.md says where the others want it.
+        In bash: eval "$(pdserve completion bash)". README.md says where the others want it.
     """
     script = app.generate_completion(shell=shell)
     # If the script has no suggestions, as for --model-path, bash then offers file names.

@@ -32,15 +32,16 @@ class CacheBenchOptions:
     rounds
         How often everything is measured, the contestants taking turns; the medians are shown.
     vllm_python
-        Interpreter of an environment with vLLM, whose prefix cache is measured beside ours, such as
+        Interpreter of an environment with vLLM. Its prefix cache is compared with pdserve's. Example:
         .bench/vllm/bin/python of the peer comparison.
     sglang_python
-        The same with SGLang (pip install torch numpy; pip install --no-deps sglang): its RadixCache and allocator.
+        Interpreter of an environment with SGLang (pip install torch numpy; pip install --no-deps sglang). Its
+        RadixCache and allocator are compared with pdserve's.
     trace
         A trace in Mooncake's format. Instead of all this, it is sent through the scheduler in virtual time, and hit
-        rates are told by policy and size of the pool.
+        rates are printed by policy and size of the pool.
     num_requests
-        The first so many of the trace; default: all.
+        Requests to take from the start of the trace; default: all.
     length_scale
         Factor for the lengths of the trace, in steps of 1/512. At 1/32 a block of the trace is a page of 16 tokens.
     policies

@@ -27,14 +27,14 @@ class ScheduleBenchOptions:
     trace
         Trace in Mooncake's format (JSON lines): arrivals, lengths and shared blocks.
     num_requests
-        The first so many of the trace; default: all.
+        Requests to take from the start of the trace; default: all.
     policies
         Policies to compare.
     admission
-        Rules of admission to compare: forecast is the server's own, ratio what SGLang does (a share of what may be
-        generated, which sinks with each step and rises with each retraction).
+        Rules of admission to compare. forecast: the server's own. ratio: SGLang's, which reserves a share of what may
+        be generated; the share sinks with each step and rises with each retraction.
     prefill_only
-        What a prefill instance does: nobody generates more than the first token here.
+        Simulate a prefill instance: every request ends with its first token.
     length_scale
         Factor for the lengths of prompts, in steps of 1/512.
     output_scale

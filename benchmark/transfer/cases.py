@@ -1,4 +1,4 @@
-"""What is moved: so many pages of a size, scattered or in one run."""
+"""Cases of the transfer benchmark: how many pages of which size move, scattered or in one run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def cases_of(options: TransferBenchOptions, page_bytes: int) -> list[Case]:
 
 
 def pages_of(case: Case, pool_pages: int) -> PageLists:
-    """Pages for ``case`` out of pools of ``pool_pages``; page 0 is nobody's. Equal calls give equal pages."""
+    """Draw the source and destination pages of ``case`` from pools of ``pool_pages``, without page 0.
+
+    Equal calls give equal pages.
+    """
     if case.contiguity == "adjacent":
         run = np.arange(1, case.num_pages + 1, dtype=np.int32)
         return PageLists(run, run)

@@ -90,7 +90,7 @@ def obey(side: Side, command: Command) -> Answer:
 
 
 def move(side: Writer, command: Move) -> Moved:
-    """Again and again, and once at least."""
+    """Move the pages of ``command`` for its ``seconds``, at least once, and return the seconds of each round."""
     src, dst, until = unpack_i32(command.src), unpack_i32(command.dst), time.perf_counter() + command.seconds
     times: list[float] = []
     while not times or time.perf_counter() < until:
@@ -100,7 +100,7 @@ def move(side: Writer, command: Move) -> Moved:
 
 
 def verify(side: Side, command: Verify) -> Verified:
-    """Again and again, and once at least."""
+    """Verify the checksums of ``command`` for its ``seconds``, at least once, and return the seconds of each round."""
     pages, until = unpack_i32(command.pages), time.perf_counter() + command.seconds
     times: list[float] = []
     while not times or time.perf_counter() < until:
@@ -127,7 +127,8 @@ def serve(connection: Connection, files: Descriptors) -> None:
         except BackendUnavailable as e:
             answer = NotInstalled(str(e))
         except Exception as e:  # noqa: BLE001
-            # Whatever a library raises is to be told to who waits, and is told there.
+            # Libraries raise many types of exceptions. The parent waits for an answer, so each is sent to it and
+            # reported there.
             answer = Failed(str(e) if isinstance(e, SideFailed) else f"{type(e).__name__}: {e}")
         connection.send_bytes(encode(answer))
 

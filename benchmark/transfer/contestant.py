@@ -40,9 +40,9 @@ class LeftOut(Exception):
 
 
 class Contestant:
-    """``way``, ready to move. Use it as a context, at whose end its processes are killed.
+    """A way to move bytes (``way``) with its processes started. Use it as a context; the end of the context kills them.
 
-    Whatever it does may raise ``SideError``, after which it is of no more use.
+    Every method may raise ``SideError``. After that the object can't be used any more.
     """
 
     def __init__(self, way: Way, pools: SharedPools) -> None:
@@ -72,7 +72,10 @@ class Contestant:
         return self._ending.enter_context(SideProcess(f"the {role.value} of {self.way.label}", self._pools))
 
     def _begin(self, side: SideProcess, role: Role) -> bytes:
-        """What the other side has to know of this one."""
+        """Prepare ``side`` for ``role`` and return what the other side needs to reach it.
+
+        Raises ``LeftOut`` if a library is missing.
+        """
         answer = side.ask(Begin(self.way.how, self.way.backend, role, self._pools.page_bytes, self._pools.num_pages))
         if isinstance(answer, NotInstalled):
             raise LeftOut(answer.error)
@@ -89,7 +92,7 @@ class Contestant:
             raise SideError(f"{self.way.label} left other bytes behind than it was given")
 
     def measure(self, seconds: float) -> Round:
-        """One round of the pages that it is prepared for; each measurement takes ``seconds``."""
+        """Measure one round of moving the prepared pages. Each measurement repeats for ``seconds``."""
         assert self._pages is not None
         there = pack_i32(self._pages.dst)
         self._grant(there)

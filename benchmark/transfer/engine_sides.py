@@ -60,7 +60,10 @@ class _Driven:
         self._engine.submit(command)
 
     def ask(self, command: TransferCommand) -> _Answer:
-        """The answer, and the seconds until it was there. Raises ``SideFailed``."""
+        """Submit ``command`` and return its answer with the seconds that it took.
+
+        Raises ``SideFailed`` after ``LIMIT_SECONDS``.
+        """
         began = time.perf_counter()
         self._engine.submit(command)
         try:
@@ -81,7 +84,8 @@ class EngineOwner(Owner):
             raise SideFailed(f"the writer was not admitted: {answer.event}")
 
     def grant(self, pages: I32) -> None:
-        # One that has granted nothing leaves its library alone, and the processor to who has its turn.
+        # A side that has granted nothing does not poll its library. So it leaves the processor to the side that is
+        # measured.
         self._driven.submit(RevokePages(HANDOVER))
         if len(pages):
             self._driven.submit(GrantPages(HANDOVER, WRITER, [pack_i32(pages)]))

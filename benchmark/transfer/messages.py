@@ -21,14 +21,14 @@ class How(Enum):
 
 
 class Role(Enum):
-    """``OWNER``: whose pool is written; copying within one process needs none."""
+    """Role of a side. The pool of ``OWNER`` is written to. Copying within one process needs no owner."""
 
     WRITER = "writer"
     OWNER = "owner"
 
 
 class Way(NamedTuple):
-    """A way to move bytes. ``backend``: which, or whose library; "" where bytes are just copied."""
+    """A way to move bytes. ``backend`` names the transfer backend or the library; it is "" for a plain copy."""
 
     how: How
     backend: str = ""
@@ -102,8 +102,9 @@ class Moved(Message):
 
 
 class Verify(Message):
-    """To the owner, or to who copies: hold pages (int32) of the destination against checksums, again and again for
-    ``seconds``. Answer: ``Verified``.
+    """Command to check pages (int32) of the destination against checksums, repeatedly for ``seconds``.
+
+    It goes to the owner of the pool, or to the only side if there is no owner. Answer: ``Verified``.
     """
 
     pages: bytes

@@ -27,7 +27,7 @@ class TransferBenchOptions:
     Parameters
     ----------
     backends
-        Which transfer backends to measure. One that is not installed is named and left out.
+        Transfer backends to measure. One that is not installed is named and left out.
     page_bytes
         Bytes of a KV page: tokens of a page × layers × 2 × KV heads × head size × bytes of an element. The defaults are
         a power of two, and 16 tokens of SmolLM2-135M in bfloat16 and in float32.

@@ -33,7 +33,7 @@ class SharedPools:
         self._destination[:] = 0
 
     def has_landed(self, pages: PageLists) -> bool:
-        """Whether each page of the destination is its page of the source."""
+        """Return whether each page of the destination holds the bytes of its page of the source."""
         here, there = self._source, self._destination
         return all(
             np.array_equal(here[src], there[dst])

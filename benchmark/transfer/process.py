@@ -26,7 +26,10 @@ class SideError(BenchError):
 
 
 class SideProcess:
-    """``name``: what errors call it. Use it as a context, at whose end the process is killed."""
+    """A child process that is one side of a transfer. Use it as a context; the end of the context kills the process.
+
+    ``name`` stands for the process in error messages.
+    """
 
     def __init__(self, name: str, pools: SharedPools, limit_seconds: float = LIMIT_SECONDS + GRACE_SECONDS) -> None:
         self.name = name
@@ -41,7 +44,7 @@ class SideProcess:
             stdout=subprocess.DEVNULL,
             stderr=self._said,
             pass_fds=passed,
-            # Ctrl-C is for us alone, who end it.
+            # Ctrl-C goes to this process alone, which then ends the child.
             start_new_session=True,
         )
         theirs.close()
@@ -56,7 +59,10 @@ class SideProcess:
         self._said.close()
 
     def ask(self, command: Command, seconds: float = 0.0) -> Answer:
-        """The answer to ``command``, which takes ``seconds`` on purpose. Raises ``SideError``."""
+        """Send ``command`` to the child process and return its answer.
+
+        The limit is the usual one plus ``seconds``, which the command takes on purpose. Raises ``SideError``.
+        """
         doing, limit = type(command).__name__, self._limit + seconds
         try:
             self._connection.send_bytes(encode(command))
@@ -74,7 +80,10 @@ class SideProcess:
         return answer
 
     def _last_words(self) -> str:
-        """What it, or a library in it, printed at last: shown with an error, and else in the way of the results."""
+        """Return the last lines that the child process or its libraries printed.
+
+        They are shown with an error only; elsewhere they would be among the results.
+        """
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         return "".join(f"\n    {line}" for line in lines)

@@ -18,7 +18,10 @@ from ...messages.base import I32
 from .sides import HOST, LIMIT_SECONDS, Moving, Owner, Pools, SideFailed, Writer
 
 ASK_SECONDS = 0.0001
-"""Its own threads do the work: who asks without a pause takes a core from them."""
+"""Seconds between two questions whether a write is done.
+
+Asking without a pause takes a core from the library's threads.
+"""
 UNDER_WAY, LANDED = 0, 1
 
 

@@ -1,7 +1,7 @@
 """NIXL alone: an agent on either side, and one request for all pages of prepared lists.
 
-Its transports and network device are those of the backend, and so is how its owner takes what comes: no thread of the
-library's, but a look each half a millisecond. Its writer asks without a pause, since asking is what moves the bytes.
+Transports and network device are those of the backend. The owner also polls as the backend does: without a thread of
+the library's, every half millisecond. The writer polls without a pause, since polling is what moves the bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _make_agent(name: str, region: KVRegion) -> Any:
 
 
 def _pages_at(address: int, pools: Pools) -> Any:
-    """[1, 5]: pages behind one another (address, bytes, device, stride, count)."""
+    """Describe all pages of a pool as one row [1, 5]: address, bytes, device, stride, count."""
     return np.array([[address, pools.page_bytes, 0, pools.page_bytes, pools.num_pages]], dtype=np.uint64)
 
 

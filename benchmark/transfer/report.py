@@ -20,7 +20,7 @@ COLUMNS = ("GB/s", "of memcpy", "of raw", "unhashed GB/s", "checksum ms/GiB", "v
 
 
 def print_cases(console: Console, results: Sequence[CaseResult]) -> None:
-    """The table of one page size."""
+    """Print the table of one page size."""
     table = Table(title=f"pages of {results[0].case.page_bytes:,} bytes", title_justify="left")
     for name in ("request", "pages", "moved by"):
         table.add_column(name, no_wrap=True)
@@ -47,7 +47,7 @@ def print_cases(console: Console, results: Sequence[CaseResult]) -> None:
 
 
 def print_problems(console: Console, results: TransferResults) -> None:
-    """What is not in the tables, and why."""
+    """Print what the tables leave out, and why."""
     for what, colour, problems in (("left out", "yellow", results.left_out), ("failed", "red", results.failed)):
         for name, reason in problems.items():
             # Escaped: "pdserve[nixl]" would be taken for a colour.
@@ -56,7 +56,9 @@ def print_problems(console: Console, results: TransferResults) -> None:
 
 
 def write_json(path: Path, options: TransferBenchOptions, results: TransferResults) -> None:
-    """One JSON object: ``options``, ``cases`` with their figures and rounds (seconds), ``left_out``, ``failed``."""
+    """Write one JSON object: ``options``, ``cases`` with their figures and rounds (seconds), ``left_out`` and
+    ``failed``.
+    """
     content = {
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "options": dataclasses.asdict(options),

@@ -62,7 +62,7 @@ class CaseResult:
         )
 
     def _ratio(self, way: Way, other: Way) -> float | None:
-        """How fast ``way`` is, of the speed of ``other``."""
+        """Return the speed of ``way`` as a multiple of that of ``other``; None if ``other`` was not measured."""
         if other not in self.rounds:
             return None
         pairs = zip(self.rounds[way], self.rounds[other], strict=True)

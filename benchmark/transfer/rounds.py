@@ -16,7 +16,7 @@ from .process import SideError
 from .results import CaseResult, Round, TransferResults
 
 LIBRARIES = ("nixl", "mooncake")
-"""Backends whose library can be measured alone."""
+"""Backends with a library that can also be measured alone."""
 
 
 def ways_of(backends: list[HostBackendName]) -> list[Way]:
@@ -38,7 +38,7 @@ class TransferBench:
         self._notes = notes
 
     def run(self) -> Iterator[list[CaseResult]]:
-        """The results for each page size. Raises ``RegionError``."""
+        """Measure every case and yield the results of each page size. Raises ``RegionError``."""
         for page_bytes in self._options.page_bytes:
             cases = cases_of(self._options, page_bytes)
             pool_pages = max(case.num_pages for case in cases) + 1
@@ -82,6 +82,9 @@ class TransferBench:
 
 
 def _rotated(contestants: list[Contestant], number: int) -> list[Contestant]:
-    """A copy, from which ``contestants`` may lose some meanwhile."""
+    """Return a copy of ``contestants`` that begins at index ``number``.
+
+    The loop over it may remove contestants from the original.
+    """
     at = max(number, 0) % max(len(contestants), 1)
     return contestants[at:] + contestants[:at]

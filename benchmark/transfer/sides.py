@@ -44,9 +44,9 @@ class Side:
 
 
 class Owner(Side):
-    """Whose pool is written.
+    """A side with the pool that is written to.
 
-    ``means``: what the writer has to know. ``look_seconds``: how often its library wants to be looked after now, None
+    ``means``: what the writer needs to know of it. ``look_seconds``: how often its library has to be polled now, None
     if not at all.
     """
 
@@ -57,7 +57,7 @@ class Owner(Side):
         """Let the library take what has come."""
 
     def grant(self, pages: I32) -> None:
-        """``pages`` are about to be written, and no others; without any, somebody else has its turn."""
+        """Allow writes to ``pages`` and to no others. Without pages, another contestant is measured now."""
 
 
 class Writer(Side, ABC):

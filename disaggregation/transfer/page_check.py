@@ -111,9 +111,9 @@ class PageCheck:
 
 
 class PassedCheck(PageCheck):
-    """Of pages that are on a device by now: what is known of them since they passed (``page_checksums.py``).
+    """Check of pages that are already on a device, by the checksums noted while they passed (``page_checksums.py``).
 
-    All that was written has to be of the slices: a page that was written twice may not be what its slice had.
+    All that was written has to be part of the slices: a page that was written twice may not hold what its slice had.
     """
 
     def __init__(
@@ -155,8 +155,9 @@ def _convert(part: Landed, converter: PageConverter) -> Iterator[int]:
 
 
 def covers(slices: Sequence[SliceChecksum], sizes: Mapping[int, tuple[int, int]]) -> Generator[int, None, bool]:
-    """Whether ``slices`` are every layer of every page of each group, each once; ``sizes``: pages and layers by group.
-    Yields what that is worth, in bytes to hash.
+    """Return whether ``slices`` cover every layer of every page of each group exactly once.
+
+    ``sizes``: pages and layers by group. Yields the cost of each slice, in bytes to hash.
     """
     there = {group: np.zeros(size, dtype=np.bool_) for group, size in sizes.items()}
     for piece in slices:

@@ -35,8 +35,11 @@ class PageChecksums:
         *,
         summed: bool = True,
     ) -> None:
-        """``order``: of what comes, None for that of ``layout``, ours. ``groups``: numbers within the layout, by those
-        of the backend. ``summed``: whether there will be checksums. Raises ``ValueError`` for what can't be converted.
+        """Note checksums of pages, and convert pages from ``order`` to the order of ``layout``.
+
+        ``layout`` is ours; with ``order`` None the pages come in our order. ``groups``: group numbers within the
+        layout, indexed by those of the backend. ``summed``: whether there will be checksums. Raises ``ValueError`` for
+        an order that can't be converted.
         """
         self._layout = layout
         self._order = None if layout is not None and order == layout.order else order

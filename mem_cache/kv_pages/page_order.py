@@ -32,7 +32,7 @@ _Views = list[npt.NDArray[Any]]
 
 
 def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
-    """Whether pages of one layout can become pages of the other: they are equal, or differ in their order only."""
+    """Return whether pages of one layout can become pages of the other: they are equal or differ in order only."""
     if ours == theirs:
         return True
     return msgspec.structs.replace(theirs, order=ours.order) == ours and _is_convertible(ours)
@@ -54,9 +54,9 @@ def _has_whole_words(group: KVGroup) -> bool:
 
 
 class PageConverter:
-    """Brings pages of a group of ``layout`` that lie in the order ``source`` into the layout's own order, in place.
+    """Conversion of a group's pages from the order ``source`` into the order of ``layout``, in place.
 
-    Takes the memory of one page. Raises ``ValueError`` for a layout whose pages it doesn't know.
+    It takes the memory of one page. Raises ``ValueError`` for a layout with pages of an unknown order.
     """
 
     def __init__(self, layout: KVLayout, source: KVOrder, group: int = 0) -> None:
@@ -74,11 +74,10 @@ class PageConverter:
 
 
 def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
-    """A page's keys (or latent rows) as words, its values as elements, and their scales if any, with their axes as
-    "blocks" has them.
+    """Return views of a page's keys (or latent rows) as words, of its values as elements, and of its scales if any.
 
-    Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
-    few at a time.
+    Their axes are those of "blocks". Values come as one view for each slot of a row. With all slots in one view the
+    last axis would have two elements, which numpy copies slowly.
     """
     layers, heads, dim = group.num_layers, group.kv_heads, group.head_dim
     item, scale = _ITEM_BYTES[group.dtype], _scale_bytes(group)
@@ -110,12 +109,12 @@ def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
 
 
 def _as(pieces: Page, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Each of the pieces along the last axis as ``shape`` of ``dtype``: a view."""
+    """View each of the pieces along the last axis as ``shape`` of ``dtype``."""
     return pieces.view(dtype).reshape(*pieces.shape[:-1], *shape)
 
 
 def _together(item: int) -> int:
-    """Elements of a word, which "blocks" keeps in one piece."""
+    """Return how many elements of ``item`` bytes form a word, which "blocks" keeps in one piece."""
     return 1 if item == _WORD_BYTES else 2
 
 

@@ -1,8 +1,8 @@
 """The memory that KV pages live in: one contiguous, page-aligned buffer per model worker.
 
-A shared region is a sealed memfd: it has no name in any file system, so nothing is left behind whatever is killed, and
-a peer that holds its descriptor can map and write it, but can't change its size under us (which would turn our next
-access into SIGBUS). A private region is anonymous memory. Both commit a page of memory only when it is first touched.
+A shared region is a sealed memfd. It has no name in any file system, so nothing is left behind whatever is killed. A
+peer that holds its descriptor can map and write it, but can't change its size under us, which would turn our next
+access into SIGBUS. A private region is anonymous memory. Both commit a page of memory only when it is first touched.
 """
 
 from __future__ import annotations

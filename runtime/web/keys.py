@@ -1,6 +1,6 @@
 """API keys: the sender of a request, and whether it may change what other users see.
 
-A key has a name, which stands for it in logs, in the namespaces of cached prefixes, and in requests from a router to
+A key has a name. It stands for the key in logs, in the namespaces of cached prefixes, and in requests from a router to
 its instances. The admin key belongs to no user. It permits everything, also to act for a user.
 """
 

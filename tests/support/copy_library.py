@@ -24,7 +24,7 @@ class CopyDoor(Endpoint):
         self.library.endpoints -= 1
 
 
-class CopyCourier(Initiator):
+class CopyInitiator(Initiator):
     def __init__(self, library, groups, means):
         self.library, self.groups, self.addresses = library, groups, means.addresses
         library.initiators += 1
@@ -75,4 +75,4 @@ class CopyLibrary(LeasedBackend):
         return CopyDoor(self)
 
     def _initiator(self, offer, means):
-        return CopyCourier(self, self.groups, means)
+        return CopyInitiator(self, self.groups, means)

@@ -65,7 +65,7 @@ class CudaError(Exception):
 
 
 def load_driver() -> Callable[[int], IpcDriver]:
-    """What makes the driver of a device. Raises ``ImportError`` where there is none of NVIDIA's."""
+    """Load NVIDIA's driver and return a function that makes the ``IpcDriver`` of a device. Raises ``ImportError``."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as e:

@@ -1,16 +1,18 @@
 """KV pages from GPU to GPU of one host, or within one: the writer maps the peer's pool and copies, device to device.
 
 The owner listens on an abstract Unix socket, as ``shm`` does. A writer of the same user that introduces itself well is
-given a handle for each pool's allocation (``cuIpcGetMemHandle``), says that it opens it, and does so. The connection is
-the lease. Over it the writer requests pages (``write_requests.py``), gets leave once they are granted, and copies
-them on a stream of its own. It reports when the event after the copies has come, and is told when they have landed.
+given a handle for each pool's allocation (``cuIpcGetMemHandle``), reports that it opens it, and does so. The connection
+is the lease. Over it the writer requests pages (``write_requests.py``), gets a grant, and copies them on a stream of
+its own. It reports when the event after the copies has come, and gets an answer when they have landed.
 
-The owner can't end a writer's access: what is mapped stays mapped, and a copy that is queued is carried out. So when
-a link ends, its pages wait until the writer has let go: it has waited for its copies, unmapped the pool and said so, by
-an eventfd that came with the handles. Or until its process has ended, as the kernel tells by a pidfd: the end of the
-connection is not enough, which comes before the driver has taken down what the process had queued.
+The owner can't end a writer's access: what is mapped stays mapped, and a queued copy is carried out. So when a link
+ends, its pages wait until one of two things has happened:
 
-A writer that asks for nothing and writes all the same can't be kept from it; both ends are one user's processes.
+- The writer has waited for its copies, unmapped the pool and reported so by an eventfd that came with the handles.
+- The writer's process has ended, which a pidfd shows. The end of the connection is not enough: it comes before the
+  driver has taken down what the process had queued.
+
+A writer that writes without a grant can't be stopped; both ends are one user's processes.
 
 **Not tried on a GPU yet.** The tests have a driver for shared memory of the host in the place of CUDA's.
 """
@@ -97,7 +99,7 @@ class CudaIpcBackend(SocketBackend):
 
     def progress(self, timeout: float | None) -> list[LinkEvent]:
         if any(link.is_copying for link in self._links if isinstance(link, IpcWriter)):
-            # Nobody announces the end of a copy.
+            # No event announces the end of a copy, so poll.
             time.sleep(COPY_NAP_SECONDS)
             timeout = 0.0
         return super().progress(timeout)
@@ -117,7 +119,10 @@ class CudaIpcBackend(SocketBackend):
         return self._driver
 
     def _exports(self) -> tuple[bytes, list[Export]]:
-        """The device, and the pools where they are now: memory that was given back and taken again lies elsewhere."""
+        """Return the device and where the pools are now.
+
+        Memory that was given back and taken again has another address.
+        """
         try:
             return self._gpu.device, [self._gpu.export(g.region.address, g.region.nbytes) for g in self.groups]
         except RegionError as e:
@@ -153,7 +158,7 @@ class CudaIpcBackend(SocketBackend):
     def _serve(self, link: Link, readable: bool, writable: bool) -> None:
         super()._serve(link, readable, writable)
         if link.phase is LinkPhase.OPEN and link.stream.sending:
-            # What was read is answered at once: words are few and short, and somebody waits for each.
+            # Answer at once what was read: messages are few and short, and a peer waits for each.
             self._carry_on(link, lambda: None)
 
     def _advance(self) -> None:

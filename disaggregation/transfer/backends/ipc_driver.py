@@ -30,11 +30,14 @@ class IpcDriver(Protocol):
         ...
 
     def export(self, address: int, nbytes: int) -> Export:
-        """Memory of the device from now on, until it is freed. Raises ``RegionError`` for what no process may open."""
+        """Export memory of the device until it is freed.
+
+        Raises ``RegionError`` for memory that no other process may open.
+        """
         ...
 
     def why_not(self, device: bytes) -> str:
-        """Why this device can't write the memory of another one (or of itself), "" where it can."""
+        """Return why this device can't write the memory of ``device`` (perhaps its own), or "" if it can."""
         ...
 
     def open(self, handle: bytes) -> int:
@@ -50,7 +53,7 @@ class IpcDriver(Protocol):
         ...
 
     def is_done(self, ticket: Any) -> bool:
-        """Whether every byte of them is there, for whoever reads it. Raises ``LinkLost``."""
+        """Return whether every byte of the copies is visible to any reader. Raises ``LinkLost``."""
         ...
 
     def close(self) -> None:

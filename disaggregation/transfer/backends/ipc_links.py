@@ -95,9 +95,10 @@ class IpcReader(IncomingLink):
         export: Callable[[], tuple[bytes, list[Export]]],
         leave: Callable[[IpcReader], None],
     ) -> None:
-        """``export``: the device, and each pool where it is now. ``leave``: have both descriptors watched.
+        """Open the owner's end of a link on a connected socket.
 
-        Raises ``LinkLost``.
+        ``export`` returns the device and where each pool is now. ``leave`` has both descriptors watched. Raises
+        ``LinkLost``.
         """
         super().__init__(Stream(sock))
         self.process_fd = process_of(sock)
@@ -157,7 +158,7 @@ class _PoolWriter(WriteRequestWriter):
         mover: _Copies,
         there: Sequence[int],
     ) -> None:
-        """``there``: where each pool of the peer's begins."""
+        """Write to a peer's pools over ``link``. ``there``: address of each of the peer's pools in this process."""
         super().__init__(link, mover, groups)
         self._copies = mover
         self._there = there
@@ -280,7 +281,7 @@ class IpcWriter(OutgoingLink):
 
     @property
     def is_copying(self) -> bool:
-        """Whether the device has copies whose end is not known yet."""
+        """Return whether the device has copies with an end that is not known yet."""
         return self._copies.under_way
 
     def look(self) -> None:
@@ -296,14 +297,17 @@ class IpcWriter(OutgoingLink):
         if self._write_requests is not None:
             self._write_requests.close(reason)
         if self._unmap() and self._let_go_fd is not None:
-            with contextlib.suppress(OSError):  # nobody waits for it any more
+            with contextlib.suppress(OSError):  # the peer no longer waits for it
                 os.eventfd_write(self._let_go_fd, 1)
         if self._let_go_fd is not None:
             os.close(self._let_go_fd)
             self._let_go_fd = None
 
     def _unmap(self) -> bool:
-        """Whether nothing can be written any more. Else the peer waits for the end of this process."""
+        """Unmap the peer's pools, and return whether nothing can be written any more.
+
+        If it returns False, the peer waits for the end of this process.
+        """
         if not self._copies.settle():
             log.error("pages of peer %s may still be written: it can use them again when this process ends", self.peer)
             return False
@@ -311,7 +315,7 @@ class IpcWriter(OutgoingLink):
             for address in self._mapped.values():
                 self._driver.shut(address)
         except LinkLost as e:
-            # Nobody writes to it, but as long as it is mapped the peer must not free it.
+            # No copy writes to it, but the peer must not free it while it is mapped.
             log.error("the memory of peer %s stays mapped: %s", self.peer, e)
             return False
         self._mapped.clear()

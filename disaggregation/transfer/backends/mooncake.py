@@ -1,14 +1,14 @@
 """KV pages by Mooncake's transfer engine, over TCP.
 
-Its ways are those of ``leased_backend``; what else it asks for:
+The protocol is that of ``leased_backend``. In addition:
 
-- one engine a link, on either side: to end an engine is the only way to end a writer's access, to cancel, and to forget
-  a peer, and a frozen newcomer holds up the engine that greets it,
-- every run of pages submitted by itself: of a batch, a failure is told while the rest goes on,
-- the first contact in a thread of its own, as it may take as long as the peer likes.
+- Each link has one engine on either side. Only the end of an engine ends a writer's access, cancels a write, or forgets
+  a peer. A frozen newcomer also holds up the engine that greets it.
+- Every run of pages is submitted by itself: of a batch, a failure is reported while the rest goes on.
+- The first contact has a thread of its own, as it may take as long as the peer likes.
 
-To end an engine holds up all Python threads of the process until its listener's ``accept`` returns: a second, unless
-that is given a limit.
+Ending an engine holds up all Python threads of the process until its listener's ``accept`` returns: a second, unless
+that has a limit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HARMFUL = ("MC_LOG_DIR", "MC_TCP_PROTO")
 
 
 def _load() -> Any:
-    """The library, which reads its settings as it is loaded. Raises ``ImportError``."""
+    """Set the library's environment variables, which it reads as it is loaded, and load it. Raises ``ImportError``."""
     for name in HARMFUL:
         os.environ.pop(name, None)
     os.environ.update(SETTINGS)
@@ -74,7 +74,7 @@ class MooncakeBackend(LeasedBackend):
         return _MooncakeDoor(self.place, self.targets)
 
     def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
-        return _MooncakeCourier(self.place, self.groups, self.sources, means, self.wake)
+        return _MooncakeInitiator(self.place, self.groups, self.sources, means, self.wake)
 
 
 def _make_engine(place: str, memory: Sequence[MemoryRange]) -> Any:
@@ -106,11 +106,11 @@ class _MooncakeDoor(Endpoint):
         self.end = f"{place}:{self._engine.get_rpc_port()}".encode()
 
     def close(self) -> None:
-        # The last reference: its destructor waits for what is landing.
+        # This is the last reference. The engine's destructor waits until the writes under way have ended.
         self._engine = None
 
 
-class _MooncakeCourier(Initiator):
+class _MooncakeInitiator(Initiator):
     def __init__(
         self,
         place: str,

@@ -1,18 +1,18 @@
 """KV pages by NIXL, over UCX.
 
-Its ways are those of ``leased_backend``; what else it asks for:
+The protocol is that of ``leased_backend``. In addition:
 
-- one agent a link, on either side, with a name of its own: to end an agent is the only way to end a writer's access,
-  and removing a peer from one, to add it again, races,
-- memory registered before an agent's metadata is asked for; pages prepared once a link, as descriptor lists,
-- everything by one thread, which polls after each write and lets each endpoint take what has come. Without polling, an
+- Each link has one agent on either side, with a name of its own. Only the end of an agent ends a writer's access.
+  Removing a peer from an agent, to add it again, races.
+- Memory is registered before an agent's metadata is asked for. Pages are prepared once a link, as descriptor lists.
+- One thread does everything. It polls after each write and lets each endpoint take what has come. Without polling, an
   agent would keep a thread busy that takes a twelfth of a core, even if there is nothing to do.
 
-A pool on a device (``--kv-staging-size 0``) is registered as what it is, "VRAM", by its address there; either end may
-have its pool so or so.
+A pool on a device (``--kv-staging-size 0``) is registered as "VRAM" by its address there. Either end may have its pool
+on a device or on the host.
 
-UCX chooses TCP alone. Where it may let a writer copy by itself, into the memory of another process on the same host,
-no agent that ends can take that memory away. Who sets ``UCX_TLS`` (for RDMA, say) chooses otherwise.
+UCX uses TCP alone by default. If a writer may copy into the memory of another process on the same host, the end of an
+agent can't take that memory away. Setting ``UCX_TLS`` (for RDMA, say) selects other transports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIOCGIFADDR = 0x8915
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """The library and its errors. Raises ``ImportError``."""
+    """Load the library and return it with its exception types. Raises ``ImportError``."""
     os.environ.setdefault("UCX_TLS", TRANSPORTS)
     library, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
     logging.getLogger("nixl").setLevel(logging.ERROR)
@@ -87,7 +87,7 @@ class NixlBackend(LeasedBackend):
         return _NixlDoor(self.epoch, self.targets)
 
     def _initiator(self, offer: Offer, means: EndpointInfo) -> Initiator:
-        return _NixlCourier(self.epoch, self.groups, self.sources, means, offer)
+        return _NixlInitiator(self.epoch, self.groups, self.sources, means, offer)
 
 
 def _make_agent(epoch: str, memory: Sequence[MemoryRange]) -> Any:
@@ -103,7 +103,7 @@ def _make_agent(epoch: str, memory: Sequence[MemoryRange]) -> Any:
 
 
 def kind_of(device: int | None) -> str:
-    """What NIXL calls the memory of a device, None for the host's."""
+    """Return NIXL's name for the memory of ``device``; None stands for the host."""
     return "DRAM" if device is None else "VRAM"
 
 
@@ -123,7 +123,7 @@ class _NixlDoor(Endpoint):
         self._agent = None
 
 
-class _NixlCourier(Initiator):
+class _NixlInitiator(Initiator):
     def __init__(
         self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[MemoryRange], means: EndpointInfo, offer: Offer
     ) -> None:
@@ -149,7 +149,7 @@ class _NixlCourier(Initiator):
         self._reached = False
 
     def _prepare(self, agent: Any, address: int, num_pages: int, page_bytes: int, device: int | None) -> Any:
-        """Pages behind one another, as (address, bytes, device, stride, count)."""
+        """Prepare ``num_pages`` adjacent pages at ``address`` as a descriptor list of ``agent``."""
         pages = np.array([[address, page_bytes, device or 0, page_bytes, num_pages]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(agent, pages, kind_of(device))
 
@@ -177,7 +177,7 @@ class _NixlCourier(Initiator):
             raise LinkLost(f"NIXL did not take a write: {e}") from e
 
     def _parts(self, pages: PageWrite) -> tuple[Int64s, Int64s, Int64s]:
-        """Some layers of pages: their addresses here and there, and their bytes."""
+        """Return the addresses of some layers of pages here and at the peer, and their bytes."""
         group = self._groups[pages.group]
         here, there = group.spans(pages.src, pages.layers), group.spans(pages.dst, pages.layers)
         return here[:, 0] + group.region.address, there[:, 0] + self._addresses[pages.group], here[:, 1]
@@ -209,12 +209,12 @@ class _NixlCourier(Initiator):
 
 
 def _pieces(addresses: Int64s, lengths: Int64s, device: int | None) -> npt.NDArray[np.uint64]:
-    """[N, 3]: address, bytes, device."""
+    """Return descriptors as an array [N, 3]: address, bytes, device."""
     return np.stack((addresses, lengths, np.full_like(lengths, device or 0)), axis=1).astype(np.uint64)
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address, "" where none has."""
+    """Return the name of the network interface with this IPv4 address, or "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:

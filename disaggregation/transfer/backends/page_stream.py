@@ -7,9 +7,9 @@ After the handshake the writer sends batches and the receiver answers each, in o
 
 Bytes for pages that the hand-over was not granted are not read. If the grant doesn't come, the link ends.
 
-For pools in host memory, bytes go from the pool to the socket and from the socket to the pool without a copy in
-between. Pages of a pool on a device (``staging.py``) pass through slabs of host memory, one at a time. They have landed
-when they are on the device. While no slab is free nothing is read, so the connection itself slows the writer down.
+For pools in host memory, bytes go between pool and socket without a copy. Pages of a pool on a device (``staging.py``)
+pass through slabs of host memory, one at a time. They have landed when they are on the device. While no slab is free
+nothing is read, so the connection itself slows the writer down.
 """
 
 from __future__ import annotations

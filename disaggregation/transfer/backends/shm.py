@@ -1,12 +1,12 @@
 """KV pages between processes of one host: the writer maps the peer's pool and copies.
 
-A pool is a memfd. Its owner listens on an abstract Unix socket, which has no file; a writer of the same user that
-introduces itself well gets the descriptors of all pools. The connection stays open as the lease: the kernel closes it
+A pool is a memfd. Its owner listens on an abstract Unix socket, which has no file. A writer of the same user that
+introduces itself well gets the descriptors of all pools. The connection stays open as the lease. The kernel closes it
 after the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner
 can't take the mappings away. To part, it half-closes the connection; the writer then unmaps and closes its end.
 
-A pool on a device is no memfd, nor anything else that another process may map: its owner says so in its offer, and
-takes the pages by the connection itself (``page_stream.py``).
+A pool on a device is not a memfd, and no other process can map it. Its owner says so in its offer and takes the pages
+over the connection itself (``page_stream.py``).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _ShmWriter(OutgoingLink):
         try:
             for fd, group in zip(self.stream.descriptors, self.offer.groups, strict=True):
                 nbytes = group.num_pages * group.page_bytes
-                # A file that shrinks under a mapping kills who touches it.
+                # A file that shrinks under a mapping kills the process that touches it.
                 if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                     raise LinkLost("the peer's pool may shrink")
                 if os.fstat(fd).st_size < nbytes:

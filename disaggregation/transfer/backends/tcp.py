@@ -1,8 +1,8 @@
 """KV pages over TCP: works between any two hosts, needs nothing.
 
-What is said on a connection, and to whom its bytes go, is in ``page_stream.py``. A peer that died is noticed by the
-connection's end; one that is silent in the middle of a batch, by ``stall_seconds``; an idle peer whose host vanished,
-by TCP keep-alive.
+``page_stream.py`` has the protocol of a connection. A peer that died is noticed by the connection's end. One that is
+silent in the middle of a batch is noticed after ``stall_seconds``. An idle peer with a vanished host is noticed by TCP
+keep-alive.
 """
 
 from __future__ import annotations

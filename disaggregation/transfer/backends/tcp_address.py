@@ -20,7 +20,10 @@ Prepare = Callable[[socket.socket], None]
 def listen(
     host: str, port: int, advertise_host: str | None, prepare: Prepare = lambda sock: None
 ) -> tuple[socket.socket, str, int]:
-    """A listener, and the address and port where others reach it. Raises ``RegionError`` and ``OSError``."""
+    """Open a listener and return it with the address and port at which others reach it.
+
+    Raises ``RegionError`` and ``OSError``.
+    """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -49,7 +52,7 @@ def dial(offer: Offer, prepare: Prepare) -> socket.socket:
 
 
 def unreachable(offer: Offer, reason: str) -> str:
-    """What to tell the user when dialling failed because of ``reason``."""
+    """Return the error message for the user when dialling failed because of ``reason``."""
     hint = (
         "it offers a loopback address: start it with a --host that this host can reach"
         if ipaddress.ip_address(offer.place).is_loopback
@@ -59,7 +62,7 @@ def unreachable(offer: Offer, reason: str) -> str:
 
 
 def address_family(offer: Offer) -> socket.AddressFamily:
-    """Family of the offered address; raises ``BadMetadata`` for a name, whose look-up could block."""
+    """Return the family of the offered address. Raises ``BadMetadata`` for a name, because its look-up could block."""
     try:
         return tcp_socket.address_family(offer.place)
     except ValueError as e:
@@ -67,7 +70,7 @@ def address_family(offer: Offer) -> socket.AddressFamily:
 
 
 def reachable_address(bound: str) -> str:
-    """The address that peers can use for a socket bound to ``bound``, which may be "any"."""
+    """Return the address at which peers reach a socket that is bound to ``bound``, which may be "any"."""
     address = ipaddress.ip_address(bound)
     if not address.is_unspecified:
         return bound
@@ -82,9 +85,10 @@ def reachable_address(bound: str) -> str:
 
 
 def advertised_address(name: str, listener: socket.socket) -> str:
-    """The address of ``name``, of the listener's family; looked up here, since who connects must not wait for that.
+    """Return the address of ``name`` in the listener's family.
 
-    Raises ``RegionError`` where it is none, or one of this host alone.
+    It is looked up here, since a connecting peer must not wait for a look-up. Raises ``RegionError`` if there is no
+    address, or only one of this host.
     """
     try:
         found = socket.getaddrinfo(name, None, family=listener.family, type=socket.SOCK_STREAM)

@@ -21,7 +21,7 @@ SO_PEERPIDFD = 77
 
 
 def listen() -> tuple[socket.socket, str]:
-    """A listener, and its name. Raises ``OSError``."""
+    """Open a listener on an abstract Unix socket and return it with its name. Raises ``OSError``."""
     place = f"pdserve-kv-{secrets.token_hex(16)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -54,9 +54,9 @@ def check_user(sock: socket.socket) -> None:
 
 
 def process_of(sock: socket.socket) -> int:
-    """A descriptor, to be closed, that is readable when the process at the other end has ended with all that it had.
+    """Return a descriptor that becomes readable when the process at the other end has ended with all its memory.
 
-    Raises ``LinkLost`` where that process can't be seen from here.
+    The caller closes it. Raises ``LinkLost`` if that process can't be seen from here.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
@@ -71,7 +71,7 @@ def process_of(sock: socket.socket) -> int:
 
 
 def host_id() -> str:
-    """Names the kernel and network namespace that this process runs in, outside of which nobody reaches our socket."""
+    """Return a name for the kernel and network namespace of this process. Outside of it no peer reaches our socket."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -93,7 +93,7 @@ class DescriptorStream(Stream):
         return received
 
     def close(self) -> None:
-        """Also those that nobody has taken."""
+        """Close the connection, and the received descriptors that have not been taken."""
         super().close()
         for fd in self.descriptors:
             os.close(fd)
@@ -101,9 +101,9 @@ class DescriptorStream(Stream):
 
 
 def send_descriptors(sock: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    """Directly, since a descriptor can't be queued; so few bytes always fit into a new connection's buffer.
+    """Send descriptors with ``data`` at once, since a descriptor can't be queued.
 
-    Raises ``LinkLost``.
+    A few bytes always fit into a new connection's buffer. Raises ``LinkLost``.
     """
     try:
         socket.send_fds(sock, [data], descriptors)

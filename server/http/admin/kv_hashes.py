@@ -40,8 +40,9 @@ class KVHashesBody(Body):
 
 
 class HashedLayer(AnswerBody):
-    """Of one layer, a hash of each page's ``K`` and ``V``; of latent attention ``latent``, of labelled keys ``labels``
-    beside them. null: the page is not there.
+    """Hashes of one layer: one for each page's ``K`` and ``V``. null: the page is not there.
+
+    Latent attention has ``latent`` instead. Labelled keys add ``labels``.
     """
 
     layer: int
@@ -64,7 +65,7 @@ class KVHashesAnswer(AnswerBody):
 
 @endpoint(KVHashesAnswer, body=KVHashesBody)
 async def kv_hashes(request: Request) -> Response:
-    """501 without ``--kv-debug``."""
+    """Hash the pages of a prompt, layer by layer. Answers 501 without ``--kv-debug``."""
     state, body = HttpState.of(request), await parse_body(request, KVHashesBody)
     questions = state.engine.questions
     token_ids = body.input_ids

@@ -82,7 +82,10 @@ async def migrate(request: Request) -> Response:
 
 
 class DrainBody(Body):
-    """``POST /drain``: who goes on with what runs, as HOST:PORT of bootstrap servers; nobody: it is finished here."""
+    """``POST /drain``: the instances that take over the running requests, as HOST:PORT of their bootstrap servers.
+
+    Without any, the requests end here.
+    """
 
     may_be_left_out: ClassVar[bool] = True
     refuses_unknown: ClassVar[bool] = True

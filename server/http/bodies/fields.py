@@ -31,7 +31,7 @@ MAX_PROMPT_IDS = 2**20
 """Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
 MAX_LEVELS = 64
 MAX_FREE_VALUES = 1024
-"""Maximum number of values in an object whose fields no schema knows."""
+"""Maximum number of values in a free-form object, one with fields that no schema names."""
 MAX_FREE_CHARACTERS = 1 << 20
 """Maximum length of its names and strings together: templates are given documents by it."""
 INT32_MAX = 2**31 - 1

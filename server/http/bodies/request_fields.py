@@ -29,7 +29,7 @@ Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX), INTEGRAL]
 
 
 def _check_stops(stop: str | list[str]) -> list[str]:
-    """The stop strings; an empty one stops nothing."""
+    """Return the stop strings without empty ones, which stop nothing. Raises ``ValueError`` for too many."""
     strings = [string for string in ([stop] if isinstance(stop, str) else stop) if string]
     if len(strings) > MAX_STOPS:
         raise ValueError(f"holds {len(strings)} strings, the limit is {MAX_STOPS}")
@@ -77,14 +77,14 @@ class SamplingFields(Body):
 
 
 class RequestFields(Body):
-    """Fields that name a request and its hand-over; in the native and the OpenAI bodies alike.
+    """Fields that name a request and its hand-over, in the native and the OpenAI bodies alike.
 
-    ``rid``, ``extra_key``, ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` may be lists in a batch, one
-    entry a prompt; the others are one value for the whole body, as in SGLang.
+    In a batch ``rid``, ``extra_key``, ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` may be lists. They
+    then have one entry a prompt. The others are one value for the whole body, as in SGLang.
 
     ``bootstrap_signature`` and ``bootstrap_leg`` are a router's. ``extra_key`` keeps cached prefixes of different
-    tenants apart. ``timeout_s``: seconds in which the whole request has to be over. ``user``: for whom it was sent,
-    which counts with --fair-scheduling.
+    tenants apart. ``timeout_s``: seconds in which the whole request has to be over. ``user``: the user that it was sent
+    for, which counts with --fair-scheduling.
     """
 
     rid: OneOrMany[Rid] | None = None

@@ -45,9 +45,11 @@ class Aborted(AnswerBody):
 
 @endpoint(Aborted, body=AbortBody)
 async def abort_request(request: Request) -> Response:
-    """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short.
+    """End one running request, or all.
 
-    Whoever is not the admin means requests with its own key; without a key, one whose name it knows.
+    A request that is not running is no error. Each still gets its answer, cut short.
+
+    A caller other than the admin ends requests with its own key; without a key, a request of which it knows the name.
     """
     engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
     body = await parse_body(request, AbortBody)

@@ -168,7 +168,7 @@ def _release(http: HttpState, session: Session, other: Session | None = None) ->
 
 @endpoint(RestoreAnswer, body=RestoreBody, event=Generated)
 async def restore(request: Request) -> Response:
-    """Go on with a session's answer; or bring its KV back, for who comes with its tokens next."""
+    """Resume the answer of a session, or only bring back its KV for the next request with its tokens."""
     http, body = HttpState.of(request), await parse_body(request, RestoreBody)
     owner = _owner(request, body.owner)
     session = await http.sessions.run(lambda files: files.load(owner, body.name))
@@ -267,7 +267,7 @@ class ResumedResponse(EngineResponse):
 
 @endpoint(SessionList)
 async def list_sessions(request: Request) -> Response:
-    """The caller's; an admin's list is of everybody's, with their owners."""
+    """List the sessions of the caller. For an admin, list all sessions with their owners."""
     caller = Caller.of(request.scope)
     found = await HttpState.of(request).sessions.run(
         lambda files: files.listed(None if caller.is_admin else caller.name)

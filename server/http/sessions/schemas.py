@@ -64,8 +64,10 @@ class SnapshotBody(Body):
 
 
 class RestoreBody(Body):
-    """``POST /kv/restore``. ``resume``: generate the rest of its answer; else its KV is brought back, for who comes
-    with the same tokens next. Default: as its answer was begun. ``owner``: whose it is, for an admin.
+    """``POST /kv/restore``. ``resume``: generate the rest of its answer; false: only bring its KV back.
+
+    The KV then serves the next request with the same tokens. Default: as its answer was begun. ``owner``: the owner of
+    the session, for an admin.
     """
 
     name: Name

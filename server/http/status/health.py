@@ -35,7 +35,10 @@ class PaceAnswer(AnswerBody):
 
 
 class HealthAnswer(AnswerBody):
-    """It can serve. ``warning``: what somebody should look after nonetheless. The rest says which instance it is."""
+    """The answer of an instance that can serve. ``warning``: what needs attention nonetheless.
+
+    The rest identifies the instance.
+    """
 
     status: Literal["ready"]
     epoch: str | None = None
@@ -54,7 +57,7 @@ class LivenessAnswer(AnswerBody):
 
 @endpoint(HealthAnswer)
 async def health(request: Request) -> Response:
-    """200 when every process of the instance answers and it takes requests, else 503 with the reason."""
+    """Answer 200 when every process of the instance answers and it takes requests, else 503 with the reason."""
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
         raise ApiError(503, verdict.reason, code="hangs" if verdict.hangs else None)
@@ -70,13 +73,13 @@ async def health(request: Request) -> Response:
 
 @endpoint(LivenessAnswer)
 async def livez(request: Request) -> Response:
-    """200 while this process answers at all; says nothing about the others."""
+    """Answer 200 while this process answers at all. It tells nothing about the other processes."""
     return respond(LivenessAnswer(status="alive"))
 
 
 @endpoint(HealthAnswer)
 async def health_generate(request: Request) -> Response:
-    """200 when a token has really been generated within the time limit, else 503 with the reason."""
+    """Answer 200 when a token has really been generated within the time limit, else 503 with the reason."""
     engine = HttpState.of(request).engine
     plan = PromptPlan(
         prompt=Prompt(text="1"),
@@ -103,5 +106,5 @@ async def health_generate(request: Request) -> Response:
 
 @endpoint(MetricsText)
 async def metrics(request: Request) -> Response:
-    """What Prometheus scrapes: waits for no other process."""
+    """Answer a scrape of Prometheus. It waits for no other process."""
     return await HttpState.of(request).metrics.answer()

@@ -34,7 +34,9 @@ class ServerInfoAnswer(RootModel[dict[str, Any]]):
 
 
 class Transfer(AnswerBody):
-    """A hand-over that is open. ``peer``: the other instance's epoch. ``instance``: whose it is, from a router."""
+    """A hand-over that is open. ``peer``: the other instance's epoch. ``instance``: the instance it belongs to, from a
+    router.
+    """
 
     direction: Literal["sending", "receiving", "moving", "arriving"]
     room: int
@@ -66,8 +68,9 @@ class ModelInfo(AnswerBody):
 
 @endpoint(ServerInfoAnswer)
 async def server_info(request: Request) -> Response:
-    """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's; ``FOR_USERS`` of it,
-    where the caller is no admin.
+    """Answer with the scheduler's state (pools, queues, role, peers, invariants, options) and that of this process.
+
+    A caller that is not an admin gets the fields in ``FOR_USERS``.
     """
     state = HttpState.of(request)
     try:
@@ -83,7 +86,7 @@ async def server_info(request: Request) -> Response:
 
 @endpoint(TransfersAnswer)
 async def transfers(request: Request) -> Response:
-    """The hand-overs that are open, the oldest first."""
+    """List the hand-overs that are open, the oldest first."""
     engine = HttpState.of(request).engine
     try:
         answer = await engine.questions.ask(TransfersReq(), QUESTION_TIMEOUT_SECONDS)
@@ -94,7 +97,7 @@ async def transfers(request: Request) -> Response:
 
 @endpoint(ModelInfo)
 async def model_info(request: Request) -> Response:
-    """What is served, in SGLang's words."""
+    """Answer which model is served, with the field names of SGLang."""
     options = HttpState.of(request).options
     return respond(
         ModelInfo(

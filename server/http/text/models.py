@@ -59,7 +59,7 @@ class Text(AnswerBody):
 
 @endpoint(ModelList)
 async def list_models(request: Request) -> Response:
-    """The one model served, by each of its names, in OpenAI's list."""
+    """List the served model by each of its names, in OpenAI's format."""
     state = HttpState.of(request)
     limits = await state.engine.questions.limits(TIMEOUT_SECONDS)
     return respond(ModelList(object="list", data=[_card(state, name, limits) for name in state.model.names]))
@@ -67,7 +67,7 @@ async def list_models(request: Request) -> Response:
 
 @endpoint(ModelCard)
 async def get_model(request: Request) -> Response:
-    """The model of that name; 404 when it is not the one served."""
+    """Answer with the model of that name, or 404 if it is not served."""
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
@@ -77,7 +77,7 @@ async def get_model(request: Request) -> Response:
 
 @endpoint(Tokens, body=TokenizeBody)
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, of several, or of a conversation as the model's template renders it."""
+    """Answer with the token ids of a text, of several, or of a conversation as the model's template renders it."""
     state = HttpState.of(request)
     body = await parse_body(request, TokenizeBody)
     check_model(body.model, state.model)
@@ -108,7 +108,7 @@ async def tokenize(request: Request) -> Response:
 
 @endpoint(Text, body=DetokenizeBody)
 async def detokenize(request: Request) -> Response:
-    """What token ids read; ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
+    """Answer with the text of token ids. ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
     state = HttpState.of(request)
     body = await parse_body(request, DetokenizeBody)
     check_model(body.model, state.model)
