@@ -43,14 +43,14 @@ INSIDE = (
 
 
 def render() -> str:
-    """The page with its tables as the code has them."""
+    """Return the page with its tables as the code has them."""
     text = PAGE.read_text(encoding="utf-8")
     tables = f"{BEGIN}\n\n{table(APIS)}\n\nThe objects inside of them:\n\n{table(INSIDE)}\n\n{END}"
     return BETWEEN.sub(lambda _: tables, text)
 
 
 def table(apis: tuple[Api, ...]) -> str:
-    """A row for each field of any of ``apis``, by name."""
+    """Return a table with a row for each field of any of ``apis``, by name."""
     names = sorted({name for api in apis for body, _ in api.bodies for name in names_of(body)})
     rows = [("field", *(api.title for api in apis))]
     rows += [("---",) * len(rows[0])]
@@ -86,12 +86,12 @@ def fate(body: type[Body], name: str) -> str:
 
 
 def alternatives(values: Iterable[Any]) -> str:
-    """The values that ask for nothing, beside null, which always does."""
+    """Join the values that ask for nothing, beside null, which always does."""
     return " or ".join(map(shown, values)) or "null"
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it."""
+    """Return a value as JSON in code marks."""
     return f"`{json.dumps({} if isinstance(value, Body) else value)}`"
 
 

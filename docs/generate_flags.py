@@ -43,7 +43,7 @@ instead.
 
 
 def render() -> str:
-    """The page's text."""
+    """Return the page's text."""
     # Usage lines name the program as it was started, which the page must not depend on.
     text = re.sub(r"```console\n.*\n```\n+", "", app.generate_docs())
     sections = re.split(r"^## pdserve ([\w-]+)\n", text, flags=re.MULTILINE)[1:]

@@ -1,9 +1,8 @@
-"""Measures decode steps that attend to few tokens: ``python -P -m tools.double_sparsity.bench --channels
-FILE``.
+"""Measures decode steps that attend to few tokens: ``python -P -m tools.double_sparsity.bench --channels FILE``.
 
-Beside it, on the same weights, the torch engine and the CPU kernels attending to all tokens. Passes take turns, so that
-what a machine does meanwhile is done to all, and a ratio is the median of those of the turns, to the first. Contexts
-may be longer than the model's own: what is computed means nothing, and takes as long.
+Beside it, on the same weights, the torch engine and the CPU kernels attend to all tokens. Passes alternate, so that
+disturbances of the machine affect all of them. A ratio is the median of those of the rounds, to the first. Contexts may
+be longer than the model's own: what is computed means nothing, and takes as long.
 """
 
 from __future__ import annotations

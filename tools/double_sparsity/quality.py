@@ -1,10 +1,12 @@
-"""Measures what attending to few tokens costs in quality: ``python -P -m tools.double_sparsity.quality
---channels FILE``.
+"""Measures what attention to few tokens costs in quality.
 
-The text is the default one of ``text_windows.py``, after the part that ``pdserve calibrate`` looks at. In each window
-the first half is a prompt, and the second is computed as if it had been generated, which it is whichever pass does it.
-All with the torch engine, on the same weights; compared with attention to all tokens, over the tokens of the second
-half:
+    python -P -m tools.double_sparsity.quality --channels FILE
+
+The text is the default one of ``text_windows.py``, after the part that ``pdserve calibrate`` reads. In each window the
+first half is a prompt. The second half is computed as if it had been generated, with the given tokens.
+
+All passes use the torch engine and the same weights. They are compared with attention to all tokens, over the tokens of
+the second half:
 
 - perplexity: the exponential of the mean of -ln p(next token)
 - divergence: the mean of KL(all || few), in nats per token
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def measure(model_path: str, channels: str, ways: list[Way], windows: Tensor) -> dict[Way, Score]:
-    """The sums of each way; the first is what the others are compared with."""
+    """Return the sums of each way over ``windows``. The others are compared with the first."""
     expected = list(_logits(model_path, channels, ways[0], windows))
     scores = {}
     for way in ways:
@@ -105,12 +107,12 @@ def _logits(model_path: str, channels: str, way: Way, windows: Tensor) -> Iterat
     model = load_model(options)
     half = width // 2
     for ids in windows:
-        # The prompt's last token has all of it; what it says of the next one is no news.
+        # The prompt's last token attends to all of it, so its logits for the next token don't differ.
         yield model.engine.forward(whole_text(ids, options.page_size, half, half + 1))[:-1]
 
 
 def _compare(logits: Tensor, truth: Tensor, ids: Tensor) -> Tensor:
-    """A window's ``Score``, [3] float64; ``ids`` [w], of which the last ones are scored."""
+    """Return a window's ``Score``, [3] float64. The last tokens of ``ids`` [w] are scored."""
     sums = torch.zeros(3, dtype=torch.float64)
     blocks = (torch.split(tensor, ROWS) for tensor in (logits, truth, ids[-len(truth) :]))
     for few, everything, wanted in zip(*blocks, strict=True):

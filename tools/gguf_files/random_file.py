@@ -1,11 +1,10 @@
 """Writes a random Llama as a GGUF file: ``python -P -m tools.gguf_files.random_file model.gguf --mix Q4_K_M``.
 
-With ``--experts 64`` it is a Qwen3-MoE, each of whose experts has ``--inner`` columns.
+With ``--experts 64`` it is a Qwen3-MoE; each of its experts has ``--inner`` columns.
 
-K-quants need sizes that are multiples of 256, which the default model's are not; this makes a model of any size in
-seconds, without a checkpoint to start from and without another program to quantise it. Its blocks are valid, its words
-are nonsense, its speed is that of a real model. It carries the default model's tokenizer, so that any server of GGUF
-files can run it.
+K-quants need sizes that are multiples of 256, which the default model's are not. This makes a model of any size in
+seconds, without a checkpoint or another program to quantise it. Its blocks are valid, its words are nonsense, its speed
+is that of a real model. It carries the default model's tokenizer, so that any server of GGUF files can run it.
 """
 
 from __future__ import annotations

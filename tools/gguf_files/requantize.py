@@ -1,8 +1,9 @@
-"""Writes a model's GGUF file anew with its quantised matrices in another kind:
-``python -P -m tools.gguf_files.requantize smollm2 out.gguf Q5_0``.
+"""Writes a model's GGUF file with its quantised matrices in another kind.
 
-For the kinds that the gguf package can quantise to; what the file had lost before stays lost. Beside the perplexity of
-the original, that of the new file says what the kind costs, and that its blocks are multiplied with as they should be.
+    python -P -m tools.gguf_files.requantize smollm2 out.gguf Q5_0
+
+It knows the kinds that the gguf package can quantise to; what the file had lost before stays lost. Comparing the
+perplexity of both files shows what the kind costs. It also shows that its blocks are multiplied correctly.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     make gpu-check GPU_CHECK="--wheels DIR --only kernels"
 
-A part has nine minutes from a bare start, its groups of checks run in processes of their own, and the page is written
-after each of them. What no time was left for is named there. Everything is written to --page and --cache: compiled
-kernels, installed wheels, records, logs and tables. --dry-run runs everything on a CPU, at tiny shapes, kernels in
-Triton's interpreter.
+A part has nine minutes from a bare start. Its groups of checks run in processes of their own, and the page is written
+after each of them. Checks that no time was left for are named there. Everything is written to --page and --cache:
+compiled kernels, installed wheels, records, logs and tables. --dry-run runs everything on a CPU, at tiny shapes,
+kernels in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Speed of steps: decode steps against the rate that this GPU reads memory at, prompts against the rate that it
-multiplies at, attention backends beside each other, what a step costs the host, and what it launches. Weights are
-random, of an 8B and of a 1B.
+"""Speed of steps on a GPU, with random weights of an 8B and of a 1B model.
+
+Decode steps are compared with the rate at which this GPU reads memory, prompts with the rate at which it multiplies. It
+also compares attention backends, and measures what a step costs the host and what it launches.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ def _of_model(bench: Bench) -> Iterator[Check]:
 
 
 def check_decode(bench: Bench, batch: int, least: float) -> Finding:
-    """Bytes that the step must read (weights, and its rows' KV) in its time, as a share of the reading rate."""
+    """Measure the bytes that a decode step must read (weights, and its rows' KV) in its time, as a share of the reading
+    rate.
+    """
     steps, shape = bench.steps, bench.shape
     times = steps.decode(batch, 3 if bench.part.dry_run else 60)
     kv = batch * shape.context * steps.model.pools.layout.page_bytes // steps.model.pools.page_size
@@ -154,7 +157,9 @@ def check_decode(bench: Bench, batch: int, least: float) -> Finding:
 
 
 def check_prompt(bench: Bench, least: float | None) -> Finding:
-    """Two operations for each weight and token, and attention's, as a share of the multiplying rate."""
+    """Measure the operations of a prompt (two for each weight and token, and attention's) as a share of the multiplying
+    rate.
+    """
     shape = bench.shape
     took = bench.steps.prefill(shape.prompt, 2 if bench.part.dry_run else 7)
     spec = bench.steps.model.spec

@@ -70,7 +70,7 @@ GROUPS = {
 
 
 def pairs(part: Part, asked: Asked) -> list[Sides]:
-    """Everything that KV can take from a GPU to a GPU, or between a GPU and a CPU."""
+    """Return the pairs of instances for every way of KV from GPU to GPU, or between a GPU and a CPU."""
     if part.dry_run:
         staged = [*asked.on("cpu"), "--attention-backend", "torch", "--kv-staging-size", "0.002"]
         kinds = ("tcp", "nixl", "mooncake")
@@ -155,8 +155,9 @@ def check_ranks(part: Part, ranks: Ranks, asked: Asked) -> Finding:
 
 
 def _too_few(part: Part, gpus: int) -> str:
-    """Why something that takes so many GPUs can't run here, "" where it can; what one is enough for has a stand-in in
-    a dry run, or says itself that it has none.
+    """Return why a check that takes ``gpus`` GPUs can't run here, or "" if it can.
+
+    What one GPU is enough for has a stand-in in a dry run, or reports itself that it has none.
     """
     there = 0 if part.dry_run else torch.cuda.device_count()
     return f"it takes {gpus} GPUs, and there are {there}" if gpus > max(there, 1) else ""

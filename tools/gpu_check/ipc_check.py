@@ -1,5 +1,6 @@
-"""What the ``cuda_ipc`` backend asks of the driver, by itself: a process maps memory of another one, and writes it; and
-what becomes of the one when the other is killed.
+"""Check of what the ``cuda_ipc`` backend needs of the driver: a process maps memory of another one, and writes it.
+
+It also shows what becomes of the one process when the other is killed.
 
     python -P -m tools.gpu_check.ipc_check owner|writer|bereft DEVICE [HANDLE OFFSET]
 """
@@ -44,7 +45,7 @@ class Size(NamedTuple):
 
 
 def size_of(device: torch.device) -> Size:
-    """256 MiB; the host's memory, where a stand-in for the driver is tried, need not be as large."""
+    """Return the size of the test's memory: 256 MiB on a GPU, less for a stand-in for the driver on the host."""
     return Size(64 << 10, 4096) if device.type == "cuda" else Size(4096, 16)
 
 
@@ -64,7 +65,10 @@ def _or_why_not(part: Part, find: Callable[[torch.device], Finding]) -> Finding:
 
 
 def check_write(device: torch.device) -> Finding:
-    """Scattered pages from a pool of this process to one of another, which says what it has then; and how fast."""
+    """Write scattered pages from a pool of this process to that of another, which reports its contents.
+
+    Measures the speed.
+    """
     size, driver = size_of(device), load_driver()(0)
     mine = _pattern(device)
     with _started("owner", device) as owner:
@@ -87,7 +91,7 @@ def check_write(device: torch.device) -> Finding:
 
 
 def check_killed_writer(device: torch.device) -> Finding:
-    """Bytes that land in a pool of this process after a writer's process has ended."""
+    """Count the bytes that land in a pool of this process after a writer's process has ended."""
     driver, pool = load_driver()(0), _memory(device)
     export = driver.export(pool.data_ptr(), pool.nbytes)
     with _started("writer", device, export.handle.hex(), str(export.offset)) as writer:
@@ -107,8 +111,9 @@ def check_killed_writer(device: torch.device) -> Finding:
 
 
 def check_killed_owner(device: torch.device) -> Finding:
-    """Whether a process can use its device after the owner of what it was writing was killed: in one of its own, as it
-    may not.
+    """Check whether a process can use its device after the owner of the memory that it wrote was killed.
+
+    It runs in a process of its own, because that one may lose its device.
     """
     with _started("bereft", device) as bereft:
         try:
@@ -121,7 +126,7 @@ def check_killed_owner(device: torch.device) -> Finding:
 
 
 def main() -> None:
-    """One of the other processes."""
+    """Run one of the other processes of the check, by the arguments."""
     device = torch.device(sys.argv[2])
     match sys.argv[1]:
         case "owner":
@@ -180,7 +185,7 @@ def _outlive(device: torch.device) -> None:
 
 
 def _pieces(driver: IpcDriver, mine: Tensor, told: str, size: Size) -> tuple[list[DeviceCopy], int]:
-    """From each page of ours to its place in the owner's pool, and where that is mapped."""
+    """Return copies from each page of ours to its place in the owner's pool, and the address where that is mapped."""
     handle, offset = told.split()
     base = driver.open(bytes.fromhex(handle))
     there, here = base + int(offset), mine.data_ptr()
@@ -201,7 +206,7 @@ def _order(device: torch.device) -> np.ndarray[tuple[int, ...], np.dtype[np.int6
 
 
 def _memory(device: torch.device) -> Tensor:
-    """[pages, int32s], zero."""
+    """Return zeroed memory as [pages, int32s]."""
     page, pages = size_of(device)
     if device.type == "cuda":
         return torch.zeros(pages, page // 4, dtype=torch.int32, device=device)
@@ -209,7 +214,7 @@ def _memory(device: torch.device) -> Tensor:
 
 
 def _pattern(device: torch.device) -> Tensor:
-    """[pages, int32s]: of every page its number, and where in it."""
+    """Return memory [pages, int32s] in which every element is its own index."""
     page, pages = size_of(device)
     numbers = torch.arange(pages, dtype=torch.int32, device=device)[:, None] * (page // 4)
     return numbers + torch.arange(page // 4, dtype=torch.int32, device=device)

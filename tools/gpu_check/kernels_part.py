@@ -1,5 +1,6 @@
-"""Every kernel of the GPU path against the reference, on the device: attention of all backends, the sampler, what a
-layer has beside them, and pages on their way.
+"""Every kernel of the GPU path against the reference, on the device.
+
+It checks attention of all backends, the sampler, the other operations of a layer, and copies of pages.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ GROUPS = {
 
 
 def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:
-    """``backend`` against the torch backend in float32, on the same device."""
+    """Compare ``backend`` with the torch backend in float32, on the same device."""
     spec = AttentionSpec(
         heads=shape.heads,
         kv_heads=shape.kv_heads,

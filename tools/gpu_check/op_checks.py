@@ -46,7 +46,7 @@ def checks(part: Part) -> Iterator[Check]:
 def check_op(
     part: Part, dtype: torch.dtype, run: Callable[[DeviceOps, torch.dtype, torch.device, int], Tensor]
 ) -> Finding:
-    """Triton's op against torch's on the CPU, of the same random numbers."""
+    """Compare Triton's operation with torch's on the CPU, for the same random numbers."""
     from pdserve.model_runner.ops.triton_ops import TritonOps
 
     tokens = 3 if part.dry_run else 257
@@ -121,7 +121,7 @@ def _random_pages(count: int, layers: int, layer_bytes: int) -> np.ndarray[tuple
 
 
 def check_pages(part: Part) -> Finding:
-    """To a buffer and back, all layers and some, bit for bit."""
+    """Copy pages to a buffer and back, all layers and some of them, and compare them bit for bit."""
     from pdserve.model_runner.kv.triton.pages import gather_pages, scatter_pages
 
     pool = _random_pages(9, 3, 1032 if part.dry_run else 65_544)
@@ -141,7 +141,7 @@ def check_pages(part: Part) -> Finding:
 
 
 def check_checksum(part: Part) -> Finding:
-    """The device's against the host's, and whether it tells a bit that changed."""
+    """Compare the device's checksum with the host's, and check that one changed bit changes it."""
     from pdserve.mem_cache.kv_pages.word_sum import host_checksum
     from pdserve.model_runner.kv.triton.checksum import page_checksum
 
@@ -163,7 +163,7 @@ def check_checksum(part: Part) -> Finding:
 
 
 def check_transfer(part: Part) -> Finding:
-    """Pages of a pool of bfloat16 written and read back while the device computes; and how fast."""
+    """Write and read back pages of a bfloat16 pool while the device computes, and measure the speed."""
     device = open_device(part.device, strict=True)
     layers, count = (2, 4) if part.dry_run else (32, 64)
     layout = make_layout(KVShape(layers, 8, 128), 16, torch.bfloat16)

@@ -73,13 +73,13 @@ def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Fi
 
 
 def drawn(part: Part, kind: Kind, outputs: int, inputs: int) -> PackedWeight:
-    """A random weight on the device."""
+    """Draw a random weight on the device."""
     source = DummyMatrices({"weight": (outputs, inputs)}, kind.packing, 0)
     return join([source.read("weight", part.device)], eight=kind.eight)
 
 
 def in_fp8(x: Tensor, columns: int) -> Tensor:
-    """``x`` as it is once it has been in FP8, with a scale for each ``columns`` of a token: float64."""
+    """Round ``x`` to FP8 and back, with a scale for each ``columns`` of a token: float64."""
     parts = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % columns)).view(len(x), -1, columns)
     largest = parts.abs().amax(-1, keepdim=True)
     scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0))
@@ -94,7 +94,7 @@ def rates(part: Part) -> Iterator[Check]:
 
 
 def measure(part: Part, kind: Kind, tokens: int) -> Finding:
-    """Several matrices in turn, that the caches don't hold together; then the same by ``F.linear``, in bfloat16."""
+    """Measure several matrices in turn, more than the caches hold, and then the same by ``F.linear`` in bfloat16."""
     from pdserve.model_runner.ops.packed.product import packed_product
 
     if kind.eight and not multiplies_fp8(part):
@@ -131,5 +131,5 @@ def _scaled(part: Part, x: Tensor, floats: list[Tensor]) -> str:
 
 
 def multiplies_fp8(part: Part) -> bool:
-    """Whether the device does; a CPU's interpreter does."""
+    """Return whether the device multiplies FP8. The interpreter on a CPU does."""
     return part.device.type == "cpu" or torch.cuda.get_device_capability() >= MULTIPLIES_FP8

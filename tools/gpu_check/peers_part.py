@@ -71,7 +71,7 @@ def make_load(dry_run: bool) -> Load:
 
 
 def measure(part: Part, load: Load, name: str, run: Callable[[Part, Load], float], rates: dict[str, float]) -> Finding:
-    """Tokens a second, of the second of two rounds."""
+    """Measure tokens a second of an engine, in the second of two rounds."""
     try:
         seconds = run(part, load)
     except NotRun as e:
@@ -81,7 +81,7 @@ def measure(part: Part, load: Load, name: str, run: Callable[[Part, Load], float
 
 
 def compare(part: Part, rates: dict[str, float]) -> Finding:
-    """The ratio of two rates, where there are two."""
+    """Compare two rates by their ratio, if there are two."""
     if len(rates) < 2:
         return Finding("", "nothing to compare")
     ours, theirs = rates.values()
@@ -90,7 +90,7 @@ def compare(part: Part, rates: dict[str, float]) -> Finding:
 
 
 def time_ours(part: Part, load: Load) -> float:
-    """Seconds of a server, from the request to the answer."""
+    """Return the seconds of a pdserve server from the request to the answer."""
     with tempfile.TemporaryDirectory() as folder:
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
         llama |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
@@ -113,7 +113,7 @@ def _ours(address: str, prompts: Prompts, length: int) -> Any:
 
 
 def time_transformers(part: Part, load: Load) -> float:
-    """Seconds of ``generate_batch``, its manager started and warm. Raises ``NotRun`` where that can't be."""
+    """Return the seconds of transformers' ``generate_batch`` with its manager started and warm. Raises ``NotRun``."""
     import transformers
 
     dtype = torch.float32 if part.dry_run else torch.bfloat16

@@ -1,11 +1,11 @@
 """What a part of the check has found, in a file that is written anew before and after every check.
 
-Of the standard library alone: the page is also made where nothing is installed yet.
+It imports the standard library alone, because the page is also made where nothing is installed yet.
 
 A part has groups of checks, and each group is a process of its own. So an error of the device, after which a process
-can't use it any more, ends a group and not the part. The file says at any time what is found, which check runs, and
-which ones follow in the group. What a process could not check is left out by name: ``Recorder`` says so if it can, and
-``close_group`` if the process has died or was ended.
+can't use it any more, ends a group and not the part. The file shows at any time what is found, which check runs, and
+which ones follow in the group. What a process could not check is left out by name. ``Recorder`` reports it if it can,
+and ``close_group`` if the process has died or was ended.
 """
 
 from __future__ import annotations

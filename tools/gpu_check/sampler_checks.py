@@ -97,7 +97,7 @@ def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
 
 
 def time_both(part: Part, rows: int, change: dict[str, float]) -> Finding:
-    """From the launch to the token."""
+    """Measure the seconds from the launch of both samplers to the token."""
     vocab = 500 if part.dry_run else 128_256
     device = open_device(part.device)
     logits = device.upload(np.random.default_rng(2).normal(0, 3, (rows, vocab)).astype(np.float32))

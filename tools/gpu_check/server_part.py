@@ -1,5 +1,6 @@
-"""Real servers: in float32 the GPU's tokens are those of the CPU engine and of transformers, with graphs and without,
-and nothing in a step's launch waits for the GPU.
+"""Real servers: in float32 the GPU's tokens are those of the CPU engine and of transformers.
+
+That holds with graphs and without them. Nothing in a step's launch waits for the GPU.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ DRAWN: list[dict[str, object]] = [
 
 
 def check_drawn(asked: Asked, cpu: Sequence[str], device: Sequence[str]) -> Finding:
-    """Tokens drawn at random, penalised and biased, against the CPU engine's: rounding decides hardly ever."""
+    """Compare tokens drawn at random, penalised and biased, with the CPU engine's: rounding hardly ever decides."""
     answers, prompt = [], asked.prompts[1]
     for name, args in (("cpu", cpu), ("device", device)):
         with serve(args, asked.log(f"drawn {name}")) as address:

@@ -67,7 +67,7 @@ def free_port() -> int:
 def generate(
     address: str, prompt: Sequence[int], length: int, sampling: dict[str, Any] | None = None, **more: Any
 ) -> list[int]:
-    """The tokens that follow, the most likely ones or as ``sampling`` says."""
+    """Generate ``length`` tokens after ``prompt``: the most likely ones, or as ``sampling`` sets it."""
     sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True} | (sampling or {})
     body = {"input_ids": list(prompt), "sampling_params": sampling, **more}
     answer = ask(f"{address}/generate", body, 60.0)
@@ -76,7 +76,7 @@ def generate(
 
 
 def ask(url: str, body: Any = None, seconds: float = 5.0, headers: Mapping[str, str] | None = None) -> Any:
-    """The answer to GET, or with a ``body`` to POST."""
+    """Return the JSON answer to a GET request, or with a ``body`` to a POST request."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     with urllib.request.urlopen(request, timeout=seconds) as answer:

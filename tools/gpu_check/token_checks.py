@@ -44,7 +44,7 @@ class Asked(NamedTuple):
         return ["--model-path", str(self.folder / "model"), *self.options]
 
     def on(self, device: str) -> list[str]:
-        """Options of a server that computes there in float32."""
+        """Return the options of a server that computes on ``device`` in float32."""
         return [*self.common, "--dtype", "float32", "--device", device]
 
     def log(self, name: str) -> Path:
@@ -66,7 +66,10 @@ def make_asked(part: Part) -> Asked:
 def compare(
     args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float, length: int = LENGTH
 ) -> Finding:
-    """Each prompt's tokens, asked twice: the second time its prefix is cached. ``least``: share that must agree."""
+    """Compare each prompt's tokens with ``expected``, asked twice: the second time its prefix is cached.
+
+    ``least``: share of the tokens that must agree.
+    """
     with serve(args, log) as address:
         backend = _backend(address)
         found = [generate(address, prompt, length) for prompt in [*prompts, *prompts]]
@@ -75,7 +78,7 @@ def compare(
 
 
 def compiled_kernels(address: str) -> int:
-    """How many kernels the server has compiled since it was ready."""
+    """Return how many kernels the server has compiled since it was ready."""
     count: int = ask(f"{address}/server_info")["counters"]["compiled_kernels"]
     return count
 
@@ -88,7 +91,7 @@ def without_compiles(found: Finding, compiled: int) -> Finding:
 
 
 def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
-    """How many tokens agree up to the first that does not."""
+    """Count the tokens that agree before the first difference."""
     same = sum(_common(one, other) for one, other in zip(found, expected, strict=True))
     total = sum(map(len, expected))
     asked = SAME if least == 1.0 else f"at least {least:.0%} of them"
@@ -96,7 +99,7 @@ def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
 
 
 def save_model(folder: Path, layers: int) -> Any:
-    """A random Llama in ``folder``, and in transformers' hands."""
+    """Save a random Llama in ``folder``, and return it as a model of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
@@ -109,8 +112,9 @@ def save_model(folder: Path, layers: int) -> Any:
 
 
 def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
-    """The model with weights whose names end so in FP8, a scale a row: what a server is told of it, and transformers'
-    model with the weights that they come to.
+    """Save ``model`` with the weights named ``*ending`` in FP8, with a scale for each row.
+
+    Returns a server's options for it, and a model of transformers with the dequantised weights.
     """
     from safetensors.torch import save_file
 
@@ -135,7 +139,7 @@ def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
 
 @torch.inference_mode()
 def answers_of(model: Any, prompts: Prompts) -> Tokens:
-    """What transformers generates, in float32 on the CPU."""
+    """Return what transformers generates for each prompt, in float32 on the CPU."""
     answers = []
     for prompt in prompts:
         out = model.generate(

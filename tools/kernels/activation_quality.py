@@ -1,14 +1,14 @@
 """Measures what rounding activations costs: ``python -P -m tools.kernels.activation_quality``.
 
-Compares ways to multiply activations with a GGUF file's own blocks, by the KL divergence of the next token's
-distribution from that of transformers in float32 on the dequantised blocks. Two sets of texts:
+Compares ways to multiply activations with a GGUF file's own blocks. The measure is the KL divergence of the next
+token's distribution from that of transformers in float32 on the dequantised blocks. Two sets of texts:
 
 - questions: 512 chats of one question each, without a system prompt, continued greedily by the reference; at the
   answer's first tokens
 - text: the windows of ``text_windows.py``; at each token
 
-A way is either the CPU engine, with all that it rounds, or transformers in float32 in which only the inputs of linear
-layers are rounded, so that ways that have no kernel can be judged.
+A way is the CPU engine with all its rounding, or transformers in float32 with only the inputs of linear layers rounded.
+The second kind shows what a way without a kernel would cost.
 
 Shapes: W tokens of a text, V vocabulary, I inputs of a linear layer.
 """
@@ -61,7 +61,7 @@ QUESTIONS = (
 
 
 class Text(NamedTuple):
-    """``ids`` [W]; the tokens from ``first`` on are compared: those that places ``first - 1`` and later foresee."""
+    """A text. ``ids``: [W]. Predictions of the tokens from index ``first`` on are compared."""
 
     ids: Tensor
     first: int
@@ -117,7 +117,10 @@ def questions(options: ServerOptions, count: int) -> list[Tensor]:
 
 
 def answered(model: Any, prompts: Sequence[Tensor], tokens: int) -> Iterator[Text]:
-    """Each of ``prompts`` with the reference's greedy answer of ``tokens`` tokens; those of one length at once."""
+    """Yield each of ``prompts`` with the reference's greedy answer of ``tokens`` tokens.
+
+    Prompts of one length run together.
+    """
     for length, same in itertools.groupby(sorted(prompts, key=len), key=len):
         ids = torch.stack(list(same))
         with torch.inference_mode():
@@ -128,7 +131,7 @@ def answered(model: Any, prompts: Sequence[Tensor], tokens: int) -> Iterator[Tex
 
 
 def engine_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
-    """The CPU engine, of which ``window`` is the longest text."""
+    """Yield the ways of the CPU engine. ``window`` is the length of the longest text."""
     yield "engine, float32", pdserve_way(model_path, window, "float32")
     yield "engine, bfloat16 (dequantised)", pdserve_way(model_path, window, "bfloat16")
     yield "engine, blocks, int16", pdserve_way(model_path, window, "bfloat16", "gguf")
@@ -136,7 +139,7 @@ def engine_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 
 def rounded_ways(model: Any) -> Iterator[tuple[str, Way]]:
-    """``model`` with the inputs of its linear layers rounded."""
+    """Yield ``model`` with the inputs of its linear layers rounded in several ways."""
     for size in (32, 16, 8):
         yield f"rounding alone: 8 bits, runs of {size}", rounded_way(model, by_runs(8, size))
     for kept in (1, 4):
@@ -160,7 +163,7 @@ def by_runs(bits: int, size: int) -> Callable[[Tensor], Tensor]:
 
 
 def without_largest(bits: int, size: int, kept: int) -> Callable[[Tensor], Tensor]:
-    """As ``by_runs``, but the ``kept`` largest of each run stay as they are, and the scale is that of the others."""
+    """Round like ``by_runs``, but keep the ``kept`` largest of each run. The scale is that of the others."""
     round_inputs = by_runs(bits, size)
 
     def round_rest(x: Tensor) -> Tensor:
@@ -173,7 +176,7 @@ def without_largest(bits: int, size: int, kept: int) -> Callable[[Tensor], Tenso
 
 
 def rounded_way(model: Any, round_inputs: Callable[[Tensor], Tensor]) -> Way:
-    """``model`` with ``round_inputs`` before each linear layer."""
+    """Return a way that runs ``model`` with ``round_inputs`` before each linear layer."""
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     whole = transformers_way(model)
 
@@ -188,12 +191,12 @@ def rounded_way(model: Any, round_inputs: Callable[[Tensor], Tensor]) -> Way:
 
 
 def places_of(way: Way, text: Text) -> Tensor:
-    """Logits of the places of ``text`` that are compared, [P, V]."""
+    """Return the logits of the tokens of ``text`` that are compared, [P, V]."""
     return way(text.ids)[text.first - 1 : len(text.ids) - 1].clone()
 
 
 def measure(way: Way, texts: Sequence[Text], expected: Sequence[Tensor]) -> Score:
-    """The score of a way over ``texts``; ``expected``: the reference's logits of each."""
+    """Score a way over ``texts``. ``expected``: the reference's logits of each."""
     loss = divergence = agreement = 0.0
     for text, logits in zip(texts, expected, strict=True):
         truth, log_p = logits.double().log_softmax(-1), places_of(way, text).double().log_softmax(-1)

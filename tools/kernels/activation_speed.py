@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
-    """The model in bfloat16, as ``options`` say."""
+    """Load the model in bfloat16 with further ``options``."""
     model = load_model(
         ServerOptions(
             model_path=model_path,
@@ -93,7 +93,7 @@ def load(model_path: str, cpus: tuple[int, ...], **options: str) -> Way:
 
 
 def run(way: Way) -> dict[str, float]:
-    """Tokens a second of each pass."""
+    """Return the tokens a second of each pass."""
     # The prompt first: it writes the keys and values that decodes read.
     order = sorted(way.passes, key=lambda name: -way.passes[name][0])
     return {
@@ -102,7 +102,7 @@ def run(way: Way) -> dict[str, float]:
 
 
 def middle(work: Callable[[], object]) -> float:
-    """Seconds of the median run."""
+    """Return the seconds of the median run of ``work``."""
     work()
     times: list[float] = []
     while len(times) < 3 or sum(times) < SECONDS:
@@ -113,7 +113,7 @@ def middle(work: Callable[[], object]) -> float:
 
 
 def describe(values: Sequence[float]) -> str:
-    """The median, and the order statistics between which the true one lies with 95 % at least."""
+    """Format the median, and the order statistics between which the true one lies with at least 95 %."""
     ordered, count = sorted(values), len(values)
     cut = 0
     while 2 * sum(math.comb(count, i) for i in range(cut + 2)) / 2**count <= 0.05:

@@ -1,10 +1,10 @@
-"""Measure passes as llama.cpp's ``llama-batched-bench`` does: ``python -P -m tools.kernels.batched_bench``.
+"""Measures passes as llama.cpp's ``llama-batched-bench`` does: ``python -P -m tools.kernels.batched_bench``.
 
-A prompt of random tokens for each stream, ``--chunk`` tokens of all streams a pass, and then steps of one random token
-a stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so
-that streams choose experts of their own; bench.py's all choose alike. The same of llama.cpp, to be run in turns:
-``llama-batched-bench -m model.gguf -npp 128 -ntg 32 -npl 1,8 -c 2048 -t 2 -tb 2``.
-``PDSERVE_CPU_ISA`` chooses the kernels' level.
+Each stream has a prompt of random tokens, computed ``--chunk`` tokens of all streams a pass. Then come steps of one
+random token a stream. Passes alone are measured, nothing is sampled. All tokens differ, and their KV is what the model
+makes of them, so streams choose experts of their own; in bench.py all choose alike. The same of llama.cpp, to be run in
+turns: ``llama-batched-bench -m model.gguf -npp 128 -ntg 32 -npl 1,8 -c 2048 -t 2 -tb 2``. ``PDSERVE_CPU_ISA`` chooses
+the kernels' level.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: int) -> Speed:
-    """``streams`` prompts, then ``steps`` steps of all of them."""
+    """Measure ``streams`` prompts, and then ``steps`` steps of all of them."""
     size = model.pools.layout.page_size
     width = -(-(prompt + steps) // size) * size
     table = (torch.arange(streams * width, dtype=torch.int32) + size).view(streams, width)
@@ -87,7 +87,7 @@ def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: in
 
 
 def _pieces(streams: int, prompt: int, chunk: int) -> list[tuple[range, int, int]]:
-    """Streams and the tokens of each that one pass computes: whole prompts together, or pieces of one."""
+    """Return the streams of each pass with the tokens of each: whole prompts together, or pieces of one."""
     if prompt <= chunk:
         together = chunk // prompt
         return [(range(i, min(i + together, streams)), 0, prompt) for i in range(0, streams, together)]
@@ -96,7 +96,7 @@ def _pieces(streams: int, prompt: int, chunk: int) -> list[tuple[range, int, int
 
 
 def _batch(table: torch.Tensor, tokens: torch.Tensor, rows: range, start: int, end: int) -> ForwardBatch:
-    """Tokens ``[start, end)`` of each of ``rows``, with the logits of each one's last."""
+    """Make a pass of tokens ``[start, end)`` of each of ``rows``, with the logits of each row's last token."""
     count, length = len(rows), end - start
     return ForwardBatch(
         input_ids=tokens[rows.start : rows.stop, start:end].reshape(-1),

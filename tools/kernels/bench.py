@@ -1,10 +1,10 @@
 """Measures the CPU kernels: ``python -P -m tools.kernels.bench [--threads 2] [--quantization gguf]``.
 
-Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
-milliseconds (the best of several: what the machine can do when nobody else wants it) beside their roofline: the time
-that memory needs for the weights and the KV, or that arithmetic needs, at the rates measured right before and after.
-Arithmetic is that of the level: products of bfloat16 where there are any, else of float32; of bytes for quantised
-weights.
+Prints memory-bound products in GB/s and arithmetic-bound ones in GFLOP/s (one thread). Then come whole forward passes
+in milliseconds, the best of several, which is closest to an idle machine. Beside them stands their roofline: the time
+that memory needs for the weights and the KV, or that arithmetic needs. Its rates are measured right before and after.
+
+Arithmetic is that of the level: products of bfloat16 if there are any, else of float32; of bytes for quantised weights.
 ``PDSERVE_CPU_ISA`` chooses the kernels' level (build.py), ``--fetch-hint`` how they fetch weights (fetch.h).
 """
 
@@ -117,7 +117,10 @@ def _pass(name: str, model: LoadedModel, batch: ForwardBatch, roofline: Roofline
 
 
 def _bytes_read(model: LoadedModel, batch: ForwardBatch) -> float:
-    """Every weight once, and the KV of every row. Of experts, what the last pass has read."""
+    """Return the bytes that a pass reads: every weight once, and the KV of every row.
+
+    Experts count as the last pass read them.
+    """
     kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
     weights = model.engine.step_weight_bytes
     has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in _spec(model).layers)
@@ -152,7 +155,7 @@ def _spec(model: LoadedModel) -> ModelSpec:
 
 
 def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:
-    """A pass over rows 0, 1, …, one for each start, that wants the logits of each row's last token."""
+    """Make a pass over rows 0, 1, …, one for each start, that returns the logits of each row's last token."""
     positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, q_lens, strict=True)])
     row_of_token = torch.repeat_interleave(torch.arange(len(starts)), torch.tensor(q_lens))
     return ForwardBatch(
@@ -168,7 +171,7 @@ def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_
 
 
 def best(work: Callable[[], object], seconds: float = 0.5) -> float:
-    """Seconds of the fastest run among as many as fit in ``seconds``, three at least."""
+    """Return the seconds of the fastest run of ``work`` among as many as fit in ``seconds``, at least three."""
     times: list[float] = []
     while len(times) < 3 or sum(times) < seconds:
         begin = time.perf_counter()

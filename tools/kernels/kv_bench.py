@@ -1,9 +1,8 @@
 """Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -P -m tools.kernels.kv_bench``.
 
-One model a type, all in memory together; passes of all of them take turns, so that what a machine does meanwhile is
-done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and
-for each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels'
-level.
+One model a type, all in memory together. Passes of all of them alternate, so that disturbances of the machine affect
+all. A ratio is the median of those of the rounds. Prints what a token takes, how many fit into a GiB, and for each
+batch milliseconds (the best) and the ratio to the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels' level.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
 
 
 def _batch(case: Decodes, model: LoadedModel) -> ForwardBatch:
-    """Pages anywhere, as they are after a while."""
+    """Make a decode pass with randomly placed pages, as they are after a while of serving."""
     size = model.pools.layout.page_size
     pages = -(-(case.context + 1) // size)
     places = (torch.randperm(case.rows * pages) + 1).view(case.rows, pages, 1)

@@ -1,11 +1,11 @@
 """Measures what each way to compute costs in quality: ``python -P -m tools.kernels.perplexity``.
 
-The text is the default one of ``calibration/text_windows.py``, cut into windows that know nothing of each other.
-Every way computes the logits of every token,
-through the same path as a prefill of the server, and is compared with transformers in float32 on the same weights:
+The text is the default one of ``calibration/text_windows.py``, cut into independent windows. Every way computes the
+logits of every token, through the same path as a prefill of the server. It is compared with transformers in float32 on
+the same weights:
 
 - perplexity: the exponential of the mean of -ln p(token), over all tokens of a window but its first
-- divergence: the mean over the same places of KL(reference || way), in nats per token
+- divergence: the mean over the same tokens of KL(reference || way), in nats per token
 
 All ways are in memory together, so that the reference runs once a window: 3.5 GiB for the default model and windows.
 
@@ -101,7 +101,7 @@ def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 
 def dequantised(source: ModelSource) -> dict[str, Tensor]:
-    """The weights as pdserve's own loader reads them, in float32, by our names."""
+    """Return the weights as pdserve's own loader reads them, in float32, by our names."""
     spec = read_spec(source)
     weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
     load_model_weights(weights, source, spec, "auto", 0)
@@ -109,7 +109,7 @@ def dequantised(source: ModelSource) -> dict[str, Tensor]:
 
 
 def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
-    """The model of transformers in float32, with ``weights`` (by our names).
+    """Make the model of transformers in float32, with ``weights`` (by our names).
 
     Its config is what transformers itself reads in the files, so that a mistake in our own reading shows.
     """
@@ -130,7 +130,7 @@ def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
 
 
 def as_theirs(config: dict[str, Any], names: Sequence[str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our ``weights`` as the tensors ``names`` of a Hugging Face model; one whose parts we don't have is left out."""
+    """Return our ``weights`` as the tensors ``names`` of a Hugging Face model, without those that we lack parts of."""
     spec = spec_from_hf(config)
     theirs = {}
     for name in names:
@@ -146,7 +146,7 @@ def as_theirs(config: dict[str, Any], names: Sequence[str], weights: dict[str, T
 
 
 def in_bfloat16(model: Any) -> Any:
-    """A copy with its weights rounded. Only they are: transformers keeps rotary frequencies in float32, too."""
+    """Copy a model with its weights rounded to bfloat16. Its rotary frequencies stay in float32, as in transformers."""
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -154,7 +154,7 @@ def in_bfloat16(model: Any) -> Any:
 
 
 def transformers_way(model: Any) -> Way:
-    """A model of transformers, in the type of its weights."""
+    """Return a way that runs a model of transformers, in the type of its weights."""
 
     def run(ids: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -172,10 +172,10 @@ def pdserve_way(
     kv_dtype: KVDTypeName = "auto",
     activations: QuantizedActivations = "int16",
 ) -> Way:
-    """The CPU engine, for texts of at most ``window`` tokens, as ``--dtype``, ``--quantization``,
-    ``--kv-cache-dtype`` and ``--quantized-activations`` set it up.
+    """Return a way that runs the CPU engine, for texts of at most ``window`` tokens.
 
-    Raises ``ModelError`` where it can't run.
+    The other parameters are those of ``--dtype``, ``--quantization``, ``--kv-cache-dtype`` and
+    ``--quantized-activations``. Raises ``ModelError`` if it can't run.
     """
     options = ServerOptions(
         model_path=model_path,
@@ -210,7 +210,7 @@ def pdserve_way(
 
 
 def measure(ways: dict[str, Way], windows: Tensor) -> dict[str, Score]:
-    """The score of every way over ``windows``; ``ways`` begins with the reference."""
+    """Score every way over ``windows``. ``ways`` begins with the reference."""
     losses, divergences = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     for ids in windows:
         expected: Tensor | None = None
@@ -226,9 +226,10 @@ def measure(ways: dict[str, Way], windows: Tensor) -> dict[str, Score]:
 
 
 def _compare(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Sums over the rows of -ln p(target) and of the divergence from ``expected``, log probabilities in float64.
+    """Return sums over the rows of -ln p(target) and of the divergence from ``expected`` (log probabilities).
 
-    In float64, because the divergence of float32 from float32 is less than the rounding of a float32 logarithm.
+    It computes in float64, because the divergence of float32 from float32 is less than the rounding of a float32
+    logarithm.
     """
     loss = divergence = 0.0
     blocks = (torch.split(tensor, ROWS) for tensor in (logits, expected, targets))

@@ -51,7 +51,7 @@ class Roofline:
             raise MemoryError(f"no {MEMORY >> 20} MiB to measure the memory's bandwidth with")
 
     def bandwidth(self) -> float:
-        """Bytes a second that all threads read together: the best of a few readings."""
+        """Measure the bytes a second that all threads read together: the best of a few readings."""
         threads = len(self._cpus)
         nbytes = MEMORY // (256 * threads) * 256 * threads
         best = np.inf
@@ -62,7 +62,9 @@ class Roofline:
         return nbytes / float(best)
 
     def peak(self, kind: ProductKind) -> float:
-        """Operations a second of all threads together, in products of ``kind`` as this level computes them."""
+        """Measure the operations a second of all threads together, in products of ``kind`` as this level
+        computes them.
+        """
         threads = len(self._cpus)
         best = np.inf
         operations = 0

@@ -16,7 +16,10 @@ class Metric:
     is_rate: bool = False
 
     def read(self, report: Mapping[str, Any]) -> float | None:
-        """Its value, None where the run has none; rates are per second, others milliseconds."""
+        """Return the metric's value in ``report``, or None if the run lacks it.
+
+        Rates are per second, other values milliseconds.
+        """
         value: Any = report
         for key in self.path:
             if isinstance(value, list):
@@ -26,7 +29,7 @@ class Metric:
         return None if value is None else float(value)
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """How many times better ours is: above 1 is better, whether the figure is a rate or a time."""
+        """Return how many times better ``ours`` is: above 1 is better, whether the metric is a rate or a time."""
         return ours / theirs if self.is_rate else theirs / ours
 
 

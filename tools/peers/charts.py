@@ -26,7 +26,7 @@ def draw_charts(folder: Path, results: Results) -> list[Path]:
 
 
 def _draw_ratios(path: Path, results: Results) -> list[Path]:
-    """A bar for the two most important figures of each case, for each pair of engines."""
+    """Draw a bar for the two most important figures of each case, for each pair of engines."""
     figures = [(case, metric) for case in CASES.values() if case is not MIXED for metric in case.metrics[:2]]
     figures = [f for f in figures if any(results.ratio(f[0], *pair, f[1]) for pair in PAIRS)]
     if not figures:
@@ -55,7 +55,7 @@ def _draw_ratios(path: Path, results: Results) -> list[Path]:
 
 
 def _draw_mixed(folder: Path, results: Results) -> list[Path]:
-    """Latencies and throughput of the engines under the mixed load, from the round nearest to the median."""
+    """Draw latencies and throughput of the engines under the mixed load, from the round nearest to the median."""
     runs = {name: run for name in SPLIT_ENGINES if (run := results.typical_round(MIXED, name)) is not None}
     if not runs:
         return []
@@ -85,6 +85,6 @@ def _requests(run: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
 
 
 def _gaps(run: Mapping[str, Any], group: str) -> list[float]:
-    """ITL samples in ms."""
+    """Return the inter-token latencies of a group of requests, in milliseconds."""
     times = [request["chunk_times"] for request in _requests(run, group)]
     return [(b - a) * 1e3 for chunks in times for a, b in itertools.pairwise(chunks)]

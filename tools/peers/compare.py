@@ -1,7 +1,7 @@
 """Measures every case on every engine, round by round: engine A, B, C, then A, B, C again.
 
-A machine's speed drifts within hours. Rounds put the engines that a ratio compares next to each other in time, and the
-ratio is taken within each round before the median is taken over rounds.
+A machine's speed drifts within hours. Rounds put the engines that a ratio compares next to each other in time. The
+ratio is taken within each round, and then the median over rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Comparison:
         return failures
 
     def measure_client(self) -> None:
-        """What the load generator itself costs, on the same machine; before any server is started."""
+        """Measure what the load generator itself costs, on the same machine, before any server is started."""
         argv = python_command("-m", "tools.client_cost")
         ran = subprocess.run(
             argv, capture_output=True, text=True, timeout=CASE_TIMEOUT_SECONDS, check=False, env=environment()
@@ -96,9 +96,9 @@ class Comparison:
 
 
 def bench_command(engine: Engine, case: Case, number: int, url: str, output: Path) -> list[str]:
-    """The load generator's command line for one run.
+    """Return the load generator's command line for one run.
 
-    Every case of every round has prompts of its own, equal for all engines: prompts that an engine has seen before
+    Every case of every round has prompts of its own, equal for all engines. Prompts that an engine has seen before
     would come from its prefix cache.
     """
     seed = number * len(CASES) + list(CASES).index(case.name)
@@ -108,5 +108,5 @@ def bench_command(engine: Engine, case: Case, number: int, url: str, output: Pat
 
 
 def result_path(results: Path, number: int, engine: str, case: str) -> Path:
-    """The file of one run."""
+    """Return the path of the result file of one run."""
     return results / f"{case}.{engine}.{number}.json"

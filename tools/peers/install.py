@@ -95,7 +95,7 @@ def export_model(setup: PeerSetup, say: Say) -> None:
 
 
 def write_random_model(setup: PeerSetup, say: Say) -> None:
-    """A model whose sizes K-quants can have."""
+    """Write a random model with sizes that K-quants can have."""
     if setup.q4km.exists():
         return
     say(f"writing {setup.q4km}")

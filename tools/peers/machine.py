@@ -40,7 +40,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine at hand, at the level that pdserve would run at."""
+    """Describe this machine, at the level of CPU kernels that pdserve would choose."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -58,7 +58,7 @@ def this_machine() -> Machine:
 
 
 def wait_idle(limit: float) -> bool:
-    """Wait until nobody else uses the processors; False if ``limit`` seconds pass first.
+    """Wait until no other process uses the processors. Returns False if ``limit`` seconds pass first.
 
     What a measured engine leaves behind (processes that still end, memory that is given back) is the next one's noise.
     """

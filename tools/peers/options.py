@@ -46,7 +46,7 @@ class PeerOptions:
     cases: list[str] = field(default_factory=lambda: list(CASES))
 
     def results_dir(self) -> Path:
-        """Where results are, or go."""
+        """Return the folder that results are in, or will be written to."""
         if self.results is not None:
             return self.results
         folder = self.build_dir / "results"

@@ -44,7 +44,7 @@ def write_machine_page(folder: Path, results: Results, images: Sequence[Path], t
 
 
 def write_index(page: Path) -> None:
-    """Write the page that says how it was measured and lists the machines: those whose pages lie beside it."""
+    """Write the page that explains the measurement and lists the machines that have a page beside it."""
     folder = page.with_suffix("")
     titles = {path: path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for path in folder.glob("*.md")}
     _write(
@@ -65,7 +65,7 @@ def _write(page: Path, template: Path, **values: object) -> None:
 
 
 def _rounds(counts: Sequence[int]) -> str:
-    """How often things were measured, in words; ``counts``: of each case on each engine."""
+    """Return in words how often things were measured. ``counts``: rounds of each case on each engine."""
     least, most = min(counts, default=0), max(counts, default=0)
     if most == 1:
         return "one round"
@@ -118,7 +118,7 @@ def split_section(results: Results) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], first_numeric: int) -> str:
-    """A table whose columns from ``first_numeric`` on are right-aligned."""
+    """Return a Markdown table. Its columns from ``first_numeric`` on are right-aligned."""
     rule = ["---" if i < first_numeric else "---:" for i in range(len(header))]
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
 

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.25
 
 @contextmanager
 def running(engine: Engine, setup: PeerSetup, logs: Path) -> Iterator[str]:
-    """The base URL of a started engine; raises ``PeerDied`` when it doesn't become ready."""
+    """Start an engine and yield its base URL. Raises ``PeerDied`` if it doesn't become ready."""
     ports = free_ports(engine.num_ports)
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -33,7 +33,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """All results in ``folder``; raises ``ResultsError`` where it doesn't say what machine they are of."""
+        """Read all results in ``folder``. Raises ``ResultsError`` if it doesn't record the machine."""
         try:
             machine = Machine(**orjson.loads((folder / MACHINE).read_bytes()))
         except (OSError, ValueError, TypeError) as e:
@@ -47,27 +47,27 @@ class Results:
         return cls(runs, machine, cost.read_text(encoding="utf-8").rstrip() if cost.exists() else "not measured")
 
     def rounds(self, case: str, engine: str) -> dict[int, Mapping[str, Any]]:
-        """The runs of a case on an engine, by round."""
+        """Return the runs of a case on an engine, by round."""
         return {number: run for (c, e, number), run in self.runs.items() if (c, e) == (case, engine)}
 
     def values(self, case: Case, engine: str, metric: Metric) -> dict[int, float]:
-        """A figure of each round."""
+        """Return the values of a metric, by round."""
         read = {number: metric.read(run["report"]) for number, run in self.rounds(case.name, engine).items()}
         return {number: value for number, value in read.items() if value is not None}
 
     def median(self, case: Case, engine: str, metric: Metric) -> float | None:
-        """The median over rounds, None where there is none."""
+        """Return a metric's median over the rounds, or None if there is none."""
         values = self.values(case, engine, metric)
         return statistics.median(values.values()) if values else None
 
     def ratio(self, case: Case, ours: str, theirs: str, metric: Metric) -> float | None:
-        """The median, over the rounds that have both, of how many times better ``ours`` was in that round."""
+        """Return the median, over the rounds that have both, of how many times better ``ours`` was in that round."""
         a, b = self.values(case, ours, metric), self.values(case, theirs, metric)
         ratios = [metric.ratio(a[number], b[number]) for number in a.keys() & b.keys() if a[number] and b[number]]
         return statistics.median(ratios) if ratios else None
 
     def typical_round(self, case: Case, engine: str) -> Mapping[str, Any] | None:
-        """The run whose most important figure is nearest to the median: the one to plot."""
+        """Return the run with the most important figure nearest to the median: the one to plot."""
         values = self.values(case, engine, case.metrics[0])
         if not values:
             return None

@@ -1,7 +1,7 @@
 """``python -P -m tools.peers.vllm_proxy PORT PREFILL_URL DECODE_URL``: pairs two vLLM servers.
 
-A completion goes to the prefill server first, for one token and with the request to keep its KV; what that answers in
-``kv_transfer_params`` tells the decode server, which gets the whole request then, where to fetch the KV.
+A completion goes to the prefill server first, for one token and with the request to keep its KV. Its answer has
+``kv_transfer_params``. The decode server then gets the whole request with them, and fetches the KV.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ KEEP_KV: Mapping[str, Any] = {
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the prefill server: not streamed, one token, KV kept."""
+    """Return the request for the prefill server: not streamed, one token, KV kept."""
     changed = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": dict(KEEP_KV)}
     changed.pop("stream_options", None)
     return changed
 
 
 def make_proxy(prefill: str, decode: str, transport: httpx.AsyncBaseTransport | None = None) -> Starlette:
-    """The proxy's application. ``transport``: how it reaches the servers, default: over TCP."""
+    """Make the proxy's application. ``transport``: how it reaches the servers; default: over TCP."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -245,7 +245,7 @@ app = App(
         "Measure what a router costs.\n\n"
         "A source that costs next to nothing stands for an instance: it gives all streams a token at the same moment, "
         "each as an event of its own. `pdserve router`, and any other that you name, stands before it on a core of its "
-        "own; raw sockets read. Printed are, for each number of streams: the router's CPU time an event, beyond what "
+        "own; raw sockets read. It prints for each number of streams: the router's CPU time an event, beyond what "
         "it takes when idle; how long after its sending an event arrives; the time to first token of requests for one "
         "token, sent beside the streams over new connections, and how much longer that is than of requests sent past "
         "the router in turn with them. Then the most events a second, each out before its stream's next one comes, "

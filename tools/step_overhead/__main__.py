@@ -208,13 +208,13 @@ app = App(
     name="python -P -m tools.step_overhead",
     help=(
         "Measure what everything but the model costs.\n\n"
-        "A real instance is started, whose worker process is a fake: a step takes --step-ms of one thread's CPU time "
-        "and gives ids that mean nothing. Clients stream answers from it, --batch at a time; they read and throw away. "
-        "Printed are, for each batch and step time:\n\n"
+        "A real instance is started with a fake worker process: a step takes --step-ms of one thread's CPU time "
+        "and gives ids that mean nothing. Clients stream answers from it, --batch at a time, and discard them. "
+        "It prints for each batch and step time:\n\n"
         "period: from one step's start in the worker to the next one's, over steps that decode the batch and nothing "
         "else (others are slowed down, so that requests gather). added: period less the step's CPU time (mean, P50, "
         "P99): what it waits for messages, for the scheduler, and for cores that others use. reads: of the clients' "
-        "sockets; fewer than the batch where tokens share an event, by --stream-interval or because HTTP lags behind. "
+        "sockets; fewer than the batch if tokens share an event, by --stream-interval or because HTTP lags. "
         "CPU: what each process took for a step, from /proc, with "
         "the requests' own cost divided among their steps."
     ),

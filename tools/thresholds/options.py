@@ -21,7 +21,7 @@ class ThresholdOptions:
         Contestants, in the order of each round: auto, always, never, or a number of tokens (a pair with that
         --disaggregation-threshold), unified-2 (two unified instances of one thread), unified-1 (one of two threads).
     loads
-        Loads: streams-4, streams-16 (64 + 200 tokens, so many clients), open (4 a second, 64 + 64), long (1.2 a
+        Loads: streams-4, streams-16 (N clients of 64 + 200 tokens), open (4 a second, 64 + 64), long (1.2 a
         second, 1,000 + 8), middle (3 a second, 300 + 40), closed (4 clients of 64 + 100, and 1,500 + 4 every 4 s),
         mixed (the scenario of that name), trace.
     seeds
@@ -32,7 +32,7 @@ class ThresholdOptions:
     trace
         File of the load trace: a Mooncake trace; lengths are taken by 1/32.
     other_python
-        A Python of another checkout, whose pair with auto takes part as "other".
+        A Python of another checkout; its pair with auto takes part as "other".
     model_path
         A folder, .gguf file, hub name or "smollm2".
     dtype

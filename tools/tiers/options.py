@@ -20,7 +20,7 @@ class TierBenchOptions:
     ----------
     measure
         resume: conversations that go on after kill -9 and a restart, and at another instance, from a store, beside
-        computing them again. agents: users who take turns on a pool too small for all, with and without tiers. pair:
+        computing them again. agents: users that take turns on a pool too small for all, with and without tiers. pair:
         conversations that go on at a prefill and a decode, both restarted, by which of them have the store.
     model_path
         A folder, .gguf file, hub name or "smollm2".
@@ -31,7 +31,7 @@ class TierBenchOptions:
     tokens
         Lengths of the conversations that go on.
     repeat
-        Conversations of each length; the median is told.
+        Conversations of each length; the median is printed.
     users
         Users of --measure agents.
     turns

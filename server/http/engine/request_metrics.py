@@ -160,7 +160,7 @@ METRICS: Metrics[RequestMetrics] = (
         "Requests, and legs, that the engine ended in an error, by its type.",
         lambda m: _shown(ERROR_TYPES, m.errors),
         "type",
-        note="The type is that of the error's body. Streams, whose status was 200 already, count as well.",
+        note="The type is that of the error's body. Streams count as well, although their status was 200 already.",
     ),
     counter(
         "pdserve_prefill_legs_finished_total",
