@@ -1,7 +1,7 @@
-"""Whatever is sent to any path of the OpenAPI page: no answer is a 5xx, each is as the page says, and an instance
-refuses what the page forbids.
+"""Random requests to any path of the OpenAPI page: no answer is a 5xx, and each conforms to the page.
 
-schemathesis draws the requests, in an environment of its own. The model is tiny, and must be healthy throughout.
+An instance also refuses what the page forbids. schemathesis draws the requests, in an environment of its own. The model
+is tiny, and must be healthy throughout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
-    # The longest answer that somebody may ask for ends soon.
+    # Even the longest possible answer ends soon.
     args += ["--context-length", "64", "--kv-debug"]
     # Without them, every path of the sessions is a 501.
     args += ["--kv-sessions-dir", str(tmp_path_factory.mktemp("sessions"))]

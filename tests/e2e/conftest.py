@@ -45,7 +45,7 @@ def _small_pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def small_pair(_small_pair: Pair) -> Iterator[Pair]:
-    """A pair by tcp whose pools are small: requests wait for memory and are retracted. It keeps no access log."""
+    """A pair by tcp with small pools: requests wait for memory and are retracted. It keeps no access log."""
     yield _small_pair
     _small_pair.assert_all_returned()
     for server in (_small_pair.prefill, _small_pair.decode):

@@ -37,7 +37,7 @@ def body(prompt: list[int], tokens: int, **fields) -> dict:
 
 
 def end_of(event: dict) -> str:
-    """How a request ended with this event, "" where it goes on."""
+    """Return how a request ended with this event, or "" if it goes on."""
     if "error" in event:
         return "error"
     reason = event["meta_info"]["finish_reason"]
@@ -68,7 +68,7 @@ class Storm:
         ]
 
     def ask(self, number: int, prompt: list[int], seconds: float, by_name: bool) -> None:
-        """One of them."""
+        """Send one request of the storm and end it."""
         rid = f"storm-{self._seed}-{number}"
         asked = body(prompt, TOKENS, rid=rid, stream=True)
         with httpx.Client(timeout=limit(30), limits=NO_REUSE, trust_env=False) as client:
@@ -76,7 +76,7 @@ class Storm:
             ender = threading.Thread(target=self._abort, args=(rid, seconds, over)) if by_name else None
             if ender is not None:
                 ender.start()
-            # Who hangs up does so in the middle of whatever there is: before headers, or between two events.
+            # A client that hangs up does so at any point: before headers, or between two events.
             waits = limit(30) if by_name else max(0.001, seconds)
             try:
                 with suppress(httpx.TimeoutException), self._stream(client, asked, waits) as lines:
@@ -161,6 +161,6 @@ def test_requests_that_end_early(small_pair):
 
 
 def processes(pair: Pair) -> list[int]:
-    """All of them that live."""
+    """Return the pids of all living processes of the pair."""
     servers = (pair.prefill, pair.decode, pair.router)
     return sorted(process.pid for server in servers for process in server.family().values())

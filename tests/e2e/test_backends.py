@@ -20,8 +20,10 @@ from support.scrape import Page
 
 KINDS = ("tcp", "nixl", "mooncake", "shm", "cuda_ipc")
 QUICK = KINDS[:-2]
-"""Those of every change; shm has most of the other tests, and cuda_ipc, over memory of the host in a GPU's part, the
-units'."""
+"""Backends that every change tests.
+
+shm has most of the other tests. cuda_ipc, over memory of the host in a GPU's place, has the unit tests.
+"""
 TOKENS = 24
 CHUNKED = ("--chunked-prefill-size", "64")
 LAYERED = ("--chunked-prefill-size", "256")
@@ -51,13 +53,13 @@ def body(ids: list[int], tokens: int = TOKENS) -> dict:
 
 
 def answered(server, tokens: int = TOKENS) -> dict[str, list]:
-    """The output of each prompt, in order; the last ones find what the first of them left."""
+    """Return the output of each prompt, in order. The last ones find the KV of the first of them."""
     found = {what: [server.generate(**body(ids, tokens)) for ids in prompts] for what, prompts in PROMPTS.items()}
     return found | {"four answers": server.generate(**four(tokens))}
 
 
 def four(tokens: int) -> dict:
-    """Several answers to one prompt that nobody has seen."""
+    """Return the body of a request for several answers to a prompt that is not cached."""
     asked = body(FOUR, tokens)
     asked["sampling_params"] |= {"n": 4, "temperature": 0.8, "sampling_seed": 11}
     return asked
@@ -108,7 +110,7 @@ QUICK_STAGED = ("tcp, both",)
     "case", [pytest.param(case, marks=() if case in QUICK_STAGED else pytest.mark.slow) for case in STAGED]
 )
 def test_tokens_are_the_same_through_host_memory_that_no_prompt_fits_into(tmp_path, tiny_args, reference, case):
-    """As from and to a GPU's memory, whose part the host's plays here."""
+    """The host's memory plays the part of a GPU's memory here."""
     kind, prefill_args, decode_args = STAGED[case]
     if is_missing(kind):
         pytest.skip(f"{kind} is not installed here")
@@ -189,7 +191,7 @@ def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
 
 
 def moved_stream(router) -> list[int]:
-    """What a stream tells that goes from one decode to the other while it is read."""
+    """Return the tokens of a stream that moves from one decode to the other while it is read."""
     asked = {**body(FRESH, 120), "rid": "moves", "stream": True}
     reader = Reader(router.url, "/generate", asked)
     reader.start()

@@ -27,7 +27,7 @@ def asked(server: Launched, **fields):
 
 
 def legs(prefill: Launched, decode: Launched, **fields):
-    """Both answers of a request that names its hand-over itself."""
+    """Return both answers of a request that names its hand-over itself."""
     with ThreadPoolExecutor(2) as pool:
         return [future.result() for future in [pool.submit(asked, server, **fields) for server in (prefill, decode)]]
 

@@ -1,6 +1,6 @@
 """What a crowd does to a pair: while it does, health stays 200, chats go on, and memory comes back.
 
-Each attack runs beside streams through the router and beside questions for everybody's health.
+Each attack runs beside streams through the router and beside health requests to all processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
 
 
 def memory(pair: Pair) -> int:
-    """Bytes that the processes hold which clients' words go through."""
+    """Return the bytes of the processes that handle clients' text."""
     families = [server.family() for server in (pair.prefill, pair.decode)]
     processes = [process for family in families for name, process in family.items() if name in FRONTS]
     return sum(process.memory_info().rss for process in [*processes, psutil.Process(pair.router.process.pid)])
@@ -172,7 +172,7 @@ def test_a_body_that_is_too_much(pair: Pair, body: bytes, status: int) -> None:
 
 @contextmanager
 def uploads(server: Launched, count: int, size: int) -> Iterator[list[socket.socket]]:
-    """Requests that say they have 32 MiB, send ``size`` bytes, and no more."""
+    """Open requests that announce 32 MiB, send ``size`` bytes, and no more."""
     head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BODY_LIMIT}\r\n\r\n".encode()
     with ExitStack() as stack:
         connections = []
@@ -229,7 +229,7 @@ def test_readers_that_do_not_read(pair: Pair) -> None:
             for connection in connections:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.sendall(head + content)
-            # They are done with at the engine's own pace: nobody waits for whoever doesn't read.
+            # They end at the engine's own pace: it does not wait for a client that doesn't read.
             wait_until(lambda: pair.decode.info()["requests"]["total"] > 10, 30, "they run", every=0.2)
             wait_until(lambda: pair.decode.info()["requests"]["total"] <= 2, 300, "they have ended", every=0.5)
 

@@ -1,7 +1,7 @@
 """The promise of docs/determinism.md: a request's tokens and log-probabilities are its own, to the last bit.
 
-Random requests are answered by a server that does nothing else: one at a time, whole prompts, no cache. Whoever answers
-them otherwise has to give the same, on the same processor.
+A server that does nothing else answers random requests: one at a time, whole prompts, no cache. Any other way to answer
+them has to give the same, on the same processor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(LONGEST_SECONDS)
 
 
 def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts of one to some hundreds of tokens, some of which begin alike, sampled in every way."""
+    """Draw prompts of one to some hundreds of tokens, sampled in every way. Some of them begin alike."""
     rng = random.Random(seed)
     openings = [[rng.randrange(100, 40_000) for _ in range(length)] for length in (33, 160, 400)]
     made = []
@@ -45,7 +45,7 @@ def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def essence(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """What must be the same: tokens, how it ended, log-probabilities as the JSON has them."""
+    """Return what must not differ: tokens, how it ended, log-probabilities as the JSON has them."""
     meta = answer["meta_info"]
     logprobs = [meta["output_token_logprobs"], meta.get("output_top_logprobs")]
     return answer["output_ids"], meta["finish_reason"], logprobs
@@ -57,7 +57,7 @@ def answers(server: Launched, bodies: list[dict[str, Any]], at_once: int) -> lis
 
 
 def answers_of_a_batch(server: Launched, bodies: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """All arrive at once, however busy the machine is."""
+    """Return the answers of one request with all prompts, so they arrive together however busy the machine is."""
     columns = {key: [body[key] for body in bodies] for key in bodies[0]}
     response = server.post("/generate", columns, LONGEST_SECONDS)
     assert response.status_code == 200, response.text
@@ -100,8 +100,9 @@ def alone(tmp_path_factory, kind, bodies) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def threads(bodies: list[dict[str, Any]]) -> tuple[str, ...]:
-    """All cores for many requests, unless other tests run at the same time: a team of threads waits for its slowest at
-    every barrier.
+    """Return options for all cores for many requests, unless other tests run at the same time.
+
+    A team of threads waits for its slowest at every barrier.
     """
     return () if len(bodies) == MANY and "PYTEST_XDIST_WORKER" not in os.environ else ONE_THREAD
 

@@ -1,5 +1,7 @@
-"""A model whose generated tokens attend to few: one request after another, all at once, behind cached prompts, after a
-retraction and by a prefill-decode pair, whose pages carry the labels, its tokens are the same.
+"""A model with generated tokens that attend to few of the others. Its tokens are the same in every situation.
+
+They are: one request after another, all at once, after cached prompts, after a retraction, and by a prefill-decode pair
+with pages that carry the labels.
 """
 
 from __future__ import annotations

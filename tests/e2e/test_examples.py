@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def script(command: Command, pair: Pair) -> str:
-    """The command with what its block sets before it, and with this pair's addresses."""
+    """Return the command with the settings of its block before it, and with this pair's addresses."""
     before = [
         other.text
         for other in commands()
@@ -61,7 +61,7 @@ def script(command: Command, pair: Pair) -> str:
 
 
 def run(command: Command, pair: Pair, folder: Path) -> str:
-    """What the example prints; it must succeed."""
+    """Run an example, which must succeed, and return what it prints."""
     (folder / "questions.txt").write_text(f"{QUESTION}\n")
     (folder / "admin-key").write_text(f"{ADMIN_KEY}\n")
     ran = subprocess.run(

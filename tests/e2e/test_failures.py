@@ -26,12 +26,15 @@ OTHERS = ["tokenizer", "http"]
 SILENCE_SECONDS = 5.0
 """Silence of a peer that counts as its death here: longer than a busy machine keeps a process waiting."""
 ERROR_SECONDS = 50.0
-"""Limit of the time until a client is told of a death or a silence. It takes about a second, and ``SILENCE_SECONDS`` of
-a frozen peer; a client that hangs is told by the router's limits, which are longer than this."""
+"""Seconds until a client must get the error of a death or a silence.
+
+It takes about a second, and ``SILENCE_SECONDS`` for a frozen peer. The router's limits, which end a hanging request,
+are longer than this.
+"""
 
 
 def started(tmp: Path, backend: str, tiny_args: list[str]) -> contextlib.AbstractContextManager[Pair]:
-    """A pair that follows clients to any host and soon misses a peer that is silent."""
+    """Start a pair that follows clients to any host and soon notices a silent peer."""
     silence = ("--disaggregation-heartbeat-timeout", str(SILENCE_SECONDS))
     return pd_pair(tmp, backend, *tiny_args, *silence, decode_args=["--insecure-cluster"])
 

@@ -1,6 +1,8 @@
-"""Full pools with real processes: 60 prompts of a quarter of the pool at once, half of them by the router and half
-straight to the decode, with three priorities, fair shares, and roles that are swapped meanwhile. All are answered, with
-the tokens of one server. ``PDSERVE_FULL_POOLS=real``: by the default model, whose figures mean something.
+"""Full pools with real processes: 60 prompts of a quarter of the pool at once.
+
+Half of them go to the router and half straight to the decode, with three priorities, fair shares, and roles that are
+swapped meanwhile. All are answered, with the tokens of one server. ``PDSERVE_FULL_POOLS=real`` takes the default model,
+for meaningful figures.
 """
 
 from __future__ import annotations

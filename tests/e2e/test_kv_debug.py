@@ -25,7 +25,7 @@ def compared(server: Launched) -> dict[str, int]:
 
 
 def mismatches(server: Launched) -> dict[str, int]:
-    """Where something differs. What torch computes again need not be the same to the last bit."""
+    """Return the places with differences. Torch's repeated computations need not agree to the last bit."""
     found = server.info()["kv_debug"]["mismatches"]
     return {place: count for place, count in found.items() if count and place != "prefill"}
 
@@ -37,7 +37,7 @@ def hashes(server: Launched, tokens: list[int]) -> dict:
 
 
 def change_a_page(folder: Path) -> None:
-    """Another bit at the end of a page, under a checksum that is right."""
+    """Change a bit at the end of a page, under a checksum that is right."""
     path = next(folder.rglob("*.page"))
     framed = path.read_bytes()
     page = bytearray(framed[HEADER_BYTES:])

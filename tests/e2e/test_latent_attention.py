@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """What ``model`` goes on with."""
+    """Return the greedy continuation of ``prompt`` by ``model``."""
     tokens = list(prompt)
     for _ in range(TOKENS):
         tokens.append(int(reference_logits(model, tokens)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""Memory given back and taken again by real instances: alone, and of a pair, whose other half goes on knowing it."""
+"""Memory given back and taken again by real instances: alone, and as a half of a pair that keeps its peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = [(7 * i) % 90 + 3 for i in range(300)]
 
 
 def ask(server: Launched, tokens: list[int] = PROMPT) -> tuple[list[int], int]:
-    """Output, and how many of the prompt's tokens were cached."""
+    """Return the output, and how many of the prompt's tokens were cached."""
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     answer = server.generate(input_ids=tokens, sampling_params=sampling)
     return answer["output_ids"], answer["meta_info"]["cached_tokens"]
@@ -106,13 +106,13 @@ def test_a_pair_parts_and_finds_itself_again(tmp_path, tiny_args, backend: str) 
             assert answer.status_code == 200, answer.text
             assert server.info()["disaggregation"]["peers"] == []
             refused = pair.router.post("/generate", {"input_ids": PROMPT})
-            assert refused.status_code in (200, 503)  # whoever is left may do it alone
+            assert refused.status_code in (200, 503)  # the remaining instance may do it alone
             assert server.post(RESUME, {}).status_code == 200
             wait_until(pair.router.is_healthy, 10, "the router has both again")
             server.wait_healthy(5)
 
             def goes_over() -> bool:
-                """A prompt that nobody knows, each time: what is cached may be computed where it is."""
+                """Return whether a new prompt was handed over. A cached prompt may be computed where its KV is."""
                 count, prompt = pair.decode.info()["disaggregation"]["received"]["done"], [next(firsts), *PROMPT]
                 output, _ = ask(pair.router, prompt)
                 assert ask(pair.router, prompt)[0] == output

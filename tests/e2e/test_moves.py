@@ -32,12 +32,12 @@ class Two:
         raise AssertionError(f"nobody has {rid}")
 
     def migrate(self, rid: str, source: int) -> httpx.Response:
-        """From ``source`` to the other one."""
+        """Move a request from ``source`` to the other instance."""
         to = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstraps[1 - source]}
         return self.instances[source].post("/migrate", {"rid": rid, **to})
 
     def assert_all_returned(self) -> None:
-        """Nothing in use, and their own checks agree."""
+        """Assert that nothing is in use, and that the instances' own checks agree."""
         for instance in self.instances:
             wait_until(
                 lambda i=instance: (i.info()["requests"]["total"], i.info()["pool"]["in_use"]) == (0, 0), 15, "idle"
@@ -75,7 +75,7 @@ def body(rid: str, **more) -> dict:
 
 
 def whole(pair: Two, asked: dict) -> dict:
-    """The answer of one that stays."""
+    """Return the answer of an equal request that stays where it is."""
     return pair.instances[0].generate(**asked | {"stream": False, "rid": asked["rid"] + "-stays"})
 
 
@@ -131,7 +131,7 @@ def test_an_openai_stream_moves_as_if_it_had_not(pair, way, path):
 
 
 def said(events: list[dict]) -> tuple[str, str | None, int]:
-    """An OpenAI stream's text, how it ended, and how many tokens it scored."""
+    """Return an OpenAI stream's text, how it ended, and how many tokens it scored."""
     choices = [choice for event in events for choice in event["choices"]]
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
     lists = [choice["logprobs"] for choice in choices if choice["logprobs"]]
@@ -160,14 +160,12 @@ def test_an_answer_that_is_not_streamed_moves_too(pair, way):
 
 
 def test_what_cant_be_moved_stays_and_says_why(pair):
-    # Somebody answers there at once, who is no bootstrap server; the stream goes on meanwhile.
+    # The server there answers at once but is no bootstrap server; the stream goes on meanwhile.
     source, nowhere = pair.instances[0], pair.instances[1].port
     to = {"bootstrap_host": "127.0.0.1", "bootstrap_port": nowhere}
     assert source.post("/migrate", {"rid": "nobody", **to}).status_code == 404
     asked = body("stays")
-    asked["sampling_params"]["max_new_tokens"] = (
-        1700  # an address where nobody answers is tried for a second and a half
-    )
+    asked["sampling_params"]["max_new_tokens"] = 1700  # an address without an answer is tried for a second and a half
     expected = whole(pair, asked)
     reader = Reader(source.url, GENERATE, asked)
     reader.start()

@@ -11,7 +11,7 @@ TOKENS = 70
 
 
 def answers(server: Launched) -> list[list[int]]:
-    """Each prompt, and each again, which finds its pages cached."""
+    """Return the output of each prompt, and of each again, with its pages cached."""
     params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     return [server.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in PROMPTS * 2]
 
@@ -22,7 +22,7 @@ def test_tokens_do_not_depend_on_the_page(tmp_path, tiny_args, page_size: int, u
     with pd_pair(tmp_path, "shm", *tiny_args, "--page-size", str(page_size)) as pair:
         assert answers(pair.router) == usual
         assert pair.decode.info()["disaggregation"]["received"]["done"] > 0
-        # Without a router nobody names a hand-over: the prefill answers by itself.
+        # Without a router a request names no hand-over: the prefill answers by itself.
         assert answers(pair.prefill) == usual
         pair.assert_all_returned()
 

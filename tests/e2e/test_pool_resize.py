@@ -63,7 +63,7 @@ def test_a_pair_hands_over_while_its_pools_change(tmp_path: Path, backend: str) 
 
 
 def memory_goes_back(server: Launched, is_right: Callable[[], bool]) -> None:
-    """What a larger pool has committed is the system's when it is small again."""
+    """Check that the system gets back what a larger pool has committed when it is small again."""
     worker = server.family()["worker"]
     least = worker.memory_info().rss
     assert resize(server, LIMIT)["before"] == 1024

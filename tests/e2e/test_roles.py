@@ -50,19 +50,19 @@ class Cluster:
         return self.stack.enter_context(server)
 
     def bootstrap(self, i: int) -> str:
-        """Where others find it."""
+        """Return the address of the instance's bootstrap server."""
         return f"127.0.0.1:{self.instances[i].info()['disaggregation']['bootstrap_port']}"
 
     def role(self, i: int) -> str:
         return self.instances[i].info()["role"]
 
     def held(self, i: int) -> int:
-        """Tokens that it has in its pool, for requests or for later."""
+        """Return the tokens in the instance's pool, in use or cached."""
         pool = self.instances[i].info()["pool"]
         return pool["cached"] + pool["in_use"]
 
     def running(self, i: int) -> int:
-        """Requests that it decodes."""
+        """Return how many requests the instance decodes."""
         return self.instances[i].info()["queues"]["running"]
 
     def flip(self, i: int) -> None:
@@ -122,7 +122,7 @@ class Load:
         self.cached_tokens += last["meta_info"]["cached_tokens"]
 
     def until(self, count: int, what: str) -> None:
-        """Go on until so many more have ended."""
+        """Go on until ``count`` more have ended."""
         goal = self.done + count
 
         def reached() -> bool:

@@ -35,7 +35,7 @@ class Cluster:
     router: Launched
 
     def served(self) -> list[float]:
-        """How many requests each instance has finished."""
+        """Return how many requests each instance has finished."""
         pages = (Page(i.client.get(i.url + "/metrics").raise_for_status().text) for i in self.instances)
         return [page.total("pdserve_requests_finished_total", reason="length") for page in pages]
 
@@ -64,7 +64,7 @@ def cluster(tmp_path, tiny_args) -> Iterator[Cluster]:
 
 @contextmanager
 def frozen(instances: list[Launched]) -> Iterator[None]:
-    """No request goes on at these instances while the block runs, however long it takes. Some may die in it."""
+    """Freeze the workers of these instances while the block runs, however long it takes. Some may die in it."""
     workers = [instance.family()["worker"] for instance in instances]
     for worker in workers:
         freeze(worker.pid)

@@ -22,14 +22,14 @@ def body(prompt: list[int], tokens: int, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tiny_args) -> Iterator[Launched]:
-    """One row: whoever else comes waits, or takes it."""
+    """A server with one row: any further request waits, or takes the row."""
     with launched(tmp_path_factory.mktemp("terms"), "one", "server", *tiny_args, *TERMS, *ONE_RUNS) as one:
         one.wait_healthy()
         yield one
 
 
 class Holder:
-    """Someone who has the only row, until ``let_go``."""
+    """A request that has the only row, until ``let_go``."""
 
     def __init__(self, server: Launched, **more) -> None:
         self.server = server
@@ -43,7 +43,10 @@ class Holder:
 
 
 def cut_short(server: Launched) -> dict:
-    """The answer to a request whose time is over while it writes: how long that is, this machine has to say."""
+    """Return the answer to a request that runs out of time while it generates.
+
+    The right limit depends on the machine, so it is searched for.
+    """
     least, most = 0.0, 4.0
     for _ in range(12):
         response = server.post("/generate", body([4, 4, 4], 1900, timeout_s=(least + most) / 2))
@@ -58,7 +61,7 @@ def cut_short(server: Launched) -> dict:
 
 
 class Senders:
-    """Requests in threads of their own; ``ended``: who was answered, in order."""
+    """Requests in threads of their own; ``ended``: the requests that were answered, in order."""
 
     def __init__(self, server: Launched) -> None:
         self.server = server

@@ -20,7 +20,7 @@ SEEDED = {
 
 
 def args(tiny_args: list[str], folder: Path, *, store: bool = True) -> list[str]:
-    """Flags of an instance whose sessions and store lie in ``folder``."""
+    """Return the flags of an instance with sessions and store in ``folder``."""
     tier = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
     tier += ["--hicache-storage-url", str(folder / "kv")]
     sessions = ["--kv-sessions-dir", str(folder / "sessions")]
@@ -41,7 +41,7 @@ def snapshot_midway(server: Launched, name: str, sampling: dict, after: int = 40
 
 
 def reusable(said: dict) -> int:
-    """How many tokens of a snapshot need not be computed again: its last token is, for the logits."""
+    """Return how many tokens of a snapshot need not be computed again. Its last token has to be, for the logits."""
     known = said["prompt_tokens"] + said["output_tokens"]
     return min(said["kv_tokens"], (known - 1) // 16 * 16)
 
@@ -97,8 +97,9 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
 
 
 def goes_on_elsewhere(tmp_path: Path, flags: list[str], unified: list[str]) -> None:
-    """Written down at one instance, which is killed, and gone on with at another: the answer that it would have been,
-    from KV that came from the store.
+    """Take snapshots at one instance, kill it, and restore them at another.
+
+    The answers must be those of an undisturbed request, from KV that came from the store.
     """
     with launched(tmp_path, "first", "server", *flags) as first:
         first.wait_healthy()

@@ -14,7 +14,7 @@ PREFIX = list(range(100, 180))
 
 
 def stream(server: Launched, path: str, body: dict, **headers: str) -> list[dict]:
-    """Every event of a streamed answer."""
+    """Return every event of a streamed answer."""
     with server.client.stream("POST", server.url + path, json={**body, "stream": True}, headers=headers) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
@@ -26,7 +26,7 @@ def scrape(server: Launched) -> Page:
 
 
 def load(pair: Pair) -> Counter[str]:
-    """Requests of many kinds; returns what their clients were told, added up."""
+    """Send requests of many kinds, and return the sums of the counts in their answers."""
     told: Counter[str] = Counter()
 
     def add(prompt: int, cached: int, output: int) -> None:
@@ -89,7 +89,7 @@ def test_counters_add_up_and_an_id_is_found_everywhere(tmp_path, tiny_args):
 
 
 def mentions(server: Launched, mode: str) -> set[str]:
-    """The processes with a line about the request; each line must be an object."""
+    """Return the processes with a log line about the request. Each line must be an object."""
     names = set()
     for line in server.log().splitlines(keepends=True):
         if not line.endswith("\n"):

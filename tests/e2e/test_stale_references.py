@@ -1,7 +1,7 @@
 """References to KV that isn't there any more, or never was, never become text.
 
-The five ways in which vLLM's issue 52234 got answers, and 200, for them: an unknown reference, numbers out of range, a
-reference that was used up, one whose memory has another prompt by now, one that came too late.
+In vLLM's issue 52234 five kinds of them got answers and 200: an unknown reference, numbers out of range, a used-up
+reference, one to memory that has another prompt by now, and one that came too late.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_the_room_of_an_earlier_life(pair, legs, answers):
     rooms = itertools.count(16)
 
     def right_again() -> bool:
-        """Whether a new room has the answer; the decode may still be looking for the new prefill."""
+        """Return whether a new room has the answer. The decode may still be looking for the new prefill."""
         room = next(rooms)
         prefill, decode = legs.prefill(ONE, room), legs.decode(ONE, room)
         done = [leg.result().status_code for leg in (prefill, decode)] == [200, 200]

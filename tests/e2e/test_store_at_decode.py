@@ -1,4 +1,4 @@
-"""A pair whose instances share a store: what it has of a prompt, a decode fetches instead of having it sent."""
+"""A pair of instances that share a store: a decode fetches what the store has of a prompt instead of having it sent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
         answers = []
 
         def has_fetched() -> bool:
-            # Whether a fetch is the sooner way is foreseen from measurements: on a busy machine not for every turn.
+            # Whether a fetch is sooner is estimated from measurements: on a busy machine not for every prompt.
             if answers:
                 for server in instances:
                     server.post("/flush_cache", {}).raise_for_status()

@@ -30,7 +30,7 @@ KILL_EVERY = 50
 
 
 def ask(server: Launched, prompt: list[int], namespace: str = "") -> tuple[list[int], float]:
-    """Its tokens, and seconds."""
+    """Return the tokens of an answer, and its seconds."""
     began = time.monotonic()
     sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     answer = server.generate(input_ids=prompt, sampling_params=sampling, extra_key=namespace)
@@ -55,7 +55,7 @@ class Campaign:
         self.opened = self.from_store = self.asked = 0
 
     def strike(self, server: Launched, kind: str) -> None:
-        """Once, with requests before, at and behind it."""
+        """Cause a fault once, with requests before, during and after it."""
         self.struck[kind] += 1
         with ThreadPoolExecutor(3) as clients:
             # Some are under way when it happens.
@@ -68,13 +68,13 @@ class Campaign:
             for one in [*news, clients.submit(self.ask, server, kind)]:
                 one.result()
         if kind in self.faults.dead and self.struck[kind] % 4 == 1:
-            # What fails is tried three times, though nobody asks for anything, before the store is left alone.
+            # A failed command is tried three times, even without requests, before the circuit breaker opens.
             wait_until(lambda: not self.is_well(server), 10, f"{kind} is told", every=0.1)
         health = server.client.get(server.url + "/health")
         assert health.status_code == 200, health.text
         self.opened += "KV store" in health.json().get("warning", "")
         heal()
-        # It is found well again while nobody asks for anything; else the next strike would find nobody there.
+        # It is found well again even without requests; otherwise the next fault would not be noticed.
         wait_until(lambda: self.is_well(server), 10, f"the store is used again after: {kind}", every=0.1)
         self.ask(server, f"behind {kind}")
 
@@ -93,7 +93,7 @@ class Campaign:
         return "warning" not in server.client.get(server.url + "/health").json()
 
     def ended(self, server: Launched) -> None:
-        """An instance of it is about to go."""
+        """Check an instance that is about to end."""
         wait_until(lambda: server.info()["invariants_steps_ago"] == 0, 15, "checked while idle")
         told = server.info()
         assert told["invariants"] == "ok"

@@ -51,13 +51,13 @@ LOG_BYTES = 100_000
 
 
 def answers(pair: Pair) -> list[list[int]]:
-    """The pair's greedy answers."""
+    """Return the pair's greedy answers."""
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     return [pair.router.generate(input_ids=p, sampling_params=params)["output_ids"] for p in PROMPTS]
 
 
 def processes(pair: Pair) -> dict[str, tuple[int, int]]:
-    """pid and resident bytes of every process of the pair."""
+    """Return pid and resident bytes of every process of the pair."""
     servers = {"prefill": pair.prefill, "decode": pair.decode, "router": pair.router}
     return {
         f"{name} {child}": (process.pid, process.memory_info().rss)
@@ -83,7 +83,7 @@ def assert_unharmed(pair: Pair, before: dict[str, tuple[int, int]], expected: li
 
 
 def run_campaign(pair: Pair, frames: int, seed: int) -> None:
-    """``frames`` frames, with honest requests in between."""
+    """Send ``frames`` hostile frames, with honest requests in between."""
     expected = answers(pair)
     assert answers(pair) == expected  # from cached pages
     target = find_target(pair)
@@ -232,7 +232,7 @@ class Insider:
         )
 
     def about(self, rng: random.Random, room: int) -> Message:
-        """Something about a room that it knows nothing of."""
+        """Make a message about a room that this peer has no part in."""
         epoch = self.target.registration.epoch
         handover = HandoverId(self.epoch, room, 1)
         kind = rng.randrange(4)
@@ -255,7 +255,7 @@ class Insider:
 
 
 class Trap:
-    """A listener that nobody should ever call."""
+    """A listener that no process should ever connect to."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.socket = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -267,7 +267,7 @@ class Trap:
         }
 
     def assert_unseen(self) -> None:
-        """No connection has come."""
+        """Assert that no connection has come."""
         with pytest.raises(BlockingIOError):
             self.socket.accept()
 

@@ -17,7 +17,7 @@ def body(prompt: list[int], **more) -> dict:
 
 
 def stream(server: Launched, request: dict) -> list[dict]:
-    """Every event of a streamed answer."""
+    """Return every event of a streamed answer."""
     with server.client.stream("POST", server.url + "/generate", json={**request, "stream": True}) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
@@ -25,7 +25,7 @@ def stream(server: Launched, request: dict) -> list[dict]:
 
 
 def told(answer: dict) -> dict:
-    """What does not depend on the run: text, tokens, counts, logprobs."""
+    """Return the parts of an answer that do not depend on the run: text, tokens, counts, logprobs."""
     drawn = ("id", "e2e_latency", "timing", "retractions")
     return {**answer, "meta_info": {k: v for k, v in answer["meta_info"].items() if k not in drawn}}
 

@@ -78,7 +78,7 @@ def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[l
 def test_ranks_with_a_device_each_answer_as_one(
     model: list[str], expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, whose part devices play that record: a pool each, graphs that hold the exchanges, one step ahead."""
+    """Recording devices play the part of GPUs: a pool each, graphs that hold the exchanges, one step ahead."""
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", with_inherited(tests / "support" / "fake_devices", tests))
     graphs = ("--attention-backend", "torch", "--cuda-graph-max-bs", "2", "--context-length", "1024")

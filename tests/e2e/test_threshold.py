@@ -33,7 +33,7 @@ def places(decode: Launched) -> tuple[int, int]:
 
 
 def of_metrics(decode: Launched, name: str) -> bool:
-    """Whether there is something in both places."""
+    """Return whether a metric has counts for both places."""
     page = Page(decode.client.get(decode.url + "/metrics").text)
     return all(page.total(name, place=place) > 0 for place in ("here", "there"))
 
@@ -117,7 +117,7 @@ def test_whoever_computes_under_load_the_answers_are_the_same(tmp_path, tiny_arg
         answers = list(pool.map(lambda ids: pair.router.generate(**body(ids)), prompts))
         wrong = [len(ids) for ids, a in zip(prompts, answers, strict=True) if a["output_ids"] != expected[tuple(ids)]]
         assert not wrong
-        # The router may have sent some to the prefill alone, which decodes faster than one with so many streams.
+        # The router may have sent some to the prefill alone, which decodes faster than an instance with many streams.
         routed = Page(pair.router.client.get(pair.router.url + "/metrics").text)
         sent = {r: routed.total("pdserve_router_instance_requests_total", leg=r) for r in ("prefill", "decode")}
         assert sent == {"prefill": len(prompts), "decode": sum(places(pair.decode))}

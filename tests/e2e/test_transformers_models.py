@@ -16,7 +16,7 @@ PROMPTS = [[50 + i, 900, *(77 * i + 5 * k for k in range(40 * i))] for i in rang
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """What ``model`` goes on with."""
+    """Return the greedy continuation of ``prompt`` by ``model``."""
     tokens = list(prompt)
     for _ in range(TOKENS):
         tokens.append(int(reference_logits(model, tokens)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""An instance whose ranks are on two hosts, which are network namespaces here."""
+"""An instance with ranks on two hosts, which are network namespaces here."""
 
 from __future__ import annotations
 

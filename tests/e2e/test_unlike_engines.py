@@ -1,5 +1,7 @@
-"""Instances that compute in unlike ways hand over to each other: torch and the CPU kernels, whose pages have unlike
-orders, and two levels of the kernels, as on two kinds of processors.
+"""Hand-over between instances that compute differently.
+
+They are torch and the CPU kernels, with pages of different orders, and two levels of the kernels, as on two kinds of
+processors.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def outputs(server: Launched) -> list[list[int]]:
 
 
 def crowd_of(server: Launched, at_once: int) -> list[list[int]]:
-    """Outputs of eight unlike prompts, which are 800 tokens in the end."""
+    """Return the outputs of eight different prompts, which are 800 tokens in the end."""
     sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
     prompts = [[(7 * i + 31 * first + 5) % 49152 for i in range(40)] for first in range(8)]
     with ThreadPoolExecutor(at_once) as clients:

@@ -18,7 +18,7 @@ from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError, build, bui
 
 
 def make_environment(folder: Path, wheel: Path) -> Path:
-    """A new environment with ``wheel``, and this one's packages for what the wheel depends on; returns its Python."""
+    """Make a new environment with ``wheel``, and return its Python. Dependencies come from this one's packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel]

@@ -69,7 +69,10 @@ def test_a_unified_server_gives_pages_back(served: tuple[Path, list[list[int]]],
 
 
 def goes_on_from_a_store(folder: Path, tmp: Path, expected: list[list[int]]) -> list[int]:
-    """One instance answers, is killed, and another one answers from what it left; bytes of a page by group."""
+    """Let one instance answer, kill it, and let another one answer from its store.
+
+    Returns the bytes of a page by group.
+    """
     store = tmp / "kv"
     args = ["--model-path", str(folder), *ARGS, "--max-total-tokens", "2048", "--enable-hierarchical-cache"]
     args += ["--hicache-storage-backend", "file", "--hicache-storage-url", str(store)]
@@ -105,7 +108,7 @@ def test_so_it_does_where_all_layers_have_windows(tmp_path: Path) -> None:
 
 
 def pages_of(length: int, info: dict) -> tuple[int, int]:
-    """Bytes that a prompt's hand-over moves of both groups, where nothing of it is cached."""
+    """Return the bytes that a prompt's hand-over moves of both groups, if nothing of it is cached."""
     kept, windowed = (group["page_bytes"] for group in info["kv_layout"]["groups"])
     size = info["kv_layout"]["page_size"]
     seen = -(-(WINDOW - 1) // size) + 1

@@ -1,7 +1,7 @@
 """What ``make hostile-campaign`` runs: one attacker, against a cluster of its own, beside a neighbour.
 
-A violation prints the seed and what was sent last. Each thread of an attacker draws from the seed; how their requests
-interleave is the machine's choice, so a seed repeats the requests and not the order between threads.
+A violation prints the seed and what was sent last. Each thread of an attacker draws from the seed. The machine decides
+how their requests interleave, so a seed repeats the requests and not the order between threads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def options() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(prog="python -P -m hostile", description=__doc__)
     parser.add_argument("--who", choices=sorted(ATTACKERS), required=True, help="the attacker")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of attack")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of attack")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices")
     parser.add_argument("--backend", choices=("tcp", "shm"), default="tcp", help="how the cluster moves KV")
     return parser.parse_args()
 
 
 def main() -> int:
-    """0 when nothing was violated."""
+    """Run one campaign. Returns 0 if nothing was violated."""
     args = options()
     folder = Path(tempfile.mkdtemp(prefix=f"hostile-campaign-{args.who}-"))
     print(f"{args.who}, seed {args.seed}, {args.minutes:g} minutes, {args.backend}; log in {folder}", flush=True)

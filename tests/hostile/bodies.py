@@ -62,7 +62,7 @@ class Bodies:
         self.operations = operations(page)
 
     def target(self, operation: Operation) -> str:
-        """A path with its parameters filled in, and at times a query."""
+        """Return a path with its parameters filled in, and at times a query."""
         rng, path = self._rng, operation.path
         while "{" in path:
             before, _, rest = path.partition("{")
@@ -74,7 +74,7 @@ class Bodies:
         return path
 
     def body(self, schema: dict[str, Any]) -> bytes:
-        """A body as JSON, half of the time with mistakes in it."""
+        """Return a body as JSON, half of the time with mistakes in it."""
         value = self.value(schema)
         for _ in range(self._rng.choice((0, 0, 0, 1, 1, 3))):
             value = self._spoiled(value)
@@ -88,7 +88,7 @@ class Bodies:
         return data
 
     def value(self, schema: dict[str, Any], depth: int = 0) -> Any:
-        """A value that the schema describes, mostly."""
+        """Return a value that mostly fits the schema."""
         rng, schema = self._rng, self._resolved(schema)
         if "const" in schema:
             return schema["const"]
@@ -136,7 +136,7 @@ class Bodies:
         return int(number) if kind == "integer" else number
 
     def _spoiled(self, value: Any) -> Any:
-        """``value`` with one thing replaced, removed or added, somewhere within."""
+        """Return ``value`` with one thing replaced, removed or added, somewhere within."""
         rng = self._rng
         if isinstance(value, dict) and value and rng.random() < 0.8:
             name, made = rng.choice(sorted(value)), dict(value)

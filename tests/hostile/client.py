@@ -39,7 +39,7 @@ class HostileUser:
         page = self._http.get(cluster.instances["decode"] + "/openapi.json").raise_for_status().json()
         self._bodies = Bodies(page, self._rng)
         self._probes = probes
-        """Questions of the neighbour whose prompts have not been asked yet by any thread."""
+        """The neighbour's questions with prompts that no thread has asked yet."""
         self._kinds: list[tuple[Callable[[], None], int]] = [
             (self.generated, 60),
             (self.odd_http, 12),
@@ -62,7 +62,7 @@ class HostileUser:
     # --- kinds of attacks ---
 
     def generated(self) -> None:
-        """A request that the OpenAPI page describes, or nearly."""
+        """Send a request that the OpenAPI page describes, or nearly."""
         rng = self._rng
         operation = rng.choice([one for one in self._bodies.operations if one.path not in SPARED])
         method = operation.method if rng.random() < 0.95 else rng.choice(("GET", "POST", "DELETE", "PUT", "HEAD"))
@@ -107,7 +107,7 @@ class HostileUser:
                 self._record.violated(f"another's session was restored: {answer[:300]!r}")
 
     def stream_left(self) -> None:
-        """A stream that is left, aborted or moved while it runs; at times with forks."""
+        """Start a stream, at times with forks, and leave, abort or move it while it runs."""
         rng, rid = self._rng, f"m{self._rng.randrange(4)}"
         params = {"max_new_tokens": rng.choice((5, 200, 1500)), "ignore_eos": True, "n": rng.choice((1, 1, 4, 64))}
         body = {"text": rng.choice(WORDS) * rng.choice((1, 100)), "stream": True, "rid": rid, "sampling_params": params}
@@ -144,7 +144,7 @@ class HostileUser:
             self._record.violated(f"foreign names: {path} obeyed a user: {answer[:300]!r}")
 
     def bomb(self) -> None:
-        """Much work or output from few bytes."""
+        """Send few bytes that ask for much work or output."""
         rng = self._rng
         many = {"max_new_tokens": 1500, "n": 64, "ignore_eos": True}
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -165,7 +165,7 @@ class HostileUser:
         self._send("bomb", "POST", path, json.dumps(body).encode(), leave=rng.random() < 0.5)
 
     def half_request(self) -> None:
-        """A part of a request, and then silence, a reset or an end."""
+        """Send a part of a request, and then silence, a reset or an end."""
         rng = self._rng
         head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {self._cluster.keys[MALLORY]}\r\n"
         length = rng.choice((10, 1 << 20, 33 << 20))
@@ -181,7 +181,7 @@ class HostileUser:
                 self._record.seen("half request", sock.recv(1 << 16))
 
     def crowd(self) -> None:
-        """Many connections at once that say nothing, or half a head."""
+        """Open many connections at once that send nothing, or half a head."""
         self._record.sent("crowd", CROWD)
         socks: list[socket.socket] = []
         with suppress(OSError):
@@ -193,14 +193,14 @@ class HostileUser:
             sock.close()
 
     def large_body(self) -> None:
-        """A body near the limit, of what is cheap to send and dear to parse."""
+        """Send a body near the limit that is cheap to send and expensive to parse."""
         size = self._rng.choice((1 << 20, 8 << 20, 31 << 20, 34 << 20))
         kind = self._rng.choice((b'{"text": "%b"}', b'{"input_ids": [%b1]}', b'{"a": [%b1]}', b'{"text": [%b"a"]}'))
         unit = b"1," if b"[%b1]" in kind else b'"a",' if b"[" in kind else b"x"
         self._send("large body", "POST", "/generate", kind % (unit * (size // len(unit))))
 
     def probe_cache(self) -> None:
-        """The neighbour's own prompt: the answer must not tell that it is cached."""
+        """Send the neighbour's own prompt: the answer must not show that it is cached."""
         with suppress(IndexError):
             question = self._neighbour.questions[self._probes.pop()]
             key = self._rng.choice((ALICE, f"{ALICE}\0", f"\0{ALICE}", f"key:{ALICE}", "", None))
@@ -212,7 +212,7 @@ class HostileUser:
                 self._record.violated(f"the neighbour's prompt was cached for another key: {cached} tokens")
 
     def speak_as(self) -> None:
-        """Headers by which routers speak to instances."""
+        """Send the headers by which routers speak to instances."""
         rng = self._rng
         headers = rng.choice(
             [

@@ -60,21 +60,21 @@ class Cluster:
         return {ROUTER: self.url, **self.instances}
 
     def headers(self, name: str) -> dict[str, str]:
-        """The headers of a request with the key of this name."""
+        """Return the headers of a request with the key of this name."""
         return {"authorization": f"Bearer {self.keys[name]}"}
 
     def client(self, name: str, source: str = "127.0.0.1") -> httpx.Client:
-        """A client with the key of this name. ``source``: the address that it connects from."""
+        """Return a client with the key of this name. ``source``: the address that it connects from."""
         transport = httpx.HTTPTransport(local_address=source, limits=NO_REUSE)
         return httpx.Client(transport=transport, headers=self.headers(name), timeout=limit(30), trust_env=False)
 
     def info(self) -> dict[str, Any]:
-        """The admin's ``/server_info`` of the router."""
+        """Return the admin's ``/server_info`` of the router."""
         told: dict[str, Any] = self.admin.get(self.url + "/server_info").raise_for_status().json()
         return told
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Every living process of the cluster, by its name and the name of its parent."""
+        """Return every living process of the cluster, by its name and the name of its parent."""
         assert self.server.process is not None
         root = psutil.Process(self.server.process.pid)
         found = {"up": root}
@@ -84,7 +84,7 @@ class Cluster:
         return found
 
     def usage(self) -> dict[str, Usage]:
-        """What each process holds now."""
+        """Return the memory and descriptors that each process uses now."""
         found = {}
         for name, process in self.processes().items():
             with contextlib.suppress(psutil.Error):
@@ -99,7 +99,9 @@ class Cluster:
         }
 
     def in_use(self) -> dict[str, Any]:
-        """What is not given back, by instance; empty when nothing is held and the instances' own checks agree."""
+        """Return what is still in use, by instance. It is empty if nothing is, and if the instances' own
+        checks agree.
+        """
         found = {}
         for told in self.info()["instances"]:
             info = told.get("info")

@@ -29,7 +29,7 @@ THREADS = 2
 
 
 def find_target(cluster: Cluster) -> tuple[Target, Target]:
-    """What a stranger finds out: the prefill and the decode as targets."""
+    """Return the prefill and the decode as targets, with what a stranger can find out."""
     ports = cluster.listening()
     registered: dict[str, Registration] = {}
     for role, port in cluster.bootstraps.items():
@@ -71,7 +71,7 @@ class HostileLocal:
         kind()
 
     def frames(self) -> None:
-        """Frames at control, data and bootstrap ports."""
+        """Send frames to control, data and bootstrap ports."""
         stranger = self._rng.choice(self._strangers)
         before = dict(stranger.sent)
         stranger.send(20)
@@ -79,7 +79,7 @@ class HostileLocal:
             self._record.kinds[kind] += count - before.get(kind, 0)
 
     def without_key(self) -> None:
-        """A path of router or instance, with no key, or one that was made up."""
+        """Request a path of router or instance with no key, or a made-up one."""
         rng, facts = self._rng, self._rng.choice(PATHS)
         role = rng.choice(sorted(self._cluster.urls))
         path = facts.path.replace("{name:path}", "x").replace("{id:path}", "0?action=save")
@@ -125,7 +125,7 @@ class HostileLocal:
             self._record.seen("any port", sock.recv(1 << 16))
 
     def replay(self) -> None:
-        """A request of the router's that was overheard: again, changed, too late, or at the other instance."""
+        """Replay an overheard request of the router: again, changed, too late, or at the other instance."""
         rng, role = self._rng, self._rng.choice(sorted(self._cluster.instances))
         other = next(name for name in self._cluster.instances if name != role)
         url = self._cluster.instances[role]

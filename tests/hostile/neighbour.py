@@ -1,4 +1,4 @@
-"""A well-behaved user beside the attack, whose answers are known beforehand and whose data carries canaries."""
+"""A well-behaved user beside the attack. Its answers are known beforehand, and its data carries canaries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Neighbour:
 
     @property
     def secrets(self) -> list[bytes]:
-        """What nobody else may be sent: the canary, its key, and parts of prompts and answers as token ids."""
+        """Return what no other user may get: the canary, its key, and parts of prompts and answers as token ids."""
         found = [self.canary.encode(), self._cluster.keys[ALICE].encode()]
         for question in self.questions:
             for ids in (question.ids[4:12], question.answer[4:12]):

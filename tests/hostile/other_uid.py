@@ -65,7 +65,7 @@ def _talk(name: str) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(5)
         sock.connect("\0" + name[1:] if name.startswith("@") else name)
-        # Abstract names let everybody connect: their owner must hang up, and say nothing.
+        # Abstract names let any process connect: their owner must hang up, and send nothing.
         sock.sendall(b"\x10\x00\x00\x00" + b"x" * 16)
         if not sock.recv(1):
             raise PermissionError(name)

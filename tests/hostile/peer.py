@@ -1,10 +1,11 @@
-"""A hostile peer with the cluster secret: after a valid handshake it says whatever it likes, whenever it likes.
+"""A hostile peer with the cluster secret: after a valid handshake it sends whatever it likes, whenever it likes.
 
-It dials instances, and is dialled by those that a signed request sends to its own bootstrap server; it takes either
-side of hand-overs and moves. Whoever has the secret may send requests and KV in anybody's name (``docs/security.md``):
-what it sends is mallory's here. It may not end a process, get KV that it did not ask for, or make anybody keep memory.
+It dials instances, and is dialled by those that a signed request sends to its own bootstrap server. It takes either
+side of hand-overs and moves. A holder of the secret may send requests and KV in any user's name (``docs/security.md``):
+what it sends is mallory's here. It may not end a process, get KV that it did not ask for, or make an instance keep
+memory.
 
-Its connections are in ``peer_links.py``, its ports in ``peer_ports.py``, its words in ``peer_messages.py`` and its
+Its connections are in ``peer_links.py``, its ports in ``peer_ports.py``, its messages in ``peer_messages.py`` and its
 HTTP requests in ``peer_requests.py``. Here is what it does with them.
 """
 
@@ -82,12 +83,12 @@ class HostilePeer:
     # --- kinds of attacks ---
 
     def say(self) -> None:
-        """A frame of any messages."""
+        """Send a frame of any messages."""
         for link in self._links.some():
             self._links.send(link, "say", link.messages.payload())
 
     def contradict(self) -> None:
-        """Several messages about one hand-over that can't all be true, in any order, some of them twice."""
+        """Send several messages about one hand-over that can't all be true, in any order, some of them twice."""
         for link in self._links.some():
             room = link.messages.handover()
             many = [link.messages.message() for _ in range(12)]
@@ -95,7 +96,7 @@ class HostilePeer:
             self._links.send(link, "contradict", encode([*about, *self._rng.sample(about, len(about) // 2)]))
 
     def offer(self) -> None:
-        """A request that goes on there, with KV to be had from here or not; then its commit, more than once."""
+        """Offer a request that moves there, with KV to be had from here or not; then commit it, more than once."""
         for link in self._links.some():
             made = HandoverId(link.messages.epoch, self._rng.getrandbits(63), 1)
             link.messages.rooms.append(made)
@@ -104,7 +105,7 @@ class HostilePeer:
                 self._links.send(link, "commit", encode([link.messages.commit(link.messages.epoch, made)] * 2))
 
     def leg(self) -> None:
-        """A signed request one leg of which is this peer's."""
+        """Send a signed request with this peer as one of its legs."""
         if not self._requests.take_place():
             return
         rng, leg = self._rng, self._rng.choice(("prefill", "decode"))
@@ -125,7 +126,7 @@ class HostilePeer:
                 self._links.send(link, "take", encode([RoomQueued(link.messages.epoch, made), request]))
 
     def write_pages(self) -> None:
-        """Pages by the data port of an instance that has invited this peer."""
+        """Write pages to the data port of an instance that has invited this peer."""
         for link in self._links.links.values():
             if link.invitation:
                 self._record.sent("write pages", link.messages.epoch)
@@ -133,20 +134,20 @@ class HostilePeer:
                 return
 
     def oversize(self) -> None:
-        """A frame that is longer than peers may send, or as long as they may."""
+        """Send a frame that is longer than peers may send, or as long as they may."""
         for link in self._links.some():
             size = self._rng.choice((SHORT_FRAME_BYTES - 100, SHORT_FRAME_BYTES + 1, 4 << 20, LONG_FRAME_BYTES - 100))
             junk = self._rng.choice((b"\x91", b"\xc6", b"\xdd\x00\xff\xff\xff")) + bytes(size)
             self._links.send(link, "oversize", self._rng.choice((junk, link.messages.dense(size // 4), junk)))
 
     def break_frame(self) -> None:
-        """Bytes that are not sealed, or a length without its bytes."""
+        """Send bytes that are not sealed, or a length without its bytes."""
         for link in self._links.some():
             data = self._rng.choice((framed(bytes(40)), LENGTH.pack(1 << 31), LENGTH.pack(1 << 19), b"\x00"))
             self._links.send_raw(link, "break frame", data)
 
     def greet_again(self) -> None:
-        """A second Hello, or one in another's name."""
+        """Send a second Hello, or one in another's name."""
         for link in self._links.some():
             sender = self._rng.choice((link.messages.mine, *(r.epoch for r in self._links.registrations.values()), "x"))
             self._links.send(link, "greet again", encode([self._links.hello(link.messages.epoch, sender)]))
@@ -160,7 +161,7 @@ class HostilePeer:
             self._links.change_epochs()
 
     def moved(self) -> None:
-        """The rest of an answer, by a ticket that was given or made up."""
+        """Ask for the rest of an answer, by a real or made-up ticket."""
         rng, role = self._rng, self._rng.choice(sorted(self._cluster.instances))
         key = rng.choice((secrets.token_hex(32), "x" * 64, ""))
         ticket = {"epoch": "x", "host": "127.0.0.1", "port": 1, "key": key, "chars": rng.choice((0, -1, 10**9))}

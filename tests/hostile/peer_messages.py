@@ -55,7 +55,7 @@ class Messages:
         """Length and digest of the prompt of each room that the attacker has asked for itself."""
 
     def handover(self) -> HandoverId:
-        """One that is known, or a new one."""
+        """Return a known hand-over, or a new one."""
         rng = self._rng
         if self.rooms and rng.random() < 0.7:
             return rng.choice(self.rooms[-8:])
@@ -65,7 +65,7 @@ class Messages:
         return made
 
     def payload(self) -> bytes:
-        """A frame's content: one or more messages, or what is none."""
+        """Return a frame's content: one or more messages, or something invalid."""
         rng = self._rng
         honest = encode([self.message() for _ in range(rng.choice((1, 1, 1, 2, 8)))])
         kind = rng.randrange(12)
@@ -78,7 +78,7 @@ class Messages:
         return rng.choice((nested(rng), huge_length(rng), rng.randbytes(rng.choice((1, 50, 4000)))))
 
     def wrong_types(self) -> bytes:
-        """A message some of whose fields hold anything."""
+        """Return a message with random values in some of its fields."""
         rng = self._rng
         fields: dict[str, Any] = msgspec.to_builtins(self.message(), builtin_types=(bytes,))
         for name in rng.sample(sorted(fields), k=rng.randrange(1, len(fields) + 1)):
@@ -86,7 +86,7 @@ class Messages:
         return msgspec.msgpack.encode([fields])
 
     def message(self) -> Message:
-        """Any message that peers may say, whether it is time for it or not."""
+        """Return any message of the peers' protocol, whether it is time for it or not."""
         rng, epoch, handover = self._rng, self.epoch, self.handover()
         if rng.random() < 0.05:
             epoch = rng.choice(("", "x" * 128, self.mine))
@@ -132,7 +132,7 @@ class Messages:
         return TransferRequest(epoch, handover, length, digest, start, groups, rng.random() < 0.8, rng.random() < 0.2)
 
     def first_token(self, epoch: str, handover: HandoverId) -> FirstToken:
-        """A token that there is, mostly, with logprobs that were asked for or not."""
+        """Return a token that mostly exists, with logprobs that were asked for or not."""
         rng = self._rng
         token = rng.choice((5, VOCABULARY - 1, VOCABULARY, (1 << 31) - 1))
         top = [(rng.choice((1, -5, VOCABULARY)), -0.5)] * rng.choice((0, 1, 500))
@@ -141,27 +141,27 @@ class Messages:
         return FirstToken(epoch, handover, token, rng.choice((0, 16, (1 << 31) - 1)), self.timing(), logprob, inputs)
 
     def dense(self, size: int) -> bytes:
-        """A frame of ``size`` bytes that takes as much memory as can be."""
+        """Return a frame of ``size`` bytes that takes as much memory as possible."""
         first = FirstToken(self.epoch, self.handover(), 5, 0, Timing(), None, [])
         before, name, after = encode([first]).partition(b"input_logprobs")
         count = (size - len(before) - len(name) - len(after)) // 3
         return before + name + b"\xdd" + count.to_bytes(4, "big") + b"\x92\x00\xc0" * count + after[1:]
 
     def slices(self) -> list[SliceChecksum]:
-        """What was written, as far as anybody knows."""
+        """Return made-up checksums of written pages."""
         rng = self._rng
         numbers = [rng.choice((0, 1, 2, 4096)) for _ in range(6)]
         one = SliceChecksum(numbers[0], numbers[1], numbers[2], numbers[3], rng.getrandbits(64), numbers[5] % 8)
         return [one] * rng.choice((0, 1, 2, 3000))
 
     def timing(self) -> Timing:
-        """Durations within their bounds."""
+        """Return durations within their bounds."""
         ms = self._rng.choice((0.0, 1.0, -1e9, 1e9))
         phases = [PhaseTime(self._rng.choice(list(Phase)), "prefill", abs(ms))] * self._rng.choice((0, 1, 32))
         return Timing(queue_ms=ms, prefill_ms=ms, phases=phases, transfer_bytes=self._rng.choice((0, 1 << 40)))
 
     def offer(self, epoch: str, handover: HandoverId) -> MoveOffer:
-        """A request that could go on there, or nearly; of nobody that has a key."""
+        """Return an offer of a request that could move there, or nearly. It belongs to no key."""
         rng = self._rng
         length = rng.choice((1, 16, 48, 200, 3000))
         prompt = b"".join(
@@ -201,7 +201,7 @@ class Messages:
         return MoveOffer(epoch, handover, running, rng.choice((0, 0, whole, known, whole + 16)), rng.random() < 0.3)
 
     def commit(self, epoch: str, handover: HandoverId) -> MoveCommit:
-        """Tokens that came behind those of an offer."""
+        """Return a commit with tokens that follow those of an offer."""
         rng = self._rng
         output = rng.choice((b"", b"\x05\x00\x00\x00" * rng.choice((1, 60, 5000)), b"\xff\xff\xff\xff", b"xyz"))
         logprobs = [TokenLogprob(5, -1.0, [(6, -2.0)] * rng.choice((0, 5)))] * rng.choice((0, 1, len(output) // 4))

@@ -33,7 +33,7 @@ SOCKET_SECONDS = 5.0
 
 
 class BootstrapPort:
-    """A bootstrap server whose registration is drawn from ``registration``, mostly as it is."""
+    """A bootstrap server. Its registration is mostly ``registration``, and at times a changed one."""
 
     def __init__(self, registration: Callable[[], Registration], rng: random.Random) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -83,7 +83,7 @@ class DataPort:
         threading.Thread(target=self._accept, daemon=True, name="data port").start()
 
     def offer(self, epoch: str) -> bytes:
-        """The metadata of an invitation."""
+        """Return the metadata of an invitation."""
         layout = self._registration.layout
         groups = [OfferedGroup(POOL_PAGES, group.page_bytes, group.num_layers) for group in layout.groups]
         return msgspec.msgpack.encode(Offer("tcp", epoch, self.secret, groups, "127.0.0.1", self.port))

@@ -27,7 +27,7 @@ class Signer:
         self._epochs: dict[str, bytes] = {}
 
     def epoch(self, url: str, http: httpx.Client) -> bytes:
-        """The proven epoch of an instance."""
+        """Return the proven epoch of an instance."""
         if url not in self._epochs:
             proven = self._client.proven(*self.challenged(url, http), url)
             assert proven is not None
@@ -35,31 +35,31 @@ class Signer:
         return self._epochs[url]
 
     def challenged(self, url: str, http: httpx.Client) -> tuple[bytes, bytes]:
-        """A challenge, and the proof that an instance gives for it."""
+        """Return a challenge, and the proof that an instance gives for it."""
         challenge = self._client.challenge()
         answer = http.get(url + "/livez", headers={CHALLENGE_HEADER.decode(): challenge.decode()})
         return challenge, answer.headers.get(PROOF_HEADER.decode(), "").encode()
 
     def is_proof(self, challenge: bytes, proof: bytes, url: str) -> bool:
-        """Whether a router would take ``proof`` from the server at ``url``."""
+        """Return whether a router would accept ``proof`` from the server at ``url``."""
         return self._client.proven(challenge, proof, url) is not None
 
     def headers(
         self, epoch: bytes, method: str, target: str, body: bytes, caller: str = MALLORY, age: float = 0.0
     ) -> dict[str, str]:
-        """The headers of a request to the instance ``epoch``, signed ``age`` seconds ago."""
+        """Return the headers of a request to the instance ``epoch``, signed ``age`` seconds ago."""
         named = [(KEY_NAME_HEADER, caller.encode())]
         digest = asyncio.run(digest_of([body]))
         name, value = self._client.sign(epoch, method, target, named, digest, time.time() - age)
         return {KEY_NAME_HEADER.decode(): caller, name.decode(): value.decode()}
 
     def bootstrap(self, port: int, room: int, leg: str) -> dict[str, Any]:
-        """The signed bootstrap fields of a request."""
+        """Return the signed bootstrap fields of a request."""
         host = "127.0.0.1"
         signature = self._bootstrap.sign(host, port, room, time.time())
         fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
         return fields | {"bootstrap_signature": signature, "bootstrap_leg": leg}
 
     def body(self, content: dict[str, Any]) -> bytes:
-        """JSON, as a router writes it."""
+        """Return the JSON of a body as a router writes it."""
         return orjson.dumps(content)

@@ -31,7 +31,7 @@ MOST_SECONDS = 100.0
 
 
 def options() -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=40)
     parser.add_argument("--count", type=int, default=100, help="mutants")
@@ -66,7 +66,7 @@ class Campaign:
         self.results = results
 
     def judge(self, number: int, tree: Tree) -> dict[str, Any]:
-        """Find out who kills a mutant: nobody, a test of ``make test``, or only one that was moved."""
+        """Find out what kills a mutant: nothing, a test of ``make test``, or only one that was moved."""
         site = self.sites[number]
         reached = self.recording.reached.get(number, [])
         told: dict[str, Any] = {"mutant": site.key, "before": site.before, "reached by": len(reached)}
@@ -84,7 +84,7 @@ class Campaign:
         return told | {"verdict": "survived", "ran": ran}
 
     def killer(self, number: int, tests: list[str], tree: Tree) -> str:
-        """What fails first; "" if nothing does."""
+        """Return the first failure of ``tests`` with the mutant, or ""."""
         tree.switch(number)
         listed = tree.folder / "tests"
         listed.write_text("\n".join(tests))
@@ -122,7 +122,7 @@ class Campaign:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """Verdicts so far."""
+    """Read the verdicts so far."""
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
@@ -155,7 +155,7 @@ def prepare(args: argparse.Namespace, tree: Tree) -> tuple[Recording, set[str]]:
 
 
 def main() -> int:
-    """0 when no mutant is killed by moved tests alone."""
+    """Run the campaign. Returns 0 if no mutant is killed by moved tests alone."""
     args = options()
     args.out = args.out.absolute() / f"seed-{args.seed}-{args.count}"
     args.out.mkdir(parents=True, exist_ok=True)

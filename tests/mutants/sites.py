@@ -27,7 +27,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
 }  # fmt: skip
 UNTESTED_CALLS = {"debug", "info", "warning", "error", "exception", "print", "log"}
-"""Names of functions whose calls are not removed: most tests rightly don't look at log lines."""
+"""Names of functions with calls that are not removed: most tests rightly don't look at log lines."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _sides(node: ast.BinOp) -> tuple[ast.expr, ast.expr]:
 
 
 def find_sites(path: str, source: str) -> list[Site]:
-    """All sites of a file whose text is ``source``."""
+    """Return all sites of a file with the text ``source``."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     starts = {}  # statements that share their line with another can't get an ``if`` of their own
@@ -245,7 +245,7 @@ def find_sites(path: str, source: str) -> list[Site]:
 
 
 def draw(sites: Sequence[Site], count: int, seed: int) -> list[Site]:
-    """``count`` sites, equally many of each room, none inside another; the order is that of the draw."""
+    """Draw ``count`` sites, equally many of each room, none inside another. The order is that of the draw."""
     rng = random.Random(seed)
     rooms: dict[str, list[Site]] = defaultdict(list)
     for site in sites:
@@ -268,7 +268,7 @@ def _overlap(one: Site, other: Site) -> bool:
 
 
 def plant(source: str, sites: dict[int, Site]) -> str:
-    """``source`` with the mutants of these numbers behind their switches."""
+    """Return ``source`` with the mutants of these numbers behind their switches."""
     lines = source.encode().splitlines(keepends=True)
     for number, site in sorted(sites.items(), key=lambda item: item[1].start, reverse=True):
         (first, begin), (last, end) = site.start, site.end

@@ -1,7 +1,7 @@
-"""A copy of the repository whose ``pdserve`` has the mutants, in an environment of its own.
+"""A copy of the repository in an environment of its own; its ``pdserve`` has the mutants.
 
-The copy's processes find it by the environment's own files, not by a variable: a process that ignores its surroundings
-still runs the mutant.
+The copy's processes find it by the environment's own files, not by a variable: a process that ignores its environment
+variables still runs the mutant.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Tree:
         self.switch(None)
 
     def switch(self, number: int | None) -> None:
-        """Run mutant ``number`` from now on; None: the unchanged product, whose use of the switches is noted."""
+        """Run mutant ``number`` from now on; None: the unchanged product, with the reached switches logged."""
         (self.packages / "mutant_switch.py").write_text(SWITCHES.format(on=number, log=str(self.log)))
 
     def run(self, args: Sequence[str], seconds: float | None = None) -> tuple[int | None, str]:

@@ -18,7 +18,9 @@ NEEDS_ADMIN = {
 
 
 def as_admin(key: str = ADMIN_KEY) -> Callable[[httpx.Request], httpx.Request]:
-    """An ``auth`` for httpx: shows the admin key to paths that need it, unless the request shows a key of its own."""
+    """Return an ``auth`` for httpx that adds the admin key to requests for paths that need it, unless they
+    show a key.
+    """
 
     def add_key(request: httpx.Request) -> httpx.Request:
         if request.url.path in NEEDS_ADMIN and not {"authorization", "x-api-key"} & request.headers.keys():

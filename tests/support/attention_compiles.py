@@ -57,7 +57,7 @@ MODELS = {
 
 
 def decode(model: Model, capability: int) -> CompileRequest:
-    """``paged_decode_split``, as a batch of up to ``ENTRIES`` launches it."""
+    """Return the request to compile ``paged_decode_split``, as a batch of up to ``ENTRIES`` launches it."""
     tiles = decode_tiles(model.shape, capability)
     numbers = dict.fromkeys(("num_entries", "q_token_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
     partials = dict.fromkeys(("partial_sums", "partial_peaks", "partial_totals"), "*fp32")
@@ -77,7 +77,7 @@ def decode(model: Model, capability: int) -> CompileRequest:
 
 
 def prefill(model: Model, capability: int) -> CompileRequest:
-    """``paged_prefill``."""
+    """Return the request to compile ``paged_prefill``."""
     tiles = prefill_tiles(model.shape, capability)
     numbers = dict.fromkeys(("q_token_stride", "q_head_stride"), "i32") | {"scale": "fp32"}
     own = {"HAS_SINKS": model.sinks, "HEADS_AT_ONCE": min(model.group, tiles.block_m)}
@@ -98,7 +98,7 @@ def prefill(model: Model, capability: int) -> CompileRequest:
 
 
 def others(model: Model, capability: int) -> Iterator[CompileRequest]:
-    """What goes along with them."""
+    """Yield requests to compile the other attention kernels."""
     heads = model.kv_heads * model.group
     yield CompileRequest(
         kernel=PACKAGE + "paged_decode:paged_decode_reduce",

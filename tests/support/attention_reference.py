@@ -34,7 +34,9 @@ LATENT = MLASpec(
 
 
 def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardBatch:
-    """Rows 1, 2, … over random pages; what a row does not map yet is out of every range."""
+    """Make a batch of rows 1, 2, … over random pages. Positions that a row does not map yet have a slot out
+    of range.
+    """
     free = (torch.randperm(PAGES - 1) + 1).tolist()
     table = torch.full((len(starts) + 1, 512), 10**9, dtype=torch.int32)
     locs, positions = [], []
@@ -64,7 +66,7 @@ def attend_in_float64(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``data`` is what the pool holds with this pass's KV stored."""
+    """Compute the attention of ``batch`` in float64. ``data``: the pool's contents with this pass's KV stored."""
     page_size, out, first = data.shape[3], [], 0
     for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
         for i in range(q_len):

@@ -31,12 +31,12 @@ KERNELS = (
 
 
 def make_attention(pool: KVPool, dtype: torch.dtype, *window_pool: KVPool, max_entries: int = 8) -> TritonAttention:
-    """With room for all specs of the tests."""
+    """Make the Triton backend with room for all specs of the tests."""
     return TritonAttention([pool, *window_pool], dtype, AttentionLimits(HEADS, WINDOWS, max_entries, 512), SMALL)
 
 
 def on_device(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with its tensors there."""
+    """Return the batch with its tensors on the device."""
     names = ("input_ids", "positions", "out_cache_loc", "rows", "req_to_token", "logit_indices")
     pages = None if batch.window_pages is None else batch.window_pages.to(DEVICE)
     return replace(batch, window_pages=pages, **{name: getattr(batch, name).to(DEVICE) for name in names})
@@ -57,7 +57,7 @@ class Launches:
     """Runs kernels, and again as a graph would: the same launches, over the same addresses."""
 
     def __init__(self, patch: Callable[..., None]) -> None:
-        """``patch``: ``monkeypatch.setattr``."""
+        """Record the launches of all kernels. ``patch``: ``monkeypatch.setattr``."""
         self.recorded: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
         for module, name in KERNELS:
             patch(module, name, _Recorded(getattr(module, name), self.recorded))

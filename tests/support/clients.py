@@ -14,9 +14,9 @@ MODEL = "smollm2"
 
 
 def run_client(argv: list[str | Path], seconds: float = 600, cwd: Path | None = None, **env: str) -> str:
-    """What a client's program prints; fails with all of it where it ends in an error.
+    """Run a client's program and return what it prints. An error exit fails the test with all of the output.
 
-    ``cwd``: for one that leaves files where it is run.
+    ``cwd``: for a client that leaves files where it is run.
     """
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "*"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
@@ -34,12 +34,12 @@ def run_client(argv: list[str | Path], seconds: float = 600, cwd: Path | None = 
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of one of the environments; fails where it is not there."""
+    """Return the interpreter of one of the environments. Fails if it is not there."""
     python = ENV / name / "bin" / "python"
     assert python.exists(), f"{python} is not there: run `make test-clients`"
     return python
 
 
 def counters(pair: Pair) -> dict[str, int]:
-    """What the decode's counters say, which clients of a pair are answered by."""
+    """Return the counters of the decode, which answers the clients of a pair."""
     return dict(pair.decode.info()["counters"])

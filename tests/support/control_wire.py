@@ -19,7 +19,7 @@ REPLY_SECONDS = limit(10.0)
 
 
 def framed(payload: bytes) -> bytes:
-    """With its length in front."""
+    """Return ``payload`` with its length in front."""
     return LENGTH.pack(len(payload)) + payload
 
 
@@ -51,7 +51,7 @@ class ControlSocket:
         wait_until(lambda: unacknowledged() == 0, REPLY_SECONDS, "all that was sent has arrived")
 
     def poll(self, timeout_ms: int = 0) -> bool:
-        """Whether a whole frame is here."""
+        """Return whether a whole frame has come within ``timeout_ms``."""
         deadline = time.monotonic() + timeout_ms / 1000
         while self._whole() is None and not self.ended:
             if not select.select([self.sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -65,7 +65,7 @@ class ControlSocket:
         return self._whole() is not None
 
     def recv(self) -> bytes:
-        """The next frame's payload, after ``poll``."""
+        """Return the next frame's payload, after ``poll``."""
         size = self._whole()
         assert size is not None
         payload = bytes(self._came[LENGTH.size : LENGTH.size + size])
@@ -73,7 +73,7 @@ class ControlSocket:
         return payload
 
     def has_ended(self) -> bool:
-        """Whether the other end hung up; reads what comes before that."""
+        """Return whether the other end hung up, after reading what came before that."""
         while not self.ended and select.select([self.sock], [], [], 0)[0]:
             try:
                 self.ended = not self.sock.recv(1 << 16)
@@ -82,7 +82,7 @@ class ControlSocket:
         return self.ended
 
     def close(self, linger: int | None = None) -> None:
-        """``linger=0``: by a reset."""
+        """Close the socket. With ``linger=0`` it is reset."""
         if linger == 0:
             with contextlib.suppress(OSError):
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)

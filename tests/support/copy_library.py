@@ -1,4 +1,4 @@
-"""A leased backend whose library is ``memmove`` within a process, and does on command what a library may do."""
+"""A leased backend with ``memmove`` within a process as its library. On command it does whatever a library may do."""
 
 from __future__ import annotations
 

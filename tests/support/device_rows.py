@@ -67,7 +67,7 @@ def begin_rows(inits: Sequence[RowInit], vocab: int) -> tuple[RowTable, RowState
 
 
 def draw(batch: Batch, table: RowTable, *, chunk: int = 4096, listed: int = 4096) -> tuple[list[int], list[bool]]:
-    """Tokens, and whether rows were finite."""
+    """Sample a batch on the device. Returns the tokens, and whether each row was finite."""
     count, vocab = batch.logits.shape
     tokens = torch.full((count,), -5, device=DEVICE)
     finite = torch.zeros(count, dtype=torch.bool, device=DEVICE)
@@ -85,7 +85,10 @@ def host_draw(batch: Batch, states: RowStates) -> sampler.Sampled:
 
 
 def random_batch(seed: int, rows: int, vocab: int) -> Batch:
-    """All kinds of parameters, also at their borders; logits spread or flat, on a coarse grid (so with ties) or not."""
+    """Draw a batch with all kinds of parameters, also at their limits.
+
+    Logits are spread or flat, on a coarse grid (so with ties) or not.
+    """
     rng = np.random.default_rng(seed)
     inits, logits, positions = [], [], []
     for row in range(rows):

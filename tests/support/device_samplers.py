@@ -49,7 +49,7 @@ class Bench:
         self.start(range(rows))
 
     def start(self, rows) -> None:
-        """Rows have other requests from here on."""
+        """Give ``rows`` new requests."""
         inits = [draw_row(row, self.rng, self._vocab, self._prompt_len) for row in rows]
         for init in inits:
             self._states.start(init)
@@ -57,7 +57,7 @@ class Bench:
             self._sampler.start(inits)
 
     def step(self, bad: float | None = None) -> None:
-        """Some rows get a token each; both samplers are held against each other. ``bad``: a logit of the first row."""
+        """Sample a token for some rows by both samplers, and compare them. ``bad``: a logit of the first row."""
         rows = self.rng.permutation(self._rows)[: self.rng.integers(1, self._rows + 1)]
         # Coarse, so that there are equals.
         logits = torch.from_numpy(self.rng.normal(0, 2, (len(rows), self._vocab)).astype(np.float32)).bfloat16().float()

@@ -22,7 +22,7 @@ class Dialled:
         self._ended: list[Ended] = []
 
     def recv(self) -> list[Any] | None:
-        """The next frame's messages, None when there is none."""
+        """Return the next frame's messages, or None if there is none."""
         frame = self.port.recv()
         self._ended += self.port.take_ended()
         return None if frame is None else frame[1]

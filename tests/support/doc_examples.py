@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    """Every fenced block of every page."""
+    """Return every fenced block of every page."""
     found = []
     for path in PAGES:
         lines = path.read_text().splitlines()
@@ -56,7 +56,7 @@ def blocks() -> list[Block]:
 
 
 def commands() -> list[Command]:
-    """Every command line of every shell block."""
+    """Return every command line of every shell block."""
     found = []
     for block in blocks():
         if block.language not in SHELL:
@@ -74,7 +74,7 @@ def commands() -> list[Command]:
 
 
 def inline_commands() -> list[Command]:
-    """``pdserve …`` in running text, where it is a whole command line."""
+    """Return each ``pdserve …`` in running text that is a whole command line."""
     return [
         Command(str(path.relative_to(ROOT)), number, found)
         for path in PAGES
@@ -85,7 +85,7 @@ def inline_commands() -> list[Command]:
 
 
 def without_comment(line: str) -> str:
-    """A command line without the comment at its end."""
+    """Return a command line without the comment at its end."""
     quote = ""
     for i, char in enumerate(line):
         if quote:
@@ -98,7 +98,7 @@ def without_comment(line: str) -> str:
 
 
 def words(line: str) -> list[list[str]]:
-    """The simple commands of a line, as lists of words without assignments and redirections."""
+    """Return the simple commands of a line, as lists of words without assignments and redirections."""
     lexer = shlex.shlex(re.sub(r"\d>&\d", "", line), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
@@ -131,7 +131,7 @@ NOT_RUN: dict[str, str] = {}
 
 
 def kind_of(command: Command) -> Kind:
-    """Every command has a kind; raises ``AssertionError`` for one that nobody would check."""
+    """Return the kind of a command. Raises ``AssertionError`` for a command that no test would check."""
     text = command.text
     if text in NOT_RUN:
         return Kind.NOT_RUN

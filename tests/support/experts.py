@@ -46,13 +46,13 @@ class Weight(NamedTuple):
     kind: GGMLQuantizationType | None = None
 
     def part(self) -> WeightPart:
-        """As the engine takes it; of this object's memory."""
+        """Return the weight as the engine takes it; it points to this object's memory."""
         if self.blocks is None or self.kind is None:
             return WeightPart(self.values.data_ptr(), len(self.values), 0)
         return WeightPart(self.blocks.ctypes.data, len(self.blocks), FORMATS[self.kind])
 
     def multiply(self, x: Tensor, rounding: Rounding) -> Tensor:
-        """In float64."""
+        """Multiply ``x`` by the weight in float64."""
         x = x if self.blocks is None else rounding(x)
         return F.linear(x, self.values.double(), None if self.bias is None else self.bias.double())
 
@@ -135,7 +135,7 @@ def set_experts(engine: NativeWeights, layer: int, experts: Experts) -> None:
 
 
 def choose(spec: ExpertsSpec, logits: Tensor, choice_bias: Tensor | None) -> Choice:
-    """As ``ExpertsSpec`` says, in the type of ``logits`` [T, E]."""
+    """Choose experts as ``ExpertsSpec`` says, in the type of ``logits`` [T, E]."""
     scores = logits.softmax(-1) if spec.scoring == ExpertScoring.SOFTMAX else logits.sigmoid()
     ranking = scores if choice_bias is None else scores + choice_bias.to(scores.dtype)
     margins = []
@@ -155,7 +155,10 @@ def choose(spec: ExpertsSpec, logits: Tensor, choice_bias: Tensor | None) -> Cho
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the largest along the last axis, of equal ones the first, and their lead over the rest."""
+    """Return the indices of the largest values along the last axis, and their lead over the rest.
+
+    Of equal ones the first wins.
+    """
     order = torch.sort(values, dim=-1, descending=True, stable=True)
     if count == values.shape[-1]:
         return order.indices, torch.full(values.shape[:-1], torch.inf, dtype=values.dtype)
@@ -163,7 +166,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def run_experts(experts: Experts, x: Tensor, rounding: Rounding = lambda x: x) -> tuple[Tensor, Choice]:
-    """What ``experts`` make of ``x`` [T, N], in float64, and what was chosen."""
+    """Run ``experts`` on ``x`` [T, N] in float64. Returns the result and the choice of experts."""
     spec, x = experts.spec, x.double()
     choice = choose(spec, experts.router.multiply(x, rounding), experts.choice_bias)
     out = torch.zeros_like(x)
@@ -194,7 +197,7 @@ def _run_network(
 
 
 def any_spec(seed: int) -> ExpertsSpec:
-    """Any features together, and sizes that are no multiples of anything."""
+    """Draw a spec with any features together, and sizes that are no multiples of anything."""
     rng = np.random.default_rng(seed)
     groups = int(rng.integers(1, 5))
     count = groups * int(rng.integers(1, 8))

@@ -1,8 +1,8 @@
-"""In the place of ``backends/cuda_driver.py``: what another process may map is shared memory of the host.
+"""Replacement for ``backends/cuda_driver.py``: shared memory of the host is what another process may map.
 
-What is exported becomes shared where it lies, unless it is: its pages are put into a file without a name, behind
-others, and mapped over what was there. So whatever has views of it keeps them, and another process opens the file by
-its descriptor.
+Exported memory becomes shared where it lies, unless it is already. Its pages are put into a file without a name, after
+others, and mapped over what was there. So existing views stay valid, and another process opens the file by its
+descriptor.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ FakeDriver.made = []
 
 
 def shared(address: int) -> tuple[int, int] | None:
-    """The descriptor of the file that is mapped here from its begin on, where one is; and 0."""
+    """Return the descriptor of a file that is mapped at ``address`` from its begin on, and 0. None if there is none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, access, begin, _, inode, *_ = line.split()
         if int(span.split("-")[0], 16) == address and access[3] == "s" and int(begin, 16) == 0 and inode != "0":

@@ -58,10 +58,12 @@ CONTEXT_LENGTH, VOCAB_SIZE = 512, 100
 
 
 class FakeEngine:
-    """A prompt is "p0 p1 ", ids 50 and 51; a text has a token a word, whose id is its length.
+    """An engine that answers at once.
 
-    Records what HTTP sends, and answers one step a turn of the event loop. ``sent`` has one entry for each prompt,
-    ``requests`` one for each answer to it.
+    A prompt is "p0 p1 ", ids 50 and 51; a text has a token a word, with its length as id.
+
+    It records what HTTP sends, and answers one step in each iteration of the event loop. ``sent`` has one entry for
+    each prompt, ``requests`` one for each answer to it.
 
     ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
     ``end_aborted``: end aborted requests, as an engine does sooner or later. ``template``: the model's chat template.
@@ -101,7 +103,7 @@ class FakeEngine:
         self._begun: set[str] = set()
 
     def send(self, *messages: Message) -> None:
-        """The tokenizer's end."""
+        """Take messages from HTTP, as the tokenizer process would."""
         for message in messages:
             if isinstance(message, TokenizeReq):
                 self.sent.append(message)
@@ -154,7 +156,7 @@ class FakeEngine:
         finish: FinishType | None = None,
         matched: int | str | None = None,
     ) -> ReqText:
-        """One item as the detokenizer would send it."""
+        """Return one item as the detokenizer would send it."""
         logprobs = prompt_logprobs = prompt = None
         if request.logprobs is not None:
             top = [(90 + k, -1.5 - k, b"t%d" % k) for k in range(request.logprobs.top_num)]
@@ -208,9 +210,9 @@ class FakeEngine:
         asyncio.get_running_loop().call_soon(self.client.dispatch, [message])
 
     def http(self, **headers: str | bytes) -> httpx.AsyncClient:
-        """A client of the app, without sockets; an error that the app doesn't handle is raised here.
+        """Return a client of the app, without sockets. An error that the app doesn't handle is raised here.
 
-        Without headers of its own it shows the admin key where that is needed.
+        Without headers of its own it shows the admin key if that is needed.
         """
         transport, auth = httpx.ASGITransport(app=self.app), None if headers else as_admin()
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, auth=auth)
@@ -236,7 +238,7 @@ def with_engine(check: Callable[[FakeEngine], Awaitable[T]], **options: Any) -> 
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The JSON of a stream's events; ``[DONE]`` must be the last, and is left out."""
+    """Return the JSON of a stream's events, without ``[DONE]``, which must be the last."""
     assert response.headers["content-type"].startswith("text/event-stream")
     parts = response.text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]

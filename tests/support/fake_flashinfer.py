@@ -1,5 +1,7 @@
-"""FlashInfer's wrappers, computed in torch on the host: each call is first held against the signature of the real one,
-and what cannot be on a GPU (a plan of device tensors, a captured array that moves) is an error.
+"""FlashInfer's wrappers, computed in torch on the host.
+
+Each call is first compared with the signature of the real one. What cannot be on a GPU (a plan of device tensors, a
+captured array that moves) is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Run(NamedTuple):
 
 
 def _on_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What the wrapper does there is no business of the host's."""
+    """Hide from the test's device what the wrapper computes, because a real one would compute it on the GPU."""
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,7 @@ class _Fake:
         return {**bound.arguments, **bound.arguments.pop("kwargs", {})}
 
     def _attend(self, q: Tensor, entries: list[tuple[int, int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """``entries``: (first query, number of them, keys [S, K, D], values)."""
+        """Attend to ``entries``: (first query, number of queries, keys [S, K, D], values)."""
         plan, out, weights = self.plan_of, [], []
         window, cap = plan.get("window_left", -1), plan.get("logits_soft_cap")
         for first, count, keys, values in entries:
@@ -75,7 +77,7 @@ class _Fake:
         return torch.cat(out).to(q.dtype), torch.cat(weights)
 
     def _store(self, **arrays: Tensor) -> None:
-        """Into the arrays that it was given, where it is captured."""
+        """Store the plan's arrays. A captured wrapper copies them into the arrays that it was given."""
         for name, array in arrays.items():
             assert array.dtype == torch.int32, name
             if not self.captured:

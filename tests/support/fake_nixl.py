@@ -1,5 +1,7 @@
-"""NIXL within a process, as ``backends/nixl.py`` calls it: memory of every kind is the process's own, and a write goes
-only from what one agent has registered to what the other has, of the kind and device that it was registered as.
+"""NIXL within a process, as ``backends/nixl.py`` calls it: memory of every kind is the process's own.
+
+A write goes only from what one agent has registered to what the other has, of the kind and device that it was
+registered as.
 """
 
 from __future__ import annotations

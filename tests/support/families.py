@@ -1,6 +1,6 @@
-"""Tiny random models of every family, of odd sizes, with every feature that the family has: the rows of docs/models.md.
+"""Tiny random models of every family, of odd sizes, with every feature of the family: the rows of docs/models.md.
 
-A family of the product has two configs here at least, one of them of sizes that every engine can compute and two ranks
+A family of the product has at least two configs here. One of them has sizes that every engine can compute and two ranks
 can share.
 """
 
@@ -363,7 +363,7 @@ FAMILIES: dict[str, Config] = {
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    """The config of transformers."""
+    """Make the config of transformers for a config of ``FAMILIES``, with ``changes``."""
     family, fields, _ = FAMILIES[name]
     text = "Text" if family == "Gemma3" else ""
     config: Callable[..., Any] = getattr(transformers, f"{family}{text}Config")
@@ -372,6 +372,6 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def make_reference(name: str, **changes: Any) -> torch.nn.Module:
-    """The model of transformers, every parameter drawn."""
+    """Make the model of transformers for a config of ``FAMILIES``, with random parameters."""
     model: Callable[..., torch.nn.Module] = getattr(transformers, f"{FAMILIES[name].prefix}ForCausalLM")
     return draw_weights(model(make_config(name, **changes)))

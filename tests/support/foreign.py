@@ -27,7 +27,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_foreign(name: str, fields: dict[str, Any]) -> torch.nn.Module:
-    """The model ``nameForCausalLM`` of transformers, every parameter drawn."""
+    """Make the model ``nameForCausalLM`` of transformers, with random parameters."""
     config = getattr(transformers, f"{name}Config")(**copy.deepcopy(fields), attn_implementation="eager")
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     return draw_weights(getattr(transformers, f"{name}{suffix}")(config))

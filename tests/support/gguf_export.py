@@ -37,9 +37,11 @@ def write_gguf(
     kinds: Mapping[str, GGMLQuantizationType] | None = None,
     expanded: bool = False,
 ) -> Path:
-    """Matrices are of ``kind``, those with one of these names in theirs of ``kinds``; ``fuse_qkv``: q, k and v in one
-    tensor, as in files of ChatGLM; ``more`` metadata. ``expanded``: of latent attention, as files were before llama.cpp
-    had its absorbed form.
+    """Write ``model`` as a GGUF file and return its path.
+
+    Matrices are of ``kind``; those named in ``kinds`` have a kind of their own. ``fuse_qkv``: q, k and v in one tensor,
+    as in files of ChatGLM. ``more``: further metadata. ``expanded``: latent attention as in files from before
+    llama.cpp's absorbed form.
     """
     config = model.config
     arch = ARCHS.get(config.model_type, config.model_type)
@@ -99,7 +101,7 @@ def _converted(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndar
 
 
 def _split_experts(state: dict[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
-    """What transformers has of all experts in one tensor, with gate and up apart."""
+    """Split the tensors that transformers has for all experts in one, with gate and up apart."""
     split: dict[str, np.ndarray] = {}
     for name, values in state.items():
         if ".mlp.experts." not in name:
@@ -119,7 +121,7 @@ def _split_experts(state: dict[str, np.ndarray], arch: str) -> dict[str, np.ndar
 
 
 def _split_latent(state: dict[str, np.ndarray], config: Any, expanded: bool) -> dict[str, np.ndarray]:
-    """kv_b of latent attention as two stacks of a matrix for each head, that of the keys transposed."""
+    """Split kv_b of latent attention into two stacks of a matrix for each head; that of the keys is transposed."""
     split: dict[str, np.ndarray] = {}
     for name, values in state.items():
         if expanded or not name.endswith("kv_b_proj.weight"):
@@ -178,7 +180,7 @@ def _add_experts(writer: GGUFWriter, config: Any, arch: str) -> None:
 
 
 def _add_latent(writer: GGUFWriter, config: Any, expanded: bool) -> None:
-    """Keys and values as of one head in the absorbed form, and by head beside it or before it."""
+    """Add the metadata of latent attention: of one head in the absorbed form, or by head if ``expanded``."""
     key_length = config.qk_nope_head_dim + config.qk_rope_head_dim
     if expanded:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -234,7 +236,7 @@ def _add_rope(writer: GGUFWriter, config: Any, arch: str) -> None:
 
 
 def _llama3_factors(rope: dict[str, float], size: int) -> np.ndarray:
-    """What each frequency is divided by."""
+    """Return the divisor of each frequency."""
     wave = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2).double() / size)
     original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = (original / wave - low) / (high - low)

@@ -17,6 +17,6 @@ def named(room: int, attempt: int = 1, epoch: str = "D") -> HandoverId:
 def write_of(
     src: list[int], dst: list[int], layers: tuple[int, int] = (0, 1), room: int = 1, epoch: str = "D", group: int = 0
 ) -> PageWrite:
-    """Pages of ours, to those of D."""
+    """Make a write of our pages ``src`` to the pages ``dst`` of instance D."""
     there, here = np.array(dst, dtype=np.int32), np.array(src, dtype=np.int32)
     return PageWrite(named(room, epoch=epoch), 0, here, there, LayerRange(*layers), group)

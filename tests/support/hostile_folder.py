@@ -32,7 +32,7 @@ class HostileFolder:
                 (self.path / f"{name}.py").write_text(CODE)
 
     def imported(self) -> list[str]:
-        """Modules that a process imported from here."""
+        """Return the modules that a process imported from this folder."""
         return sorted(path.name.removesuffix(".py.imported") for path in self.path.glob("*.imported"))
 
     def forget(self) -> None:
@@ -41,7 +41,9 @@ class HostileFolder:
             path.unlink()
 
     def environment(self, env: dict[str, str] | None = None) -> dict[str, str]:
-        """``env``, or that of the tests, as a user has it: nothing in it keeps Python from importing from here."""
+        """Return ``env``, or that of the tests, as a user has it: nothing in it keeps Python from importing
+        from here.
+        """
         return {name: value for name, value in (env or os.environ).items() if name != "PYTHONSAFEPATH"}
 
 
@@ -60,7 +62,7 @@ def module_names() -> Iterator[str]:
 
 @cache
 def hostile_folder() -> HostileFolder:
-    """The one of this process, removed at its end."""
+    """Make the hostile folder of this process, which is removed at its end."""
     path = tempfile.mkdtemp(prefix="hostile-")
     atexit.register(shutil.rmtree, path)
     return HostileFolder(Path(path))

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def request(method: str, path: str, *headers: bytes, body: bytes | None = None, version: bytes = b"1.1") -> bytes:
-    """A request in the usual form."""
+    """Return the bytes of an ordinary request."""
     lines = [b"%b %b HTTP/%b" % (method.encode(), path.encode(), version), b"host: localhost", *headers]
     if body is not None:
         lines += [b"content-type: application/json", b"content-length: %d" % len(body)]
@@ -49,7 +49,10 @@ def request(method: str, path: str, *headers: bytes, body: bytes | None = None, 
 
 @contextlib.contextmanager
 def good_requests(port: int, seconds: float) -> Iterator[Callable[[], None]]:
-    """What asks for a token, and fails unless it comes. Its connection stays, except where the server ends it."""
+    """Yield a function that asks for a token and fails unless it comes.
+
+    Its connection stays open, except if the server ends it.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1}})
 
@@ -65,8 +68,8 @@ def good_requests(port: int, seconds: float) -> Iterator[Callable[[], None]]:
 class HostileClient:
     """Cases by chance, from ``seed``; ``run`` tries them on a server at ``port``. ``headers``: of good requests.
 
-    Raises ``AssertionError`` for an answer of 500, for what is no HTTP, and for an answer that is owed and does not
-    come within ``seconds``.
+    Raises ``AssertionError`` for an answer of 500, for what is no HTTP, and for an answer that is due and does not come
+    within ``seconds``.
     """
 
     def __init__(self, port: int, seed: int, seconds: float, headers: Sequence[bytes] = ()) -> None:
@@ -78,7 +81,7 @@ class HostileClient:
         self.cases: Counter[str] = Counter()
 
     def run(self, count: int, check: Callable[[], None]) -> None:
-        """Try so many cases; ``check`` is called after each and says by an exception that the server is broken."""
+        """Try ``count`` cases. ``check`` is called after each, and raises an exception if the server is broken."""
         makers = [
             *(self.http_1_0, self.pipelined, self.half_closed, self.split, self.huge_head, self.slow, self.bad_chunks),
             *(self.bad_length, self.reset, self.mutated, self.odd_head, self.expecting, self.upgrading, self.noise),
@@ -95,7 +98,7 @@ class HostileClient:
     # --- the cases ---
 
     def good(self, version: bytes = b"1.1", *headers: bytes) -> bytes:
-        """A request that deserves an answer."""
+        """Return a valid request."""
         headers = (*self._headers, *headers)
         if self._rng.random() < 0.5:
             return request(self._rng.choice(("GET", "HEAD")), self._rng.choice(QUESTIONS), *headers, version=version)
@@ -225,7 +228,7 @@ class HostileClient:
         self.statuses.update(statuses)
 
     def _answers(self, sock: socket.socket, case: Case) -> list[int]:
-        """The statuses of the answers that come, until all that are owed are there or the server closes."""
+        """Return the statuses of the answers, after all that are due have come or the server has closed."""
         data, sent = b"", b"".join(case.parts)
         while True:
             found = [int(status) for status in STATUS_LINE.findall(data)]

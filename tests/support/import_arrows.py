@@ -28,7 +28,7 @@ class Arrow(NamedTuple):
 
 
 def read_arrows(root: Path) -> list[Arrow]:
-    """Every import of one product module by another, wherever in the file it stands (for type checkers too)."""
+    """Return every import of one product module by another, anywhere in a file (also for type checkers)."""
     files = [f for floor in root.iterdir() if (floor / "__init__.py").is_file() for f in floor.rglob("*.py")]
     modules = {_module(f.relative_to(root)) for f in files if f.relative_to(root).parts[0] not in ("tests", "docs")}
     arrows = []
@@ -81,7 +81,7 @@ def running_up(arrows: list[Arrow]) -> list[str]:
 
 
 def circles(arrows: list[Arrow]) -> list[str]:
-    """The arrows that lie on a circle of modules."""
+    """Return the arrows that lie on a cycle of modules."""
     targets: dict[str, set[str]] = {}
     for arrow in arrows:
         targets.setdefault(arrow.source, set()).add(arrow.target)

@@ -18,7 +18,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         super().__init__(_Selector(self._jump))
 
     def time(self) -> float:
-        """Seconds, of which none passes by itself."""
+        """Return the loop's time in seconds. It does not pass by itself."""
         return self.now
 
     def _jump(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class _Selector(selectors.SelectSelector):
         self._jump = jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready; where that is nothing, let ``timeout`` have passed."""
+        """Return what is ready. If nothing is, let ``timeout`` pass at once."""
         ready = super().select(None if timeout is None else 0)
         if not ready and timeout:
             self._jump(timeout)

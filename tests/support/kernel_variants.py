@@ -1,8 +1,8 @@
-"""Which variants of Triton's kernels are asked for, as on an H100, with nothing compiled and nothing launched.
+"""Variants of Triton's kernels that are asked for, as on an H100, with nothing compiled and nothing launched.
 
 Triton makes a variant's key from each launch's arguments: types, constants, whether integers are 1 or multiples of 16,
 whether addresses are multiples of 16. Its own code does so here; then a hook ends the launch. Results are what their
-memory holds, so a step's tokens mean nothing, and what steps are asked for must not depend on them.
+memory holds, so a step's tokens mean nothing, and the variants of steps must not depend on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _NoGPU:
 
 @contextmanager
 def variants_asked_for() -> Iterator[set[Variant]]:
-    """Within it, launches add to the set and do nothing else."""
+    """Collect the variants of all launches in the block; the launches do nothing else."""
     asked: set[Variant] = set()
 
     def note(*, key, fn, **_more) -> bool:

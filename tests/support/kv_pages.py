@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def make_pool_layout(
     page_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
 ) -> KVLayout:
-    """A layout whose ``page_bytes`` are right."""
+    """Make a layout with the right ``page_bytes``."""
     return make_layout(KVShape(layers, kv_heads, dim), page_size, dtype, order)
 
 
@@ -35,7 +35,7 @@ def as_stored(x: torch.Tensor, pool: MHATokenToKVPool) -> torch.Tensor:
 
 
 def values_of(pool: MHATokenToKVPool, data: torch.Tensor | None = None) -> torch.Tensor:
-    """What a pool in token order (or ``data`` of one) means, [P, L, 2, page_size, H, D] float64."""
+    """Return the values in a pool in token order (or in ``data`` of one), [P, L, 2, page_size, H, D] float64."""
     data = pool.data if data is None else data
     if not pool.is_quantized:
         return data.double()
@@ -53,7 +53,7 @@ def make_latent_layout(
 
 
 def in_order(pool: KVPool, order: KVOrder) -> KVPool:
-    """A copy of the pool whose pages lie in ``order``."""
+    """Return a copy of the pool with its pages in ``order``."""
     layout = msgspec.structs.replace(pool.layout, order=order)
     twin = make_pool(layout, len(pool.data), torch.device("cpu"))
     pages = twin.data.view(torch.uint8).view(len(pool.data), -1)

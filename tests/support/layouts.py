@@ -15,7 +15,7 @@ def uniform_layout(
     order: KVOrder = "tokens",
     window: int = 0,
 ) -> KVLayout:
-    """All layers alike, in one group of pages; with a ``window`` as many again that see no further."""
+    """Make a layout with all layers alike, in one group of pages. A ``window`` adds as many layers with that window."""
     group = KVGroup(tuple(range(num_layers)), "mha", kv_heads, head_dim, dtype, page_bytes)
     if not window:
         return KVLayout(page_size, (group,), order)
@@ -33,6 +33,6 @@ def latent_layout(
     order: KVOrder = "tokens",
     value_dim: int = 0,
 ) -> KVLayout:
-    """Rows of latent attention in all layers."""
+    """Make a layout with rows of latent attention in all layers."""
     group = KVGroup(tuple(range(num_layers)), "mla", 1, dim, dtype, page_bytes, value_dim)
     return KVLayout(page_size, (group,), order)

@@ -43,7 +43,9 @@ def stretched(seconds: float) -> float:
 
 @cache
 def slowness() -> float:
-    """How many times slower this machine is than the reference, at least 1; measured once in a campaign."""
+    """Return how many times slower this machine is than the reference, at least 1. It is measured once in a
+    campaign.
+    """
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = f"{min(MOST, max(1.0, *measured())):.2f}"
     return float(os.environ[VARIABLE])
@@ -60,7 +62,7 @@ def measured() -> tuple[float, float, float]:
 
 
 def products() -> tuple[Callable[[], object], Callable[[], object]]:
-    """1 and 64 rows times a weight, by the kernels that the servers use; without kernels by torch, as they do."""
+    """Return functions that multiply 1 and 64 rows by a weight, with the kernels of the servers, or else with torch."""
     import torch
 
     from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
@@ -77,7 +79,7 @@ def products() -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of five runs: what others take of the machine in passing is not its speed."""
+    """Return the seconds of the fastest of five runs, which other processes disturb least."""
     times = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -87,7 +89,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -96,7 +98,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def kernels() -> str:
-    """The level that the kernels run at in this process and its children, and how they fetch weights."""
+    """Return the level of the kernels in this process and its children, and how they fetch weights."""
     from pdserve.model_runner.cpu_engine.library import fetch_hint
 
     try:

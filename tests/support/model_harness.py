@@ -41,7 +41,7 @@ class Rows:
         self.table = torch.full((8, CONTEXT), 10**9, dtype=torch.int32)  # what no row has mapped yet must not matter
         order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)) + 1
         self._free_pages = order.tolist()
-        self.prompt_lens: dict[int, int] = {}  # of rows; what it doesn't name is told by nobody
+        self.prompt_lens: dict[int, int] = {}  # by row; None stands for unknown
         self._lens = [0] * 8
 
     def share(self, source: int, row: int, length: int) -> None:
@@ -100,7 +100,7 @@ class Harness(Rows):
         super().__init__(self.runner.engine.forward)
 
     def hand_over(self, row: int) -> Handed:
-        """A copy of the row's pages, as they are now."""
+        """Return a copy of the row's pages as they are now."""
         tokens = self._lens[row]
         pages = self.table[row, :tokens:PAGE].numpy() // PAGE
         return Handed(self.runner.fingerprint, self.runner.pools.layout, tokens, self._pool_bytes()[pages])
@@ -134,10 +134,10 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 def draw(length: int, seed: int) -> list[int]:
-    """Random tokens."""
+    """Draw random tokens."""
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Up to the order of sums in float32."""
+    """Assert equality up to the order of sums in float32."""
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

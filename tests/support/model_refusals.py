@@ -33,7 +33,7 @@ CHUNKED_LAYERS = {"layer_types": ["chunked_attention"] * 3}
 
 
 def asked(ask: Ask, folder: Path) -> str:
-    """The message; ``folder`` is an empty one, whose name does not count."""
+    """Return the message of a refusal. ``folder`` is an empty folder; its name is replaced."""
     try:
         message = ask(folder)
     except ModelError as e:
@@ -44,12 +44,12 @@ def asked(ask: Ask, folder: Path) -> str:
 
 
 def config(model_type: str = "llama", **fields: Any) -> Ask:
-    """A config.json of a family that is known, but for ``fields``."""
+    """Ask for a config.json of a known family with ``fields``."""
     return lambda folder: read_spec(ModelSource("hf", write(folder, model_type, fields)))
 
 
 def started(model_type: str, options: dict[str, Any] | None = None, **fields: Any) -> Ask:
-    """A model runner with random weights, by whichever implementation the config leads to."""
+    """Ask for a model runner with random weights, by the implementation that the config leads to."""
     return lambda folder: Harness(write(folder, model_type, fields), load_format="dummy", **(options or {}))
 
 
@@ -60,7 +60,7 @@ def write(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
 
 
 def metadata(key: str, value: object, name: str = "llama") -> Ask:
-    """A GGUF of a Llama, or of another config of the zoo, that says one thing more."""
+    """Ask for a GGUF of a Llama, or of another config of the zoo, with one metadata key more."""
 
     def ask(folder: Path) -> object:
         return read_spec(ModelSource("gguf", write_gguf(make_reference(name), folder / "m.gguf", more={key: value})))
@@ -69,7 +69,7 @@ def metadata(key: str, value: object, name: str = "llama") -> Ask:
 
 
 def architecture(name: str) -> Ask:
-    """A GGUF of an architecture, and nothing more."""
+    """Ask for a GGUF with an architecture and nothing more."""
 
     def ask(folder: Path) -> object:
         writer = GGUFWriter(folder / "m.gguf", name)
@@ -82,19 +82,19 @@ def architecture(name: str) -> Ask:
 
 
 def by_transformers(folder: Path) -> object:
-    """A GGUF by transformers' own class."""
+    """Ask for a GGUF by transformers' own class."""
     file = folder / "m.gguf"
     file.touch()
     return Harness(file, model_impl="transformers")
 
 
 def on_kernels(dtype: torch.dtype = torch.float32, name: str = "llama", **changes: Any) -> Ask:
-    """A Llama, or another config of the zoo, on the C++ engine."""
+    """Ask for a Llama, or another config of the zoo, on the C++ engine."""
     return lambda _: refusal(spec_from_hf(make_config(name, **changes).to_dict()), dtype, dtype)
 
 
 def on_ranks(size: int, name: str = "llama", **changes: Any) -> Ask:
-    """A config of the zoo on some ranks."""
+    """Ask for a config of the zoo on ``size`` ranks."""
     return lambda _: shard(spec_from_hf(make_config(name, **changes).to_dict()), 0, size)
 
 
@@ -110,7 +110,7 @@ BY_FAMILY: dict[str, Ask] = {
     "groups that experts can't be divided into": config("deepseek_v3", **DEEPSEEK | {"n_group": 3}),
     "another activation of GPT-OSS's experts": config("gpt_oss", **EXPERTS, swiglu_alpha=2.0),
     "latent attention (MLA)": config(kv_lora_rank=512),
-    "a DeepSeek-V2 whose experts' weights are divided by their sum": config(
+    "a DeepSeek-V2 with expert weights that are divided by their sum": config(
         "deepseek_v2", **DEEPSEEK, norm_topk_prob=True
     ),
     "a DeepSeek-V3 without the bias that balances experts": config("deepseek_v3", **DEEPSEEK, topk_method="greedy"),

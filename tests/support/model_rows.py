@@ -71,7 +71,7 @@ class Tally:
         self.text, self.error, self.greedy = text, 0.0, 0
 
     def add(self, begin: int, logits: Tensor) -> None:
-        """``logits`` [n, V] of the positions from ``begin`` on."""
+        """Count ``logits`` [n, V] of the positions from ``begin`` on."""
         assert logits.isfinite().all()
         expected = self.text.logits[begin : begin + len(logits)]
         self.error = max(self.error, float((logits - expected).abs().max()))
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Computed(NamedTuple):
-    """Two texts after their prompts. ``last``: logits [1, V] of the second's, whose pages are ``handed`` over."""
+    """Two texts after their prompts. ``last``: logits [1, V] of the second text. ``handed``: its pages to hand over."""
 
     first: Tally
     second: Tally
@@ -94,7 +94,7 @@ Found = dict[str, tuple[Tally, ...] | Absent]
 
 
 def measure(name: str, engines: Collection[str] = tuple(ENGINES)) -> dict[str, Row]:
-    """The rows of a config of ``FAMILIES``, by engine; ``engines``: those that this machine has."""
+    """Measure the rows of a config of ``FAMILIES``, by engine. ``engines``: those that this machine has."""
     model = make_reference(name)
     texts = make_texts(model)
     with TemporaryDirectory() as temporary:
@@ -108,7 +108,7 @@ def measure(name: str, engines: Collection[str] = tuple(ENGINES)) -> dict[str, R
 
 
 def measure_foreign(name: str) -> Row:
-    """The row of a model of ``SERVED``, which transformers' own class computes."""
+    """Measure the row of a model of ``SERVED``, which transformers' own class computes."""
     model = make_foreign(*SERVED[name])
     texts = make_texts(model)
     with TemporaryDirectory() as temporary:
@@ -124,7 +124,7 @@ def measure_foreign(name: str) -> Row:
 
 
 def make_texts(model: torch.nn.Module) -> tuple[Text, Text]:
-    """Two texts that begin alike."""
+    """Make two texts that begin alike."""
     first = draw(PROMPT, 3)
     prompts = torch.tensor([first, first[:PREFIX] + draw(PROMPT - PREFIX, 4)])
     tokens, chosen = torch.empty(0), torch.zeros(2, GREEDY, dtype=torch.int64)
@@ -142,7 +142,7 @@ def make_texts(model: torch.nn.Module) -> tuple[Text, Text]:
 
 
 def compute_prompts(rows: Rows, texts: tuple[Text, Text]) -> Computed:
-    """Both prompts: in chunks, and behind pages that are there already."""
+    """Compute both prompts: the first in chunks, the second after shared pages."""
     first, second = map(Tally, texts)
     tokens, others = texts[0].tokens, texts[1].tokens
     for begin, end in itertools.pairwise(CHUNKS):
@@ -229,7 +229,7 @@ def _from_gguf(name: str, file: Path, texts: tuple[Text, Text], backend: str) ->
 
 
 def _why_no_gguf(name: str) -> str:
-    """Empty where there is a file to read."""
+    """Return why a config has no GGUF, or "" if it has one."""
     kind = make_config(name).model_type
     if ARCHS.get(kind, kind) not in registry.GGUF:
         return f"a GGUF of {kind} is not read"
@@ -244,7 +244,7 @@ def _whole_run(rows: Rows, texts: tuple[Text, Text]) -> tuple[Tally, ...]:
 
 
 def _made(found: Found) -> Row:
-    """A row of the worst of each column's tallies."""
+    """Make a row from the worst of each column's tallies."""
     cells: dict[str, Cell] = {}
     greedy: list[int] = []
     for column in COLUMNS:

@@ -24,13 +24,16 @@ SMALLEST = 1e-6
 LARGEST = 1e-3
 """What an order of sums in float32 explains, for logits as large as these; more is a mistake."""
 SLACK = 3.0
-"""How much larger an error may be than the page says: another processor adds up in another order, and the largest of
-some 10,000 errors varies more than the usual one. A wrong feature costs a thousand times as much."""
+"""Factor by which an error may exceed that on the page.
+
+Another processor adds up in another order, and the largest of some 10,000 errors varies more than the usual one. A
+wrong feature costs a thousand times as much.
+"""
 SIZES = {*SHAPE, "head_dim"} - {"pad_token_id"}
 
 
 def rounded_up(error: float) -> str:
-    """To one digit, so that what hardly matters does not change the page."""
+    """Round ``error`` up to one digit, so that insignificant changes do not change the page."""
     exponent = math.floor(math.log10(max(error, SMALLEST)))
     # The smaller half of the last digit that a float has is no reason for the next one.
     digit = math.ceil(max(error, SMALLEST) / 10.0**exponent - 1e-9)
@@ -38,7 +41,7 @@ def rounded_up(error: float) -> str:
 
 
 def problems(page: Row | None, found: Row) -> Iterator[str]:
-    """What the page says otherwise than was measured."""
+    """Yield each difference between the page and what was measured."""
     if page is None:
         yield "the page has no such row"
         return
@@ -54,7 +57,7 @@ def problems(page: Row | None, found: Row) -> Iterator[str]:
 
 
 def mistakes(row: Row) -> Iterator[str]:
-    """What no page may say."""
+    """Yield what must not be on any page."""
     for column, cell in row.cells.items():
         if isinstance(cell, float) and cell > LARGEST:
             yield f"{column}: an error of {cell:.1e}"
@@ -63,7 +66,7 @@ def mistakes(row: Row) -> Iterator[str]:
 
 
 def figures(rows: Mapping[Key, Row], columns: Sequence[str]) -> str:
-    """A line for each row, and below the table what stands behind cells without a figure."""
+    """Return a line for each row, and below the table notes on the cells without a figure."""
     notes: dict[Absent, int] = {}
     lines = list(_head("config", "engine", *columns, "greedy tokens"))
     for (config, engine), row in rows.items():
@@ -74,7 +77,7 @@ def figures(rows: Mapping[Key, Row], columns: Sequence[str]) -> str:
 
 
 def read_figures(text: str, columns: Sequence[str]) -> dict[Key, Row]:
-    """The rows of a table that ``figures`` has written."""
+    """Return the rows of a table that ``figures`` has written."""
     notes = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.MULTILINE))
     rows: dict[Key, Row] = {}
     for config, engine, *cells, greedy in _lines(text):
@@ -84,7 +87,7 @@ def read_figures(text: str, columns: Sequence[str]) -> dict[Key, Row]:
 
 
 def refusals(refused: Refused) -> str:
-    """A table under each heading."""
+    """Return a table under each heading."""
     parts = []
     for heading, messages in refused.items():
         rows = [_line(what, f"`{message}`") for what, message in messages.items()]
@@ -93,14 +96,14 @@ def refusals(refused: Refused) -> str:
 
 
 def read_refusals(text: str) -> Refused:
-    """What ``refusals`` has written."""
+    """Read the tables that ``refusals`` has written."""
     parts = re.split(r"^### (.*)$", text, flags=re.MULTILINE)[1:]
     tables = zip(parts[::2], parts[1::2], strict=True)
     return {heading: {what: message.strip("`") for what, message in _lines(table)} for heading, table in tables}
 
 
 def families() -> str:
-    """A line for each file of the product that describes some, in its own words."""
+    """Return a line for each file of the product that describes families, with its own docstring."""
     files = dict.fromkeys(family.read.__module__ for family in registry.HF.values())
     lines = list(_head("file", "what it describes", "`model_type`", "GGUF architecture"))
     for module in files:
@@ -112,7 +115,7 @@ def families() -> str:
 
 
 def configs() -> str:
-    """A line for each config: its family, its sizes, and what else its config.json says."""
+    """Return a line for each config: its family, its sizes, and the other fields of its config.json."""
     lines = list(_head("config", "`model_type`", "layers", "hidden, inner", "heads, KV heads, head_dim", "besides"))
     for name, (_, fields, _) in FAMILIES.items():
         config = make_config(name)
@@ -127,7 +130,7 @@ def configs() -> str:
 
 
 def foreign_configs() -> str:
-    """A line for each config of a family that is not ours."""
+    """Return a line for each config of a family that pdserve does not implement."""
     lines = list(_head("config", "class", "besides"))
     for name, (prefix, fields) in SERVED.items():
         lines.append(_line(f"`{name}`", prefix, besides(fields)))
@@ -135,7 +138,7 @@ def foreign_configs() -> str:
 
 
 def besides(fields: Mapping[str, Any]) -> str:
-    """What a config says other than sizes."""
+    """Return the fields of a config other than sizes."""
     return ", ".join(
         f"`{key}`" if value is True else f"`{key}={_short(value)}`"
         for key, value in fields.items()
@@ -144,12 +147,12 @@ def besides(fields: Mapping[str, Any]) -> str:
 
 
 def model_type(name: str) -> str:
-    """The family of a config."""
+    """Return the family of a config."""
     return str(make_config(name).model_type)
 
 
 def gguf_architecture(name: str) -> str:
-    """What a GGUF of this config calls its family."""
+    """Return the GGUF name of a config's family."""
     return ARCHS.get(model_type(name), model_type(name))
 
 
@@ -175,7 +178,7 @@ def _short(value: object) -> str:
 
 
 def _about(module: str) -> str:
-    """The first line of the file's own description."""
+    """Return the first line of the file's own docstring."""
     return (sys.modules[module].__doc__ or "").strip().splitlines()[0].rstrip(".")
 
 
@@ -193,7 +196,7 @@ def _line(*cells: str) -> str:
 
 
 def _lines(text: str) -> Iterator[list[str]]:
-    """The cells of a table's lines below its head."""
+    """Yield the cells of a table's lines below its head."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     for line in lines[1:]:
         yield [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

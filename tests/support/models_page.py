@@ -44,7 +44,7 @@ def foreign_keys() -> list[Key]:
 
 
 def read(text: str) -> Page:
-    """What a page says."""
+    """Read the tables of a page."""
     sections = dict(re.findall(_marked(r"([\w ]+)"), text, flags=re.DOTALL))
     return Page(
         model_tables.read_figures(sections.get("figures", ""), COLUMNS),
@@ -54,7 +54,7 @@ def read(text: str) -> Page:
 
 
 def written(text: str, page: Page) -> str:
-    """The page with these tables between its markers; rows come in the order of the configs."""
+    """Return the page with these tables between its markers. Rows come in the order of the configs."""
     sections = {
         "families": model_tables.families(),
         "configs": model_tables.configs(),
@@ -72,7 +72,10 @@ def written(text: str, page: Page) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """0 if every row is right and the page is written, else 1; ``names``: of configs, none for all and the refusals."""
+    """Measure the configs ``names`` (none: all, and the refusals).
+
+    Returns 0 if every row is right and the page is written.
+    """
     # Threads that wait for each other cost more than such small products.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -100,7 +103,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def ask_all() -> Refused:
-    """Every message."""
+    """Collect the message of every refusal."""
     found: Refused = {}
     for heading, asks in REFUSED.items():
         print(f"asking for what is refused: {heading}", flush=True)

@@ -40,14 +40,14 @@ class PackedCheckpoint(NamedTuple):
 
 
 def pack_words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """``numbers`` [..., 8 N] of four bits as int32 [..., N]: number ``i`` of a word in its place ``order[i]``."""
+    """Pack ``numbers`` [..., 8 N] of four bits into int32 [..., N]. Number ``i`` of a word goes to ``order[i]``."""
     parts = numbers.reshape(*numbers.shape[:-1], -1, 8).astype(np.uint32)
     words = sum(parts[..., i] << np.uint32(4 * order[i]) for i in range(8))
     return words.astype(np.uint32).view(np.int32)
 
 
 def fp8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Elements, scales, and what they come to: block by block."""
+    """Quantise block by block. Returns elements, scales, and the values that they stand for."""
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
     elements, exact = torch.empty_like(weight, dtype=torch.float8_e4m3fn), np.empty((rows, columns), np.float32)
@@ -61,7 +61,7 @@ def fp8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, tor
 
 
 def pack(form: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """The checkpoint's tensors, and the weight [O, I] that is in them."""
+    """Return the checkpoint's tensors, and the weight [O, I] that they stand for."""
     rng, (rows, columns) = np.random.default_rng(len(name)), weight.shape
     if form.startswith("fp8"):
         block = tuple(FORMS[form].get("weight_block_size", (1 if form == "fp8 rows" else rows, columns)))
@@ -96,7 +96,10 @@ def pack(form: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Te
 
 
 def packed_checkpoint(plain: Path, folder: Path, form: str, plainly: tuple[str, ...] = ()) -> PackedCheckpoint:
-    """``plain``'s, its projections packed but for those whose names end so: in two folders within ``folder``."""
+    """Write the checkpoint ``plain`` in two folders within ``folder``: packed, and with the exact values of that.
+
+    Projections with names that end in one of ``plainly`` are not packed.
+    """
     stored: dict[str, torch.Tensor] = {}
     exact: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():

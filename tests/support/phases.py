@@ -8,7 +8,7 @@ ROUNDING_MS = 1e-3
 
 
 def phases_problem(meta: ReqMeta, age: float, *, computed: bool, told_later: bool = False) -> str | None:
-    """What is wrong with the account of a request that is ``age`` seconds old, None for nothing.
+    """Return what is wrong with the phases of a request that is ``age`` seconds old; None if nothing is.
 
     ``computed``: whether its first token is known. At least one prompt token is computed before that. ``told_later``:
     it may have ended earlier than now.
@@ -34,5 +34,5 @@ def phases_problem(meta: ReqMeta, age: float, *, computed: bool, told_later: boo
 
 
 def where(timing: Timing) -> set[tuple[str, str]]:
-    """Phases that took time, with the instances that spent it."""
+    """Return the phases that took time, with the instances that spent it."""
     return {(one.phase.value, one.at) for one in timing.phases}

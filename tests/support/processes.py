@@ -30,8 +30,11 @@ STARTUP_SECONDS = 90.0
 STOP_SECONDS = 15.0
 ANSWER_SECONDS = 60.0
 ONE_THREAD = ("--threads", "1")
-"""Two test files run at a time: threads that wait for each other at every layer's barriers on cores that others use as
-well take many times as long as one."""
+"""Option for one compute thread.
+
+Two test files run at a time. Threads that wait for each other at every layer's barriers, on cores that others use as
+well, take many times as long as one thread.
+"""
 DEFAULTS = {
     "server": {
         # Tests of handovers want them, even if the decode would have computed the prompt sooner.
@@ -49,16 +52,16 @@ NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, each given once.
+    """Return ports that were free a moment ago, each given once.
 
-    Until a server listens there, nothing else may: they are below those that the system gives to whoever connects or
-    asks for any, and each worker of xdist has its own, from a random one on.
+    Until a server listens there, nothing else may. They are below those that the system gives to connecting sockets.
+    Each worker of xdist has its own, from a random one on.
     """
     return list(itertools.islice(filter(is_free, _own_ports), count))
 
 
 def is_free(port: int) -> bool:
-    """Whether one could listen there."""
+    """Return whether a server could listen on the port."""
     with socket.socket() as sock:
         try:
             sock.bind(("127.0.0.1", port))
@@ -112,8 +115,8 @@ def _is_stopped(thread: Path) -> bool:
 class Launched:
     """One ``pdserve`` command and its log.
 
-    ``groups``: control groups that it runs in. ``python``: whose ``pdserve`` it is. ``env``: its whole environment.
-    ``host``: where it is asked. ``enter``: a command that becomes the one given after it, somewhere else.
+    ``groups``: control groups that it runs in. ``python``: interpreter with the ``pdserve`` to run. ``env``: its whole
+    environment. ``host``: where it is asked. ``enter``: a command that runs the one given after it, somewhere else.
     """
 
     args: list[str]
@@ -156,7 +159,10 @@ class Launched:
         end_with_this_process(self.process)
 
     def _admin_args(self) -> list[str]:
-        """One admin key for all instances, so that a router without keys can pass it on; the rest is as without."""
+        """Return options with one admin key for all instances, so that a router without keys can pass it on.
+
+        Nothing else changes by it.
+        """
         if self.args[0] == "router" or any(arg.startswith(("--api-key", "--admin-key")) for arg in self.args):
             return []
         file = self.log_path.with_name("admin-key")
@@ -170,7 +176,7 @@ class Launched:
         return ["--no-keys"] if "--host" in self.args else []
 
     def is_healthy(self) -> bool:
-        """Whether /health says 200; fails the test when the process has died."""
+        """Return whether /health answers 200. Fails the test if the process has died."""
         assert self.process is not None
         assert self.process.poll() is None, f"died while starting:\n{self.log()}"
         try:
@@ -183,11 +189,11 @@ class Launched:
         wait_until(self.is_healthy, seconds, f"{self.args} healthy; log:\n{self.log()}", every=0.1)
 
     def log(self) -> str:
-        """What it has printed."""
+        """Return the output of the process."""
         return self.log_path.read_text(errors="replace")
 
     def info(self) -> dict:
-        """/server_info."""
+        """Return the answer of /server_info."""
         return self.client.get(self.url + "/server_info").raise_for_status().json()
 
     def post(self, path: str, body: dict, seconds: float = ANSWER_SECONDS) -> httpx.Response:
@@ -195,7 +201,7 @@ class Launched:
         return self.client.post(self.url + path, json=body, timeout=limit(seconds))
 
     def generate(self, **body) -> dict:
-        """/generate, successfully."""
+        """Return the answer of /generate, which must succeed."""
         response = self.post("/generate", body)
         assert response.status_code == 200, response.text
         return response.json()
@@ -256,7 +262,7 @@ class Pair:
     router: Launched
 
     def assert_all_returned(self) -> None:
-        """Nothing in use on either instance, and their own checks agree."""
+        """Assert that nothing is in use on either instance, and that their own checks agree."""
 
         def idle() -> bool:
             told = [server.info() for server in (self.prefill, self.decode)]
@@ -284,9 +290,9 @@ def pd_pair(
     decode_args: Sequence[str] = (),
     prefill_env: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
-    """1 prefill + 1 decode + router; ``args`` go to both instances.
+    """Start one prefill, one decode and a router. ``args`` go to both instances.
 
-    ``prefill_env``: what the prefill's environment has beyond that of the tests.
+    ``prefill_env``: additions to the prefill's environment.
     """
     bootstrap = free_ports(1)[0]
     cores = sorted(os.sched_getaffinity(0))
@@ -310,7 +316,7 @@ def pd_pair(
 
 
 def ignored_signals(pid: int) -> set[int]:
-    """The signals that a process ignores."""
+    """Return the signals that a process ignores."""
     told = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     bits = int(re.findall(r"SigIgn:\s*(\w+)", told)[0], 16)
     return {number for number in signal.valid_signals() if bits >> (number - 1) & 1}

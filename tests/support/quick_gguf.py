@@ -15,9 +15,11 @@ from gguf import gguf_reader
 
 @contextmanager
 def quick_gguf() -> Iterator[None]:
-    """Do once what transformers asks for again and again: gguf's table of tensor names, for every module of the model,
-    and the file's reading, for the config and for the weights. And slice plain arrays: a slice of a memory map costs
-    many times as much, and the vocabulary has 300,000.
+    """Cache what transformers asks for repeatedly when it reads a GGUF file.
+
+    That is gguf's table of tensor names, for every module of the model, and the file's contents, for the config and for
+    the weights. It also slices plain arrays: a slice of a memory map costs many times as much, and the vocabulary has
+    300,000.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
@@ -27,7 +29,7 @@ def quick_gguf() -> Iterator[None]:
 
 
 class _PlainMaps:
-    """numpy, whose ``memmap`` gives an ordinary array of the same memory."""
+    """numpy with a ``memmap`` that gives an ordinary array of the same memory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

@@ -23,7 +23,7 @@ def findable(cache: RadixCache, root: TreeNode) -> Iterator[tuple[TreeNode, byte
 
 
 def require_true_names(cache: RadixCache) -> None:
-    """The names of all pages in the tree, of which nodes remember them, are those of their whole prefixes."""
+    """Assert that the page names that nodes remember are those of their whole prefixes."""
     node = cache.match_prefix(np.empty(0, dtype=np.int32)).node
     root, size = list(node.path_up())[-1], cache.page_size
     seed = cache._watchers[0].seed()

@@ -39,7 +39,7 @@ class Table:
         self.tables.append(self)
 
     def exchange(self, own: Any, rank: int) -> list[Any]:
-        """What every rank gives."""
+        """Return what every rank gives."""
         self.all_here.wait(limit(20))
         self.parts[rank] = own
         self.all_here.wait(limit(20))
@@ -48,7 +48,7 @@ class Table:
 
 @torch.library.custom_op("pdserve_tests::exchange", mutates_args=())
 def exchange(own: Tensor, table: int, rank: int, dim: int) -> Tensor:
-    """Every rank's tensor, one behind the other along ``dim``: an operation, so that a captured pass has it, too."""
+    """Join every rank's tensor along ``dim``. It is an operation, so that a captured pass has it, too."""
     return torch.cat(Table.tables[table].exchange(own.clone(), rank), dim)
 
 
@@ -80,7 +80,7 @@ class ThreadRank(HostRanks):
         self._table = table
 
     def join(self) -> Any:
-        """What a torch model asks of a world."""
+        """Return this object in the place of a torch model's world."""
         return self
 
     def torch_ranks(self, vocab: int, device: torch.device) -> ThreadGroup:
@@ -109,7 +109,7 @@ class ThreadRank(HostRanks):
 
 
 def make_ranks(size: int, options: ServerOptions) -> list[LoadedModel]:
-    """A runner for each rank. Raises what the first can't be made for."""
+    """Make a runner for each rank. Raises what making the first one raises."""
     table = Table(size)
     return [load_model(options, ranks=ThreadRank(rank, size, table)) for rank in range(size)]
 
@@ -122,7 +122,7 @@ def make_apart(size: int, options: ServerOptions) -> list[LoadedModel]:
 
 
 def together(runners: list[R], compute: Callable[[R], T]) -> T:
-    """What rank 0 gives for something that every one computes."""
+    """Run ``compute`` on every rank, and return the result of rank 0."""
     with ThreadPoolExecutor(len(runners)) as pool:
         results = list(pool.map(compute, runners))
     return results[0]

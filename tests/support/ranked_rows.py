@@ -16,7 +16,7 @@ from .rank_threads import make_ranks
 
 
 def ranked_rows(folder: Path, size: int, backend: str) -> Rows:
-    """Rows of the model in ``folder`` in float32 on ``size`` ranks; ``UnsupportedModel`` where it can't be divided."""
+    """Make rows of the model in ``folder`` in float32 on ``size`` ranks. Raises ``UnsupportedModel``."""
     options = ServerOptions(
         model_path=str(folder),
         dtype="float32",

@@ -38,7 +38,7 @@ class Reader(threading.Thread):
             self.error = e
 
     def met(self, tokens: int) -> None:
-        """Wait until it has been told so many."""
+        """Wait until ``tokens`` events have come."""
         wait_until(lambda: self.error or len(self.events) >= tokens, 30, f"{tokens} events; {self.error}")
 
     @property
@@ -47,7 +47,7 @@ class Reader(threading.Thread):
         return max((later - sooner for sooner, later in itertools.pairwise(self.at)), default=0.0)
 
     def ended(self) -> list[dict]:
-        """All that it was told."""
+        """Wait for the end, and return all events."""
         self.join(limit(120))
         assert self.error is None, self.error
         assert self.raw[-2:] == ["data: [DONE]", ""], self.raw[-4:]

@@ -26,7 +26,7 @@ HOPS = ("connection", "content-length", "host", "transfer-encoding")
 
 
 def shape(value: Any) -> Any:
-    """What a JSON value is made of: names and types, whatever the order and the number of entries."""
+    """Return the structure of a JSON value: names and types, whatever the order and the number of entries."""
     if isinstance(value, dict):
         return tuple(sorted((name, shape(inner)) for name, inner in value.items()))
     if isinstance(value, list):
@@ -35,7 +35,9 @@ def shape(value: Any) -> Any:
 
 
 class Recorder:
-    """Passes everything on to ``target``, and its answers back. ``client``: who sends; set it before it does."""
+    """A proxy that passes everything on to ``target``, and its answers back. ``client``: set the sender's name before
+    it sends.
+    """
 
     def __init__(self, target: str) -> None:
         self.client = ""
@@ -87,7 +89,7 @@ class Recorder:
         self._thread.join()
 
     def write(self, folder: Path) -> None:
-        """A file for each client: a list of path, status of the answer, and body."""
+        """Write a file for each client: a list of path, status of the answer, and body."""
         for client, bodies in self._bodies.items():
             ordered = sorted(bodies.values(), key=lambda said: (said["path"], json.dumps(said["body"], sort_keys=True)))
             (folder / f"{client}.json").write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
@@ -95,7 +97,7 @@ class Recorder:
 
 @contextmanager
 def recording(target: str) -> Iterator[Recorder]:
-    """A ``Recorder`` for the duration of the block."""
+    """Run a ``Recorder`` for the duration of the block."""
     recorder = Recorder(target)
     recorder.start()
     try:

@@ -1,11 +1,13 @@
-"""A device that computes on the host and behaves as one that computes beside it: what happens is recorded, waiting
-where one must not raises, and a captured graph repeats just the operations that it recorded, at the addresses that they
-were recorded at. What the host knew while it was captured is frozen in it, as in a real one.
+"""A device that computes on the host and behaves like one that computes beside it.
+
+What happens is recorded, and waiting at the wrong time raises. A captured graph repeats just the operations that it
+recorded, at the addresses that they were recorded at. What the host knew while it was captured is frozen in it, as in a
+real one.
 
 It is no kinder than a real one. A graph holds what it returns and computes in between, and nothing that it reads: if
-that is freed, its replay raises. Work that is queued is done as late as it may be: tensors are fetched when they are
-waited for. Memory is that of ``poisoned_memory.py``: of what is computed within ``no_sync``, and within the device
-itself (``with device: ...``).
+that is freed, its replay raises. Queued work is done as late as possible: tensors are fetched when they are waited for.
+Memory of what is computed within ``no_sync``, and within the device itself (``with device: ...``), is that of
+``poisoned_memory.py``.
 """
 
 from __future__ import annotations

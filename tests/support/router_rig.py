@@ -67,7 +67,7 @@ class FakeInstance:
         return self
 
     async def kill(self):
-        """What kill -9 does to a process's sockets."""
+        """Abort the sockets as kill -9 of the process would."""
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()
@@ -140,7 +140,7 @@ class FakeInstance:
         self.reply(writer, seen.body["status"], {"text": "ab"}, f"{ours}{theirs}{again}")
 
     async def do_flood(self, seen, reader, writer):
-        """64 MiB, as fast as the reader takes them."""
+        """Send 64 MiB, as fast as the reader takes them."""
         self.begin_stream(writer)
         while self.flooded < FLOOD_EVENTS:
             self.chunk(writer, FLOOD_EVENT)
@@ -149,7 +149,7 @@ class FakeInstance:
         self.chunk(writer, b"")
 
     async def do_move(self, seen, reader, writer):
-        """Begins, and hands the request on to ``follower``; who brings the ticket gets the rest there."""
+        """Begin an answer, and move the request to ``follower``. A client with the ticket gets the rest there."""
         ticket = {
             "epoch": "",
             "host": "127.0.0.1",
@@ -196,7 +196,7 @@ class FakeInstance:
         self.reply(writer, 413, {"error": {"message": "split the batch", "code": "batch_too_large"}})
 
     async def do_soon(self, seen, reader, writer):
-        """Not yet; but in a second."""
+        """Answer 503 with a retry time at first, and 200 from the second request on."""
         if len(self.requests) == 1:
             return self.reply(writer, 503, {"error": {"message": "loading"}}, "retry-after: 1\r\n")
         return await self.do_ok(seen, reader, writer)
@@ -270,7 +270,9 @@ class Rig:
         return self.instances[-1]
 
     async def route(self, prefill=(), decode=(), worker=(), *, ports=("9001",), states=None):
-        """``states``: what the router is to think of the instances before it is used."""
+        """Start the router. ``states``: the states of the instances that the router must see before the
+        test goes on.
+        """
         tokens = [token for instance in prefill for token in (instance.url, *ports)]
         urls = {"prefill": tokens, "decode": [i.url for i in decode], "worker": [i.url for i in worker]}
         faults = []

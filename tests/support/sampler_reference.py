@@ -11,7 +11,7 @@ from pdserve.messages.worker import RowInit
 from pdserve.model_runner.sampling.inverse_cdf import uniforms
 
 BORDER = 1e-5
-"""A choice whose margin is below this may differ by the rounding of float32."""
+"""Margin of a choice below which it may differ by the rounding of float32."""
 
 
 def make_row(row: int = 0, prompt_len: int = 4, **changes) -> RowInit:
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
-    """What the module docstring of the sampler says, in float64, with full sorts."""
+    """Choose a token as the sampler's module docstring describes, in float64, with full sorts."""
     sampling = init.sampling
     x = edited_reference(logits.astype(np.float64), init, position)
     order = np.lexsort((np.arange(len(x)), -x))

@@ -1,8 +1,8 @@
-"""Which combinations of a test's parameters ``make test`` runs: ``@pytest.mark.sample(n)`` makes it one in ``n``.
+"""Sampling of a test's parameters for ``make test``: ``@pytest.mark.sample(n)`` runs one combination in ``n``.
 
-The others are slow tests. Combinations are numbered along every parameter, and those are in the sample whose numbers
-add up to a multiple of ``n``: neighbours along any parameter are in it by turns, and every value is in it, which is
-checked. Of a grid with two parameters more, every pair of values is as well.
+The others are slow tests. Combinations are numbered along every parameter. Those with numbers that add up to a multiple
+of ``n`` are in the sample. So neighbours along any parameter are in it by turns, and every value is in it, which is
+checked. With two parameters more, every pair of values is in it as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ ParameterSet = type(pytest.param())
 
 
 def is_in_sample(item: pytest.Item) -> bool:
-    """Whether ``make test`` runs it, as far as sampling goes; raises ``UsageError`` where values would be left out."""
+    """Return whether ``make test`` runs ``item``, as far as sampling goes.
+
+    Raises ``UsageError`` if values would be left out.
+    """
     mark = item.get_closest_marker("sample")
     if mark is None or not isinstance(item, pytest.Function):
         return True

@@ -54,13 +54,13 @@ class Page:
         return {sample.name for sample in self.samples}
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples of that name with these labels; there must be one."""
+        """Return the sum of the samples of that name with these labels. There must be one."""
         values = [s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
         assert values, f"no {name} with {labels}"
         return sum(values)
 
     def labels(self, name: str) -> set[str]:
-        """The labels of a name's samples."""
+        """Return the labels of a name's samples."""
         return {label for sample in self.samples if sample.name == name for label in sample.labels}
 
 

@@ -13,7 +13,7 @@ from support.fake_engine import FakeEngine
 
 @asynccontextmanager
 async def serving(engine: FakeEngine) -> AsyncIterator[int]:
-    """The engine's app on a free port."""
+    """Serve the engine's app on a free port, and yield the port."""
     listener = listen("127.0.0.1", 0, 16)
     port = listener.getsockname()[1]
     started = asyncio.Event()

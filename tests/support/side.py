@@ -84,11 +84,11 @@ class Side:
         wait_until(turned, LIMIT, "it has come to pass")
 
     def readable(self) -> bool:
-        """Whether its loop would wake."""
+        """Return whether the side's loop would wake."""
         return bool(select.select([self.port], [], [], 0)[0])
 
     def work(self, *, down: bool = True) -> None:
-        """Its worker does what it was told since the last time; ``down``: also that links end."""
+        """Let the worker carry out its commands since the last time. ``down``: also report that links end."""
         told, self.told[:] = self.told[:], []
         for command in told:
             if isinstance(command, AdmitPeer):
@@ -99,7 +99,7 @@ class Side:
                 self.peers.on_event(PeerLinkDown(command.peer, command.link), self.now)
 
     def links(self, epoch: str, metadata: bytes | None = None) -> list[int]:
-        """Numbers of the links that the worker was told to connect, and has not been asked about since ``work``."""
+        """Return the numbers of links that the worker was told to connect since ``work``."""
         told = [m for m in self.told if isinstance(m, ConnectPeer)]
         return [m.link for m in told if m.peer == epoch and metadata in (None, m.metadata)]
 

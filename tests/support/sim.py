@@ -1,11 +1,11 @@
-"""An instance without processes: the real scheduler over a simulated worker whose KV can be checked.
+"""An instance without processes: the real scheduler over a simulated worker with KV that can be checked.
 
 The simulated model writes to each slot a hash of the token and of the slot before it, and samples from the last one's
-hash. So a token comes out right only if every slot of its prefix holds what it should: one page handed to two owners,
-one stale table row, one chunk skipped, and the output differs from ``reference_output``.
+hash. So a token comes out right only if every slot of its prefix holds what it should. A page handed to two owners, a
+stale table row or a skipped chunk gives an output that differs from ``reference_output``.
 
-With a window it has another layer, whose pages go back. What that keeps of a token is the same hash; and every token
-that is computed looks at all that it sees there, and finds what was written for just that prefix, or says so.
+With a window it has another layer, with pages that are freed. That layer keeps the same hash of a token. Every computed
+token checks that all it sees there was written for just its prefix.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MASK = (1 << 61) - 1
 
 
 def mix(before: int, token: int) -> int:
-    """One step of the hash chain."""
+    """Return the next state of the hash chain."""
     return (before * 6364136223846793005 + token * 1442695040888963407 + 1442695040888963407) & MASK
 
 
 def chain(tokens) -> int:
-    """The KV of the last of ``tokens``."""
+    """Return the KV of the last of ``tokens``."""
     state = 0
     for token in tokens:
         state = mix(state, int(token))
@@ -50,17 +50,17 @@ def chain(tokens) -> int:
 
 
 def sample_from(state: int) -> int:
-    """The next token after a prefix."""
+    """Return the next token after a prefix."""
     return (state >> 7) % VOCAB
 
 
 def logprob_of(token: int) -> TokenLogprob:
-    """What the simulated model says of a token that it chose."""
+    """Return the simulated model's log probability of a token that it chose."""
     return TokenLogprob(token, -token / 8)
 
 
 def reference_output(prompt, max_new_tokens: int, stop_ids=()) -> list[int]:
-    """What the simulated model says, computed without any of the machinery under test."""
+    """Return the simulated model's output, computed without any of the machinery under test."""
     state = chain(prompt)
     output: list[int] = []
     while len(output) < max_new_tokens:
@@ -73,7 +73,7 @@ def reference_output(prompt, max_new_tokens: int, stop_ids=()) -> list[int]:
 
 
 def make_options(**changes) -> ServerOptions:
-    """Small pools, so that everything that can run short does."""
+    """Make options with small pools, so that everything that can run short does."""
     defaults = {"page_size": 4, "max_total_tokens": 256, "max_running_requests": 8, "chunked_prefill_size": 16}
     defaults |= {"disaggregation_threshold": "always"}
     return ServerOptions(**(defaults | changes))
@@ -92,7 +92,7 @@ NO_WINDOW = SimWindow()
 def make_worker_ready(
     options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW, host_pages: int = 0
 ) -> WorkerReady:
-    """What a worker of the simulated model says of itself."""
+    """Return what a worker of the simulated model reports when it is ready."""
     layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8, window=window.window)
     return WorkerReady(
         fingerprint="sim",
@@ -128,7 +128,7 @@ def make_generate(
     fork_of="",
     **sampling,
 ) -> GenerateReq:
-    """A request as the tokenizer sends it. It streams, so that with the default interval each token is told at once."""
+    """Make a request as the tokenizer sends it. It streams, so with the default interval each token is sent at once."""
     return GenerateReq(
         rid=rid,
         input_ids=pack_i32(np.asarray(prompt)),
@@ -171,7 +171,7 @@ class WindowedLayer:
         self.page_of = np.zeros(num_pages + 1, dtype=np.int32)
 
     def apply(self, changes: np.ndarray) -> None:
-        """The pairs of a step."""
+        """Apply a step's pairs of a page and its window page."""
         pages, window_pages = changes.reshape(-1, 2).T
         assert len(set(pages.tolist())) == len(pages), "a page's window page changes twice in one step"
         self.page_of[pages] = window_pages
@@ -179,12 +179,14 @@ class WindowedLayer:
         assert len(set(attached.tolist())) == len(attached), "two pages share a window page"
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
-        """Where the tokens in these slots lie; 0 and the like where they don't."""
+        """Return the layer's slots of these tokens. They are below ``page_size`` for tokens without one."""
         pages = self.page_of[slots // self.page_size]
         return np.where(pages > 0, pages * self.page_size + slots % self.page_size, 0)
 
     def check(self, row: np.ndarray, kv: np.ndarray, position: int) -> None:
-        """The token at ``position`` sees what was written for its own prefix; ``kv``: what the full layer keeps."""
+        """Check that the token at ``position`` sees what was written for its own prefix. ``kv``: contents of the full
+        layer.
+        """
         seen = row[max(0, position + 1 - self.window) : position + 1]
         slots = self.slots(seen)
         assert (slots > 0).all(), f"position {position} sees a token whose window page is gone"
@@ -205,7 +207,7 @@ class SimWorker:
         self.wants_logprobs: dict[int, bool] = {}
 
     def pools(self) -> list[np.ndarray]:
-        """The KV of each group of the layout, by slot."""
+        """Return the KV of each group of the layout, by slot."""
         return [self.kv] if self.windowed is None else [self.kv, self.windowed.kv]
 
     def hashed(self, message: HashPages, layout: KVLayout) -> PagesHashed:
@@ -217,7 +219,7 @@ class SimWorker:
         return PagesHashed(message.id, hashes)
 
     def run(self, step: ForwardStep) -> StepResult:
-        """One forward pass."""
+        """Run one forward pass."""
         self.wants_logprobs |= {row.row: row.logprobs is not None for row in step.new_rows}
         for delta in step.slot_deltas:
             slots = unpack_i32(delta.slots)
@@ -335,7 +337,7 @@ class SimInstance:
         self.scheduler.memory.on_hashed(self.worker.hashed(message, self.scheduler.worker.layout), self.now)
 
     def on_command(self, message: Message) -> None:
-        """A transfer command; a plain instance sends none."""
+        """Refuse a transfer command, because a plain instance sends none."""
         raise AssertionError(f"unexpected {message}")
 
     def run_until_idle(self, turns: int = 10_000) -> None:

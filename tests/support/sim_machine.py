@@ -31,7 +31,7 @@ class Machine:
     jump_ms: float = 0.0
 
     def __call__(self, shape: StepShape) -> float:
-        """Without noise."""
+        """Return the milliseconds of a step, without noise."""
         linear = max(self.read_ms, self.token_ms * shape.tokens) + self.jump_ms * (shape.tokens > self.jump_at)
         attention = self.kv_token_ms * shape.kv_tokens + self.pair_ms * shape.prompt_pairs
         return linear + attention + self.decode_ms * shape.decodes
@@ -42,7 +42,7 @@ class AddedUp(Machine):
     """A machine that reads the weights first and computes then."""
 
     def __call__(self, shape: StepShape) -> float:
-        """Without noise."""
+        """Return the milliseconds of a step, without noise."""
         return self.read_ms + super().__call__(shape) - max(self.read_ms - self.token_ms * shape.tokens, 0.0)
 
 
@@ -55,7 +55,7 @@ class Noise:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __call__(self, ms: float) -> float:
-        """The time that a step really takes."""
+        """Return the milliseconds that a step really takes."""
         return ms * self.rng.lognormvariate(0, self.spread) * (3 if self.rng.random() < self.outliers else 1)
 
 
@@ -104,7 +104,7 @@ class TimedSim(SimInstance):
         super().plan()
 
     def work(self) -> bool:
-        """One step, to its end."""
+        """Run one step to its end. Returns whether there was one."""
         if not self.to_worker.messages:
             return False
         step = self.to_worker.messages.popleft()

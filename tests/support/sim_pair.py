@@ -1,5 +1,7 @@
 """A prefill and a decode instance over simulated workers, a transfer engine that copies one page at a time, and a
-control plane that delivers when told to. Nothing happens by itself: a test (or chance) picks what moves next, so every
+control plane.
+
+The control plane delivers on demand. Nothing happens by itself: a test (or chance) picks what moves next, so every
 interleaving is reachable.
 """
 
@@ -49,17 +51,17 @@ class Push:
 
 
 def numbered(pages) -> list[tuple[int, int]]:
-    """Pages with their groups."""
+    """Return pages with the numbers of their groups."""
     return [(group, page) for group, packed in enumerate(pages) for page in unpack_i32(packed).tolist()]
 
 
 def in_order(piece: SliceChecksum) -> tuple[int, int]:
-    """What slices are told apart by."""
+    """Return the group and first page of a slice, which identify it."""
     return piece.group, piece.first
 
 
 def make_peer(epoch: str, number: int = 1, **directions) -> Peer:
-    """One that is connected."""
+    """Make a peer that is connected."""
     return Peer(number, PeerState.OPEN, epoch=epoch, down=False, **directions)
 
 
@@ -119,11 +121,11 @@ class SimSide(SimInstance):
         self.senders.pushes.on_prompt_computed(req, token, logprob)
 
     def metrics(self):
-        """See ``KVManager``, whose peers these are not."""
+        """Read the metrics of the hand-over tables. The peers of ``KVManager`` have no tables here."""
         return read(sender_table.METRICS, self.senders) + read(receiver_table.METRICS, self.receivers)
 
     def transfer(self) -> None:
-        """The oldest command that waits for no step."""
+        """Carry out the oldest command that waits for no step."""
         self.on_command(self.to_transfer.messages.popleft())
         self.outbox.flush()
         self._read()
@@ -155,7 +157,7 @@ class SimPair:
         self.open_link()
 
     def make_side(self, mode: str, window: SimWindow, **changes) -> SimSide:
-        """One of the two."""
+        """Make one of the two sides."""
         return SimSide(self, mode, window, **changes)
 
     @property
@@ -164,7 +166,7 @@ class SimPair:
         return self.link is not None and self.link.gone and not self.link.down
 
     def open_link(self) -> Peer:
-        """The one link; a fresh one after the last has gone."""
+        """Return the one link, or a fresh one after the last has gone."""
         if self.link is None or self.link.gone:
             assert self.link is None or self.link.down, "a link is opened over one that is not down"
             self.links += 1
@@ -173,14 +175,14 @@ class SimPair:
         return self.link
 
     def submit(self, rid: str, prompt, room: int, legs=("prefill", "decode"), **kwargs) -> None:
-        """Both legs of a request, or one of them."""
+        """Submit both legs of a request, or one of them."""
         for leg in legs:
             getattr(self, leg).submit(rid, prompt, room=room, **kwargs)
 
     # --- what can move ---
 
     def moves(self):
-        """Everything that could happen next."""
+        """Return everything that could happen next."""
         moves = [self.prefill.plan, self.decode.plan, self.advance]
         moves += [side.work for side in (self.prefill, self.decode) if side.to_worker.messages]
         moves += [side.transfer for side in (self.prefill, self.decode) if side.to_transfer.messages]
@@ -194,14 +196,14 @@ class SimPair:
         return name in self.granted if push.pages else push.whole
 
     def advance(self) -> None:
-        """The managers' turn."""
+        """Let the managers of both sides advance."""
         self.now += 0.001
         self.decode.receivers.advance(self.now)
         self.prefill.senders.tick(self.now)
         self.collect()
 
     def collect(self) -> None:
-        """What both sides have said is on its way now."""
+        """Put what both sides have sent on its way."""
         if self.link is not None and self.peer is not None:
             self.to_prefill.extend(self.link.unsent)
             self.to_decode.extend(self.peer.unsent)
@@ -211,19 +213,19 @@ class SimPair:
             side._read()
 
     def deliver_to_prefill(self) -> None:
-        """One control message."""
+        """Deliver one control message to the prefill."""
         message = self.to_prefill.popleft()
         self.prefill.senders.handlers()[type(message)](self.peer, message, self.now)
         self.collect()
 
     def deliver_to_decode(self) -> None:
-        """One control message."""
+        """Deliver one control message to the decode."""
         message = self.to_decode.popleft()
         self.decode.receivers.handlers()[type(message)](self.link, message, self.now)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:
-        """The transfer engines of both workers."""
+        """Carry out a message to a worker's transfer engine."""
         if any(message is old for old in self.stale):
             side.senders.pushes.on_send_ended(SendEnded(message.handover, error="not connected"))
         elif isinstance(message, SendPages):
@@ -252,7 +254,7 @@ class SimPair:
         self.collect()
 
     def copy(self, handover: HandoverId) -> None:
-        """One page of a hand-over, read and written now, whatever happened meanwhile."""
+        """Copy one page of a hand-over, read and written now, whatever happened meanwhile."""
         push = self.pushes[handover]
         if push.pages:
             group, src, dst = push.pages.popleft()
@@ -269,19 +271,19 @@ class SimPair:
 
     @staticmethod
     def sum_up(counts: Counter[int], group: int, values) -> SliceChecksum:
-        """The next page of a group of a hand-over."""
+        """Sum up the next page of a group of a hand-over."""
         counts[group] += 1
         return SliceChecksum(counts[group] - 1, 1, 0, 1, hash(tuple(values)) % (1 << 64), group)
 
     def page(self, side: SimSide, group: int, page: int):
-        """A page of a worker's KV."""
+        """Return a page of a worker's KV."""
         size = side.options.page_size
         return side.worker.pools()[group][page * size : (page + 1) * size]
 
     # --- death ---
 
     def lose_link(self) -> None:
-        """The decode notices that the prefill is gone (and the other way round); pages may still be on their way."""
+        """Let both sides notice that the other is gone. Pages may still be on their way."""
         link = self.link
         for peer in (link, self.peer):
             peer.state, peer.reason = PeerState.GONE, "killed by the test"
@@ -293,9 +295,9 @@ class SimPair:
         self.collect()
 
     def link_is_down(self) -> None:
-        """Both workers say that nothing is written any more.
+        """Let both workers report that nothing is written any more.
 
-        Pushes that the prefill's worker has yet to read find no connection: the next is made by a command behind them.
+        Pushes that the prefill's worker has yet to read find no connection: a later command makes the next one.
         """
         steps = [m for m in self.prefill.to_worker.messages if isinstance(m, ForwardStep)]
         self.stale += [push for step in steps for push in step.pushes]
@@ -307,7 +309,7 @@ class SimPair:
         self.collect()
 
     def check(self) -> None:
-        """Invariants of both sides."""
+        """Check the invariants of both sides."""
         self.prefill.scheduler.check_invariants()
         self.decode.scheduler.check_invariants()
 
@@ -322,7 +324,7 @@ class SimPair:
 
 
 def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
-    """Whatever may move does, as chance has it, until nothing can."""
+    """Make random moves until both sides are idle."""
     rng = rng or random.Random(0)
     for i in range(moves):
         rng.choice(pair.moves())()
@@ -334,7 +336,7 @@ def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int =
 
 
 def assert_all_returned(pair: SimPair) -> None:
-    """Neither side holds memory, and nobody may write any."""
+    """Assert that neither side holds memory, and that no peer may write any."""
     for side in (pair.prefill, pair.decode):
         usage = side.scheduler.memory.pool.usage()
         assert (usage["in_use"], usage["rows_in_use"], usage.get("window_in_use", 0)) == (0, 0, 0)

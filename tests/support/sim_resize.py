@@ -1,4 +1,4 @@
-"""Simulated instances whose pool gets other sizes. Memory that was given back holds nothing that anybody could use."""
+"""Simulated instances with a pool that gets other sizes. Memory that was given back holds nothing usable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Resized:
         super().plan()  # type: ignore[misc]
 
     def on_command(self: Any, message: Message) -> None:
-        """The worker lets memory go."""
+        """Give memory back as the worker would."""
         if not isinstance(message, TrimPool):
             super().on_command(message)  # type: ignore[misc]
             return
@@ -51,7 +51,7 @@ class Resized:
         return self.told()
 
     def told(self: Any) -> Any:
-        """The answer, if there is one by now."""
+        """Return the answer to a resize, if there is one by now."""
         self.outbox.flush()
         if any(isinstance(m, TrimPool) for m in self.to_worker.messages):
             while self.work():

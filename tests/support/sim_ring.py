@@ -83,13 +83,13 @@ class SimRing(SimInstance):
         self.app = make_app(self.options, self.client, epoch="ring")
         self.texts = 0
         self.limits = {"tokenizer": Sent(), "scheduler": Sent(), "detokenizer": self.to_detokenizer, "http": Sent()}
-        """The sending ends, by who receives: what they refuse ends as it does in an instance."""
+        """The sending ends, by receiver. A message that they refuse ends as it does in an instance."""
         self._to_scheduler: Codec[Any] = Codec(ToScheduler, IPC_FRAME_BYTES)
         self._to_detokenizer: Codec[Any] = Codec(ToDetokenizer, IPC_FRAME_BYTES)
         self._to_http: Codec[Any] = Codec(ToHttp, IPC_FRAME_BYTES)
 
     def send(self, *messages: Message) -> None:
-        """The tokenizer's end of the ring."""
+        """Send messages from HTTP through the tokenizer."""
         self.limits["tokenizer"].send(*messages)
         scheduler, http = self.limits["scheduler"], self.limits["http"]
         deliver_in(route_in(self.tokenizer, list(messages), rendered(self.tokenizer, messages)), scheduler, http)
@@ -133,7 +133,7 @@ class SimRing(SimInstance):
                 await asyncio.sleep(0)
 
     def post(self, *bodies: dict[str, Any], path: str = "/generate") -> list[httpx.Response]:
-        """The answers to ``bodies``, sent together, on a fresh event loop."""
+        """Return the answers to ``bodies``, sent together, on a fresh event loop."""
 
         async def run() -> list[httpx.Response]:
             driver = asyncio.create_task(self._drive())

@@ -43,11 +43,11 @@ class TieredPair(SimPair):
         return TieredSide(self, mode, window, self.host_pages, **changes)
 
     def submit(self, *args, vouched: bool = True, **kwargs) -> None:
-        """A router of the cluster sends it: what comes of it is anybody's."""
+        """Submit a request as a router of the cluster does. Its output may be shared with all users."""
         super().submit(*args, vouched=vouched, **kwargs)
 
     def moves(self):
-        """What the stores have to do, too."""
+        """Return everything that could happen next, including the work of the stores."""
         moves = super().moves()
         return moves + [s.serve_store for s in (self.prefill, self.decode) if s.store_queue or s.engine.probe_in == 0.0]
 

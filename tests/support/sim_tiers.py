@@ -1,7 +1,7 @@
-"""A simulated instance with the tiers behind its pool: the real host memory, the real store's thread without a thread.
+"""A simulated instance with all tiers: the real host memory, and the real store's code without its thread.
 
-What the worker is told of copies it does in order, between its steps. What the store is told waits in ``store_queue``
-until the test says that its time has come (``serve_store``), in which meanwhile it may be dead, forgetful or lying.
+The worker carries out copies in order, between its steps. Commands to the store wait in ``store_queue`` until the test
+serves them (``serve_store``). Meanwhile the store may die, forget pages or return wrong ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Tiered(SimInstance):
     compute_ms = 1e9
 
     def add_tiers(self, host_pages: int, kept: dict[bytes, bytes] | None) -> None:
-        """``host_pages`` of the second tier; ``kept``: what the store has from before, None: an empty one."""
+        """Add a second tier of ``host_pages``. ``kept``: the store's pages from before; None: no page."""
         # Simulated steps take no time: nothing that a store brings would be worth waiting for.
         self.scheduler.estimator.compute_ms = lambda req, tokens: self.compute_ms  # type: ignore[method-assign]
         page_bytes = self.options.page_size * 8

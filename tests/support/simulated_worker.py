@@ -1,8 +1,8 @@
 """The worker's loop (``model_runner/process.py``) in simulated time: what share of it a GPU has nothing to do.
 
-``serve_frame`` and ``StepQueue`` are the real ones. The GPU computes one step after another, equally long; launches,
-looks into the channel and telling results take the worker's time; the scheduler sends a step some time after each
-result, and has two on their way at most, as ``Scheduler.max_in_flight`` says. All times are in ms.
+``serve_frame`` and ``StepQueue`` are the real ones. The GPU computes one step after another, equally long. Launches,
+looks into the channel and sending of results take the worker's time. The scheduler sends a step some time after each
+result, and has two on their way at most, as in ``Scheduler.max_in_flight``. All times are in ms.
 """
 
 from __future__ import annotations

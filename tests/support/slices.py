@@ -26,13 +26,13 @@ def checksum_of(data: bytes, algorithm: str) -> int:
 def summed_up(
     pool: np.ndarray, pages, *bounds: int, num_layers: int = 1, algorithm: Literal["xxh3", "words"] = "xxh3"
 ) -> list[SliceChecksum]:
-    """One slice of whole pages between each two of ``bounds``; all in one without. ``pool``: [P, bytes]."""
+    """Return one slice of whole pages between each two of ``bounds``, or one for all pages. ``pool``: [P, bytes]."""
     parts = [(a, b, pool[np.asarray(pages)[a:b]].tobytes()) for a, b in pairwise(bounds or (0, len(pages)))]
     return [SliceChecksum(a, b - a, 0, num_layers, checksum_of(part, algorithm), 0, algorithm) for a, b, part in parts]
 
 
 def assert_summed_up(pool: np.ndarray, pages, slices: list[SliceChecksum], num_layers: int = 1) -> None:
-    """Every layer of every page is in one slice, each with its checksum."""
+    """Assert that every layer of every page is in one slice, each with its checksum."""
     parts = pool[np.asarray(pages)].reshape(len(pages), num_layers, -1)
     counts = np.zeros(parts.shape[:2], int)
     for piece in slices:

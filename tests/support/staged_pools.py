@@ -64,7 +64,7 @@ class PretendedDevice:
 
 
 def slabs_of(count: int, slab_bytes: int) -> Slabs:
-    """``count`` of them."""
+    """Make ``count`` slabs."""
     return Slabs(memoryview(bytearray(count * slab_bytes + min(SCRATCH_BYTES, slab_bytes - 1))), slab_bytes)
 
 
@@ -95,7 +95,7 @@ def pool_group(
 
 
 def held(engine: TransferEngine) -> int:
-    """Slots and slabs of an engine that somebody has. Only while nothing happens."""
+    """Count the slots and slabs of an engine that are in use. Call it only while nothing happens."""
     pools = [pool for pool in engine._pools.pools if pool is not None and pool.group.staging is not None]
     slots = sum(pool.slots.count - pool.slots.free for pool in pools if pool.slots is not None)
     slabs = [pool.group.staging.slabs for pool in pools[:1] if pool.group.staging is not None]

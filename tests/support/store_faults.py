@@ -22,17 +22,17 @@ Heal = Callable[[], None]
 
 
 def nothing() -> None:
-    """What passes by itself."""
+    """Heal nothing: the fault passes by itself."""
 
 
 def flipped(raw: bytes, rng: random.Random) -> bytes:
-    """One bit of it is another."""
+    """Flip one random bit of ``raw``."""
     at = rng.randrange(len(raw))
     return raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :]
 
 
 def truncated(raw: bytes, rng: random.Random) -> bytes:
-    """Its end is gone."""
+    """Cut off the end of ``raw`` at a random place."""
     return raw[: rng.randrange(len(raw))]
 
 
@@ -58,10 +58,10 @@ class FolderFaults:
             self.kinds["full disk"] = lambda _: self._fill()
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing, since nothing runs."""
 
     def _pages(self, rng: random.Random) -> list[Path]:
-        """Half of them, or all."""
+        """Return a random half of the pages, or all."""
         pages = sorted(self.folder.rglob("*.page"))
         return [page for page in pages if rng.random() < 0.5] if rng.random() < 0.5 else pages
 
@@ -143,7 +143,7 @@ class RedisFaults:
         return lambda: self.server.client.config_set("maxmemory", "0") and None
 
     def _lock(self) -> Heal:
-        # Who is connected stays so: the tests.
+        # Existing connections stay open; those are the tests' own.
         client = self.server.client
         client.config_set("requirepass", "another")
         client.client_kill_filter(_type="normal", skipme=True)
@@ -152,7 +152,7 @@ class RedisFaults:
 
 @contextmanager
 def small_disk(where: Path, megabytes: int) -> Iterator[bool]:
-    """A file system of that size at ``where``; yields False, and it is a folder, where nothing may be mounted."""
+    """Mount a file system of that size at ``where``. If that is not permitted, make a folder and yield False."""
     where.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", str(where)]
     try:
@@ -167,7 +167,7 @@ def small_disk(where: Path, megabytes: int) -> Iterator[bool]:
 
 
 def _read(page: Path) -> bytes:
-    """Nothing where it is no file (any more)."""
+    """Read a page; an absent file gives no bytes."""
     try:
         return page.read_bytes() if page.is_file() and not page.is_symlink() else b""
     except FileNotFoundError:

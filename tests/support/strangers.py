@@ -113,7 +113,10 @@ class Stranger:
     # --- the control port ---
 
     def control_frame(self) -> None:
-        """Within the protocol's frames, so that it reaches the decoder; on a new connection once it was hung up on."""
+        """Send random messages within the protocol's frames, so that they reach the decoder.
+
+        It opens a new connection after the target has hung up.
+        """
         rng = self.rng
         data = framed(self._control_payload())
         if rng.random() < 0.05:
@@ -186,7 +189,10 @@ class Stranger:
         )
 
     def _hello(self, epoch: str) -> Hello:
-        """With a fitting model and layout, as the registration says; of the real decode, or of nobody."""
+        """Make a Hello with a fitting model and layout, as in the registration.
+
+        The sender is the real decode, or does not exist.
+        """
         rng, registration = self.rng, self.target.registration
         sender = rng.choice([self.target.decode_epoch, rng.randbytes(8).hex(), "x" * 128])
         offer = Offer("tcp", sender, rng.randbytes(16), 1 << 20, "127.0.0.1", self.target.decode_data)
@@ -235,7 +241,7 @@ class Stranger:
         self._tcp(self.target.control, spoil(rng, data) if rng.random() < 0.5 else data)
 
     def crowd(self, count: int) -> None:
-        """So many connections to the control port at once, and in a row; half of them end in a reset."""
+        """Open ``count`` connections to the control port, one after another. Half of them end in a reset."""
         socks = []
         for i in range(count):
             with contextlib.suppress(OSError):
@@ -271,7 +277,7 @@ class Stranger:
         self._tcp(rng.choice(target.data), data)
 
     def http_bytes(self) -> None:
-        """At the instances and the router: requests that are none, and bodies that are none."""
+        """Send invalid requests and invalid bodies to the instances and the router."""
         rng = self.rng
         body = rng.choice(
             [
@@ -316,7 +322,7 @@ class Stranger:
         return spoil(rng, head + body) if rng.random() < 0.3 else head + body
 
     def half_open(self) -> None:
-        """A connection without a word."""
+        """Open a connection and send nothing."""
         target = self.target
         port = self.rng.choice([*target.http, target.bootstrap, target.control, *target.data])
         with contextlib.suppress(OSError):
@@ -353,12 +359,12 @@ def nested(rng: random.Random) -> bytes:
 
 
 def huge_length(rng: random.Random) -> bytes:
-    """An array, map, string or byte string that claims to have 4 GiB."""
+    """Return an array, map, string or byte string that claims to have 4 GiB."""
     return rng.choice([b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\x91\xdf"]) + b"\xff\xff\xff\xff" + rng.randbytes(3)
 
 
 def junk(rng: random.Random):
-    """A value that no field wants."""
+    """Return a value that is invalid in every field."""
     numbers = [-1, 1 << 31, 1 << 62, -(1 << 63), (1 << 64) - 1, 0, 1.5, float("nan"), float("inf")]
     return rng.choice([*numbers, None, True, [], {}, "x" * rng.choice([0, 5, 100_000]), b"\0" * 7, [[[]]], {"a": {}}])
 

@@ -1,4 +1,4 @@
-"""A tiny random Llama, whose weights the servers draw."""
+"""A tiny random Llama with weights that the servers draw."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Child:
         self.process.stdin.flush()
 
     def next(self, seconds: float = 20.0) -> TransferEvent:
-        """The next thing that it tells."""
+        """Return the next event of the child."""
         [event] = EVENTS.decode(bytes.fromhex(self._heard.get(timeout=limit(seconds))))
         return event
 
     def is_quiet(self) -> bool:
-        """Whether there is nothing that it has told and nobody heard."""
+        """Return whether there is no event that the test has not read."""
         return self._heard.empty()
 
     def close(self) -> None:

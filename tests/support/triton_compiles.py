@@ -35,7 +35,9 @@ NUMBERS = {**dict.fromkeys(("eps", "offset", "after_eps", "after_offset", "limit
 def launch(
     name: str, constants: dict[str, Constant], types: dict[str, str] | None = None, *, warps: int = 4, **options: Any
 ) -> CompileRequest:
-    """``name``: "module:kernel". ``types``: of the parameters that have others here."""
+    """Return the request to compile a kernel. ``name``: "module:kernel". ``types``: types of parameters that differ
+    from the usual.
+    """
     import importlib
 
     file, _, kernel = name.partition(":")
@@ -50,8 +52,10 @@ def launch(
 
 
 def most_stack() -> int:
-    """Bytes of a thread that may spill: none with the version that tiles were chosen with, that of constraints.txt. Of
-    other versions' compilers some spill a few registers at a few sizes, which is slower and not wrong.
+    """Return how many bytes of a thread may spill: 0 with the Triton version in constraints.txt.
+
+    Tiles were chosen with that version. Compilers of other versions spill a few registers at a few sizes, which is
+    slower and not wrong.
     """
     pinned = re.search(r"^triton==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
@@ -161,7 +165,7 @@ def _packed() -> Iterator[CompileRequest]:
                     "ops.triton.fp8_gemm:_fp8_product", constants, {**floats, **x, "weight_ptr": "*u8"}, **launched
                 )
         if (name, tokens) == ("bf16", 16):
-            # What loaded weights come to beside those: a scale for all rows, blocks whose borders rows don't keep.
+            # Loaded weights have two more forms: one scale for all rows, and blocks with borders between rows.
             for is_blocked in (True, False):
                 tile = fp8_tile(tokens)
                 launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}

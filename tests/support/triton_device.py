@@ -13,6 +13,6 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def there(array: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """A copy of it on the device."""
+    """Copy an array to the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array
     return tensor.to(DEVICE, copy=True)

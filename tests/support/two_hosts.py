@@ -23,14 +23,14 @@ SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 3})
 ENDLESS = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 SOON_OVER = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 HASTY = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Nobody in here knows names, and torch asks for those of its peers."""
+"""Environment for which a name look-up fails fast: the hosts have no names, and torch looks up those of its peers."""
 MEETING_PORT = 29500
 ONE_EACH = 2
 """Ranks, where more of them would only take longer to start: most of that is what each of them imports."""
 
 
 def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, size: int = ONE_EACH) -> Launched:
-    """One host's part of the instance, which has ``size`` ranks; the whole of it where that is one."""
+    """Start one host's part of an instance with ``size`` ranks, or a whole instance of one rank."""
     port = free_ports(1)[0]
     own = ["server", *args, "--host", host.address, "--port", str(port), "--tp-size", str(size)]
     if size > 1:
@@ -43,7 +43,7 @@ def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, size
 
 
 def ended(server: Launched) -> bool:
-    """Whether it has."""
+    """Return whether the process has ended."""
     return server.process is not None and server.process.poll() is not None
 
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def how_they_end(together: Callable[[], tuple[Launched, Launched]], lead: Launched, other: Launched) -> None:
-    """The death of any rank, on either host, ends both by name; a stop of the first host ends both in good order."""
+    """Check how hosts end: the death of any rank ends both, and a stop of the first host ends both in good order."""
     # While something runs.
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lead.post, "/generate", {"input_ids": PROMPTS[2], "sampling_params": ENDLESS})
@@ -119,7 +119,7 @@ def how_they_end(together: Callable[[], tuple[Launched, Launched]], lead: Launch
 
 
 def refused(hosts: list[tuple[int, Host]], args: list[list[str]], first: Host, folder: Path, stack: ExitStack) -> None:
-    """Hosts that serve different things end, and say so."""
+    """Check that hosts that serve different things end with a message."""
     unlike = [start(host, node, first, args[node], folder) for node, host in hosts]
     for server in unlike:
         stack.callback(end, server)

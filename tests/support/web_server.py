@@ -24,22 +24,22 @@ class Connection:
     def answer(
         self, status: int, content: Any, kind: str = "application/json", headers: Mapping[str, str] | None = None
     ) -> None:
-        """A whole answer; ``content`` that is not bytes goes as JSON."""
+        """Send a whole answer. ``content`` that is not bytes goes as JSON."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self._head(status, kind, {"content-length": str(len(body)), **(headers or {})})
         if self._handler.command != "HEAD":
             self._handler.wfile.write(body)
 
     def begin_stream(self) -> None:
-        """The head of a stream that ends with the connection."""
+        """Send the head of a stream that ends with the connection."""
         self._head(200, "text/event-stream", {})
 
     def send(self, data: bytes) -> None:
-        """A piece of the stream."""
+        """Send a piece of the stream."""
         self._handler.wfile.write(data)
 
     def event(self, content: Any) -> None:
-        """A server-sent event; characters beyond ASCII as they are, as our server sends them."""
+        """Send a server-sent event. Characters beyond ASCII stay as they are, as in our server."""
         self.send(b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n")
 
     def wait_until_dropped(self) -> None:
@@ -74,13 +74,13 @@ class WebServer:
             do_POST = do_HEAD = do_GET
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: pytest shows what went wrong."""
+                """Print nothing: pytest shows what went wrong."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that goes in the middle is no fault."""
+                """Ignore the error: a client may leave in the middle."""
 
         self._server = Server(("127.0.0.1", port), Handler)
         self.port: int = self._server.server_address[1]
@@ -93,7 +93,7 @@ class WebServer:
         return f"http://127.0.0.1:{self.port}"
 
     def asked(self, path: str) -> list[Any]:
-        """The bodies that came for ``path``."""
+        """Return the bodies that came for ``path``."""
         return [request.body for request in self.requests if request.path == path]
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class WebServer:
 
 @contextmanager
 def web_server(scripts: Mapping[str, Callable[[Connection], None]]) -> Iterator[WebServer]:
-    """A ``WebServer`` for the duration of the block."""
+    """Run a ``WebServer`` for the duration of the block."""
     server = WebServer(scripts)
     try:
         yield server
@@ -115,7 +115,7 @@ def web_server(scripts: Mapping[str, Callable[[Connection], None]]) -> Iterator[
 
 @contextmanager
 def port_of_nobody() -> Iterator[int]:
-    """A port that refuses connections: it is bound, so nobody else takes it, and nobody listens."""
+    """Yield a port that refuses connections: it is bound, so no process can take it, and there is no listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]

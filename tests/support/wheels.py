@@ -16,7 +16,7 @@ print(setuptools.build_meta.build_wheel(sys.argv[1]))
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of the tree without what builds and tools left in it."""
+    """Copy the tree without files that builds and tools left in it."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "prebuilt")
     return Path(shutil.copytree(ROOT, folder / "tree", ignore=ignored))
 

@@ -1,4 +1,4 @@
-"""lm-eval: its chat model, and a task scored by the logprobs of prompts, whose score is that of transformers."""
+"""lm-eval: its chat model, and a task scored by the logprobs of prompts, compared with the score of transformers."""
 
 from __future__ import annotations
 

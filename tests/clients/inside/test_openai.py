@@ -60,13 +60,15 @@ def client(url: str) -> OpenAI:
 
 
 def strict(kind: type[BaseModel], content: Any) -> Any:
-    """The package itself takes whatever comes; this does not."""
+    """Validate ``content`` strictly, unlike the package itself."""
     return kind.model_validate(content, strict=True)
 
 
 def completion(content: Any, *, is_chunk: bool, has_echo: bool) -> Completion:
-    """In two places OpenAI's own answers have a null that its package's types don't know: the finish reason of a chunk
-    that isn't the last, and the logprob of the first token of an echo. There alone it is let pass."""
+    """Validate a completion, with the two nulls that OpenAI's answers have and its package's types lack.
+
+    They are the finish reason of a chunk that isn't the last, and the logprob of the first token of an echo.
+    """
     for choice in content["choices"]:
         if is_chunk and choice["finish_reason"] is None:
             choice["finish_reason"] = "stop"

@@ -1,5 +1,6 @@
-"""Imported by every Python process that has this folder in its path: there, ``cuda_ipc`` finds a driver for memory of
-the host in the place of NVIDIA's (``support/fake_cuda_driver.py``).
+"""Gives ``cuda_ipc`` a driver for memory of the host in the place of NVIDIA's (``support/fake_cuda_driver.py``).
+
+Every Python process with this folder in its path imports this file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Imported by every Python process that has this folder in its path: there, models run on a device that records
-(``support/recording_device.py``), as if that were a GPU of each rank.
+"""Lets models run on a device that records (``support/recording_device.py``), as if that were a GPU of each rank.
+
+Every Python process with this folder in its path imports this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random hand-overs between instances of a world, with aborts, lost legs, names used twice, and faults.
 
-What must hold, and is looked at throughout: a leg that was taken in ends once, with the tokens that it should have;
-what was taken is given back; and where nothing went wrong, nothing fails.
+The following must hold throughout. An admitted leg ends once, with the right tokens. All memory is given back. Without
+faults nothing fails.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class Slot:
 
 
 class Campaign:
-    """``modes``: one instance for each. ``faults``, ``moves`` of running requests, and pools that get another size
-    (``resizes``): how many, on average, for a hundred hand-overs. ``outputs``: how many tokens are asked for.
-    ``mishaps``: whether some legs are lost, some rooms are used twice, and some clients leave. ``machine``: see
-    ``Node``; what prompts will take is foreseen from it then. ``options``: of all instances, beyond ``OPTIONS``.
+    """Random hand-overs between one instance for each of ``modes``.
+
+    ``faults``, ``moves`` of running requests, and pools that get another size (``resizes``): how many, on average, for
+    a hundred hand-overs. ``outputs``: how many tokens are asked for. ``mishaps``: whether some legs are lost, some
+    rooms are used twice, and some clients leave. ``machine``: see ``Node``; with it, the times of prompts are
+    estimated. ``options``: of all instances, beyond ``OPTIONS``.
     """
 
     def __init__(
@@ -109,7 +111,10 @@ class Campaign:
             self._start(slot)
 
     def run(self, handovers: int, rate: float = 60.0) -> None:
-        """So many hand-overs, ``rate`` a second on average, and then silence; raises ``Violation``."""
+        """Make ``handovers`` hand-overs, ``rate`` a second on average, and then wait for their end.
+
+        Raises ``Violation``.
+        """
         for i in range(handovers):
             self.chance.run(self.world.now + self.rng.expovariate(rate))
             self._submit()
@@ -125,7 +130,7 @@ class Campaign:
         self._settle()
 
     def kept(self) -> int:
-        """KV of finished requests that living prefills have taken."""
+        """Count the KV of finished requests that living prefills have taken."""
         return sum(node.manager.moves_in.kept for node in self._nodes())
 
     def sizes(self) -> list[int]:
@@ -135,7 +140,7 @@ class Campaign:
         ]
 
     def places(self) -> tuple[int, int]:
-        """Prompts that living instances decided to compute themselves, and those that they left to others."""
+        """Count the prompts that living instances decided to compute themselves, and those that they left to others."""
         choices = [node.manager._policy for node in self._nodes()]
         return sum(c.here.prompts for c in choices), sum(c.there.prompts for c in choices)
 
@@ -256,7 +261,7 @@ class Campaign:
         self.chance.after(self.rng.expovariate(1 / 0.02), post)
 
     def _move(self) -> None:
-        """One of the requests, wherever it stands, to any of the instances."""
+        """Move one of the requests, in any state, to any of the instances."""
         busy = [node for node in self._nodes() if node.scheduler.reqs]
         if not busy:
             return
@@ -270,7 +275,7 @@ class Campaign:
         self.world.post(("client", rid, node.epoch), f"{node.epoch} is to move {rid} to :{slot.bootstrap_port}", move)
 
     def _resize(self) -> None:
-        """The pool of one of the instances, whatever it is in the middle of."""
+        """Resize the pool of one of the instances, in any state."""
         nodes = self._nodes()
         if not nodes:
             return
@@ -342,7 +347,7 @@ class Campaign:
         node.turn()
 
     def _repeat(self, slot: Slot, node: Node) -> bool:
-        """What was said last is said twice."""
+        """Send the last control message again. Returns whether there was one."""
         waiting = [c for c, items in self.world.channels.items() if c[0] == "control" and items[-1].content]
         if not waiting:
             return False
@@ -365,7 +370,7 @@ class Campaign:
         return True
 
     def _cut(self, channel: Channel) -> None:
-        """Some of what is under way in a channel never arrives."""
+        """Drop some of what is under way in a channel."""
         waiting = len(self.world.channels.get(channel, ()))
         self.world.forget(channel, self.rng.randint(0, waiting))
 
@@ -390,7 +395,10 @@ class Campaign:
         )
 
     def _count(self) -> None:
-        """How every leg ended, whose instance lived; raises where one did not, or failed without a reason."""
+        """Count how every leg ended on a living instance.
+
+        Raises ``Violation`` if one did not end, or failed without a reason.
+        """
         alive = {node.epoch for node in self._nodes()}
         for told in (told for node in self._nodes() for told in node.told):
             self.moves[told.text if isinstance(told, RefusedAnswer) else "moved"] += 1

@@ -1,11 +1,11 @@
-"""A scene of three instances whose pools are too small for the requests that they hand over to each other.
+"""A scene of three instances with pools that are too small for the requests that they hand over to each other.
 
 Requests wait for memory here, reservations stall and are given back (``scheduler/claims.py``), and priorities decide.
 Links between the instances are open from the start, and no fault happens.
 
-Time is a part of the scene, because a reservation is asked back only after a while. Messages between instances are
-taken to be quicker than that: the clock moves on only when none is under way, to the next moment at which a reservation
-may be asked back. Clients may take any time: their messages arrive before or after that.
+Time is a part of the scene, because a reservation is asked back only after a while. Messages between instances count as
+quicker than that. The clock moves on only when none is under way, to the next moment at which a reservation may be
+asked back. Clients may take any time: their messages arrive before or after that.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ APART = 1e-6
 MOST_GIVEN_BACK = 3
 """How often a request of these scenes may give its memory back. None needs as many."""
 INSIDE = ("transfer", "events", "data")
-"""Channels whose messages arrive at once unless a scene says otherwise: commands to a transfer engine, news from a
+"""Channels with messages that arrive at once unless a scene defers them: commands to a transfer engine, events from a
 worker, pages.
 """
 
 
 class HandedOver(NamedTuple):
-    """A request whose prompt the instance number ``sender`` computes for the instance number ``receiver``.
+    """A request. Instance number ``sender`` computes its prompt for instance number ``receiver``.
 
     ``awaited``: the receiver has it from the start.
     """
@@ -191,7 +191,7 @@ class CrowdedRooms:
         return f"{what} by link {channel[1]}" if channel[0] == "data" else what
 
     def _parties(self, channel: Channel) -> set[str]:
-        """Instances whose state changes when the oldest message of a channel arrives."""
+        """Return the instances with a state that changes when the oldest message of a channel arrives."""
         if channel[0] == "control":
             return {self._hears[channel]}
         if channel[0] == "data":
@@ -201,7 +201,7 @@ class CrowdedRooms:
         return {str(channel[-1])}
 
     def _is_at_rest(self) -> bool:
-        """Whether nothing is under way but what clients send."""
+        """Return whether nothing is under way except messages of clients."""
         return all(channel[0] == "client" for channel in self.world.channels)
 
     def _next_moment(self) -> float:
@@ -212,14 +212,14 @@ class CrowdedRooms:
         return min((at for node in self.nodes for at in _moments(node, now)), default=math.inf)
 
     def _times_of(self, node: Node) -> list[object]:
-        """What the clocks of an instance decide in future; ``signature`` leaves times out."""
+        """Return what the clocks of an instance decide in future; ``signature`` leaves times out."""
         now, claims = self.world.now, node.scheduler.planner.claims
         ages = [
             (rid, round(min(now - one.since, max(one.patience, STALL_SECONDS)) if one.since < math.inf else -1.0, 3))
             for rid, one in claims.reservations.items()
         ]
         held = round(max(0.0, claims._held_until - now), 3) if claims._held_for is not None else 0.0
-        # Who came first decides among requests of one rank only.
+        # The order of arrival decides among requests of one rank only.
         order = sorted((req.msg.priority, req.times.turn, rid) for rid, req in node.scheduler.reqs.items())
         return [
             sorted(ages),
@@ -246,7 +246,7 @@ class CrowdedRooms:
         )
 
     def _check_limit(self, node: Node, before: set[str]) -> None:
-        """The transfer limit, for the reservations that were made since ``before``."""
+        """Check the transfer limit for the reservations that were made since ``before``."""
         planner, memory = node.scheduler.planner, node.scheduler.memory
         outgoing = [r.prompt_len for r in node.scheduler.reqs.values() if r.route is Route.OUTGOING]
         waits = [one.req.prompt_len for one in _reservations(node) if not one.begun]
@@ -256,7 +256,7 @@ class CrowdedRooms:
                 raise Violation(f"{node.epoch}: reservations and an outgoing request need {tokens} tokens")
 
     def _check_order(self, node: Node) -> None:
-        """Nobody gives memory back for a request that has no right to it, or again and again."""
+        """Check that no request gives memory back for one of equal or lower rank, or again and again."""
         claims = node.scheduler.planner.claims
         for one in _reservations(node):
             other = claims._yields.get(one.req.rid) if one.asked_back else None
@@ -284,7 +284,7 @@ class CrowdedRooms:
             raise Violation(f"{node.epoch}: {first.rid} waits for the reservations of {rids}, whose rank is lower")
 
     def _check_served(self) -> None:
-        """Nothing happens any more, by itself: requests that only wait for clients of lower rank have ended."""
+        """Check that only requests of low rank are left when nothing can happen by itself."""
         late = {str(channel[1]) for channel in self.world.channels}
         most = max((self._requests[rid].priority for rid in late), default=-1)
         for rid, request in self._requests.items():
@@ -309,7 +309,7 @@ class CrowdedRooms:
 
 
 def _wipe(node: Node) -> None:
-    """Forget which free pages and rows were used last, and what they hold: whoever reads that finds zeros."""
+    """Forget which free pages and rows were used last, and set what they hold to zeros."""
     memory = node.scheduler.memory
     allocator, rows = memory.pool.allocator, memory.pool.table
     free, size = np.sort(allocator.free_pages())[::-1], allocator.page_size
@@ -324,7 +324,7 @@ def _wipe(node: Node) -> None:
 
 
 def _moments(node: Node, now: float) -> Iterator[float]:
-    """When, later than now, a turn of the instance may do something that it doesn't do before."""
+    """Yield the later times at which a tick of the instance may do something that it doesn't do before."""
     claims = node.scheduler.planner.claims
     reservations: list[Reservation] = [one for one in _reservations(node) if one.since < math.inf]
     moments = [
@@ -340,7 +340,7 @@ def _reservations(node: Node) -> list[Reservation]:
 
 
 def _first(node: Node) -> Req | None:
-    """The claim that is to be granted next, by the rules of ``scheduler/claims.py``."""
+    """Return the claim that is granted next, by the rules of ``scheduler/claims.py``."""
     planner, now = node.scheduler.planner, node.scheduler.now
     claims, memory = planner.claims, node.scheduler.memory
     has_outgoing = any(r.route is Route.OUTGOING for r in node.scheduler.reqs.values())

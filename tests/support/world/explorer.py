@@ -1,7 +1,9 @@
-"""Every order in which things can happen, of a scene that is small enough: breadth first, so that the trace of the
-first violation is a shortest one; or by random walks, which need fewer moves for the same states.
+"""Search through every order in which things can happen in a small scene.
 
-States aren't copied, the real code holds what can't be: each is reached anew, by the moves that led to it.
+It goes breadth first, so the trace of the first violation is a shortest one; or by random walks, which need fewer moves
+for the same states.
+
+States aren't copied, because the real code holds what can't be. Each is reached anew, by the moves that led to it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class Scene(Protocol):
     """What is explored."""
 
     def moves(self) -> list[str]:
-        """What can happen now, always in the same order; nothing where it is over."""
+        """Return what can happen now, always in the same order; nothing at the end."""
 
     def make(self, move: int) -> None:
         """Let the move of that number happen. Raises ``Violation``."""
@@ -54,7 +56,7 @@ class Found:
 
 
 def explore(stage: Callable[[], Scene], *, seconds: float, states: int = MOST_STATES) -> Found:
-    """Every state that can be reached from ``stage()``, until a violation, or until a limit."""
+    """Visit every state that can be reached from ``stage()``, until a violation or a limit."""
     found = Found()
     seen: set[int] = set()
     waiting: deque[tuple[int, ...]] = deque([()])
@@ -122,8 +124,7 @@ class _Place:
     """A state to go on from.
 
     ``path``: the moves that lead there. ``untried``: moves to make there, number and name. ``asleep``: names of moves
-    that need not be made there, because the states behind them are reached in another order, and the parties that they
-    change.
+    that need not be made there, with the parties that they change. The states after them are reached in another order.
     """
 
     path: tuple[int, ...]
@@ -132,12 +133,13 @@ class _Place:
 
 
 def explore_by_walks(stage: Callable[[], PartialScene], *, seed: int, states: int = MOST_STATES) -> Found:
-    """Every state that can be reached from ``stage()``, until a violation, or until there are ``states``.
+    """Visit every state that can be reached from ``stage()`` by random walks, until a violation or until there are
+    ``states``.
 
-    Random walks: each begins where an earlier one left a move untried, and ends where nothing is new. So a search that
+    Each walk begins where an earlier one left a move untried, and ends where nothing is new. So a search that
     ``states`` ends has seen states of every depth, the same ones each time. A trace is not a shortest one.
 
-    Of two moves that change different parties, one order is enough where both lead to the same state. Sleep sets
+    Of two moves that change different parties, one order is enough if both lead to the same state. Sleep sets
     (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996) leave the other order out. They
     leave out no state, only ways to states that are seen anyway.
     """

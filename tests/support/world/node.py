@@ -50,7 +50,7 @@ COST_MODEL = CostModel([], 0.0)
 
 
 class Stopped(NamedTuple):
-    """The end of a request in whose output the detokenizer found a stop string."""
+    """The end of a request after the detokenizer found a stop string in its output."""
 
     rid: str
 
@@ -189,7 +189,7 @@ class Node:
         ready = msgspec.structs.replace(said, backend_metadata=self.engine.metadata)
         self._told = Sent()
         outbox = Outbox(Pipe(world, self, "worker"), self._told, Pipe(world, self, "transfer"))
-        # Without a machine nothing is foreseen, and the first fit takes longer than most worlds.
+        # Without a machine nothing is estimated, and the first fit takes longer than most worlds.
         make = scheduler_module.make_cost_model if machine is not None else lambda worker: COST_MODEL
         with patch.object(scheduler_module, "make_cost_model", make):
             self.scheduler = Scheduler(options, ready, outbox)
@@ -202,7 +202,7 @@ class Node:
         self.scheduler.handovers = self.manager
         self.pool_resize = PoolResize(self.scheduler)
         self.mismatches = 0
-        """Hand-overs whose KV was not what had been sent."""
+        """Number of hand-overs with KV that was not what had been sent."""
         self.tokens: dict[str, list[int]] = {}
         self.pool_sizes = [(world.now, self.scheduler.memory.pool.max_total_tokens)]
         """Sizes of the KV pool in tokens, each with the time from which it holds."""
@@ -222,9 +222,9 @@ class Node:
         self.forks: set[str] = set()
         """Further answers to a prompt. The prefill leg of a fork ends without a token."""
         self.scored: set[str] = set()
-        """Requests whose answer has the log-probability of each token."""
+        """Requests with an answer that has the log-probability of each token."""
         self.spoils: Callable[[ForwardStep], list[int]] = lambda step: []
-        """Returns the entries of a step whose logits are not finite."""
+        """Function that returns the entries of a step with logits that are not finite."""
         self.turned: Callable[[Node], None] = lambda node: None
         """Called after each turn of the scheduler's loop."""
         self.computes_in_no_time = False
@@ -236,7 +236,7 @@ class Node:
     # --- the scheduler's process ---
 
     def turn(self) -> None:
-        """One turn of the scheduler's loop, and those that it goes on with at once."""
+        """Run one tick of the scheduler's loop, and those that follow it at once."""
         self._turn()
         while self.alive and not self.frozen and self.scheduler.has_freed:
             self._turn()
@@ -260,7 +260,7 @@ class Node:
         self.turned(self)
 
     def submit(self, rid: str, prompt: list[int], room: int, bootstrap_port: int, **kwargs: Any) -> None:
-        """A client's leg, whose prefill is behind that bootstrap server."""
+        """Submit a client's leg of a request. ``bootstrap_port`` is that of its prefill."""
         msg = make_generate(rid, prompt, room=room, **kwargs)
         msg = msgspec.structs.replace(
             msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, vouched=self.sealed), arrival=self.world.now
@@ -301,27 +301,27 @@ class Node:
         self.turn()
 
     def migrate(self, rid: str, bootstrap_port: int) -> None:
-        """Somebody wants a request elsewhere."""
+        """Ask this instance to move a request to another."""
         number = self.world.number()
         self._moves.add(number)
         self.manager.migrate(MigrateReq(rid, HOST, bootstrap_port, id=number), self.world.now)
         self.turn()
 
     def resize(self, tokens: int, wait_s: float) -> None:
-        """Somebody wants a pool of another size."""
+        """Ask for a pool of another size."""
         question = ResizeReq(tokens, wait_s, id=self.world.number())
         Handlers(self.scheduler.outbox, self.pool_resize).handle(question, self.world.now)
         self._note_pool_size()
         self.turn()
 
     def abort(self, rid: str) -> None:
-        """A client leaves."""
+        """Abort a request, as when its client leaves."""
         self.scheduler.now = self.world.now
         self.scheduler.abort(AbortReq(rid))
         self.turn()
 
     def on_event(self, event: StepResult | TransferEvent | PoolTrimmed | PagesHashed) -> None:
-        """News from the worker."""
+        """Handle an event from the worker."""
         if not self.alive:
             return
         self.scheduler.now = self.world.now
@@ -339,7 +339,7 @@ class Node:
     # --- the worker's process ---
 
     def obey(self, message: Any) -> None:
-        """What the worker is told, in its order."""
+        """Carry out a message to the worker."""
         if not self.alive:
             return
         if isinstance(message, ForwardStep):
@@ -360,7 +360,7 @@ class Node:
             self.work()
 
     def _trim(self, message: TrimPool) -> None:
-        """Memory that went back to the system comes again without what was in it."""
+        """Give memory back to the system. It comes again as zeros."""
         size = self.options.page_size
         for kv, first in zip(self.sim_worker.pools(), (message.first, message.first_window), strict=False):
             kv[first * size :] = 0
@@ -387,7 +387,7 @@ class Node:
     # --- what becomes of it ---
 
     def die(self, keep: Any) -> None:
-        """All its processes are gone. ``keep``: see ``SimBackend.die``."""
+        """Kill all processes of the instance. ``keep``: see ``SimBackend.die``."""
         self.alive = False
         self.network.port.die()
         self.backend.die(keep)
@@ -475,11 +475,11 @@ class Node:
         self.waits.setdefault(rid, self.world.now - self.arrivals[rid])
 
     def check(self) -> None:
-        """Every page is somebody's, and every pin."""
+        """Check that every page and every pin has an owner."""
         self.scheduler.check_invariants()
 
     def check_quiet(self) -> None:
-        """Everything has ended and was given back."""
+        """Check that everything has ended and was given back."""
         usage = self.scheduler.memory.pool.usage()
         rooms = self.manager.transfers(self.world.now)
         in_use = usage["in_use"] + usage.get("window_in_use", 0)

@@ -1,6 +1,6 @@
-"""Mistakes that somebody could make in the hand-over, each put in on purpose, to see it found.
+"""Mistakes in the hand-over, each made on purpose, to see that the search finds it.
 
-Each says which scene shows it: of ``TwoRooms`` or, for memory that requests wait for, of ``crowded.py``.
+Each names the scene that shows it: of ``TwoRooms`` or, for memory that requests wait for, of ``crowded.py``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Patch = pytest.MonkeyPatch
 
 
 def pages_freed_at_abort(patch: Patch) -> None:
-    """The decode frees what the prefill may still write."""
+    """Let the decode free pages that the prefill may still write."""
     patch.setattr(ReceiverRooms, "begin_draining", lambda self, receiver, now: self.close(receiver))
 
 
 def sender_lets_go_too_soon(patch: Patch) -> None:
-    """The prefill gives a room up without waiting for its worker to stop."""
+    """Let the prefill give a room up without waiting for its worker to stop."""
     original = SenderRooms.drain
 
     def drain(self: SenderRooms, sender: Any, status: int, reason: str) -> None:
@@ -54,7 +54,7 @@ def sender_lets_go_too_soon(patch: Patch) -> None:
 
 
 def a_room_in_use_is_opened_again(patch: Patch) -> None:
-    """The decode forgets the hand-over that has a room already."""
+    """Let the decode forget the hand-over that has a room already."""
     original = ReceiverTable.add
 
     def add(self: ReceiverTable, req: Any, where: Any, now: float) -> None:
@@ -65,7 +65,7 @@ def a_room_in_use_is_opened_again(patch: Patch) -> None:
 
 
 def hand_overs_outlive_their_link(patch: Patch) -> None:
-    """The transfer engine says that a link is down, and nothing of what was to go by it."""
+    """Let the transfer engine report that a link is down, but not the ends of its hand-overs."""
     original = TransferEngine._on_link
 
     def on_link(self: TransferEngine, event: Any) -> None:
@@ -80,17 +80,17 @@ def hand_overs_outlive_their_link(patch: Patch) -> None:
 
 
 def what_was_refused_is_taken(patch: Patch) -> None:
-    """The prefill forgets which attempts it has refused or ended."""
+    """Let the prefill forget which attempts it has refused or ended."""
     patch.setattr(SenderRooms, "note_over", lambda self, handover: None)
 
 
 def pages_offered_before_steps_are_done(patch: Patch) -> None:
-    """The decode offers pages that a step under way still writes."""
+    """Let the decode offer pages that a step under way still writes."""
     patch.setattr(PinnedMemory, "is_past", lambda self, fence, completed_step: True)
 
 
 def checksum_is_not_looked_at(patch: Patch) -> None:
-    """Whatever has landed is taken for right."""
+    """Accept whatever has landed without its checksum."""
     original = ReceiverTable.on_verified
 
     def on_verified(self: ReceiverTable, event: Any, now: float) -> None:
@@ -100,12 +100,12 @@ def checksum_is_not_looked_at(patch: Patch) -> None:
 
 
 def late_legs_are_not_told(patch: Patch) -> None:
-    """A room that is over leaves no word for the leg that comes late."""
+    """Let a room that is over leave no record for the leg that comes late."""
     patch.setattr(Tombstones, "add", lambda self, room, reason, now: None)
 
 
 def done_before_it_has_landed(patch: Patch) -> None:
-    """The prefill says that all is there as soon as the prompt is computed."""
+    """Let the prefill report a complete hand-over as soon as the prompt is computed."""
     original = PromptPushes._finish_if_whole
 
     def finish(self: PromptPushes, sender: Any, transfer: Any) -> None:
@@ -129,7 +129,7 @@ def pages_pushed_before_they_are_computed(patch: Patch) -> None:
 
 
 def memory_goes_back_with_its_first_user(patch: Patch) -> None:
-    """A request that ends takes the memory along that a hand-over still uses."""
+    """Let a request that ends free memory that a hand-over still uses."""
     original = PinnedMemory.unpin
 
     def unpin(self: PinnedMemory, hold: Any) -> None:
@@ -141,7 +141,7 @@ def memory_goes_back_with_its_first_user(patch: Patch) -> None:
 
 
 def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
-    """The prefill gives its window pages back as soon as the prompt's last step is sent."""
+    """Let the prefill give its window pages back as soon as the prompt's last step is sent."""
     original = PromptPushes.take_computed_pages
 
     def take_computed_pages(self: PromptPushes, req: Any) -> Any:
@@ -170,7 +170,7 @@ def a_window_page_is_not_granted(patch: Patch) -> None:
 
 
 def a_page_less_of_the_window(patch: Patch) -> None:
-    """Both sides leave out the window's first page."""
+    """Let both sides leave out the window's first page."""
     original = PinnedMemory.run
 
     def run(self: PinnedMemory, start: int, end: int, goes_on: int) -> PageRun:
@@ -181,7 +181,7 @@ def a_page_less_of_the_window(patch: Patch) -> None:
 
 
 def the_last_window_is_not_expected(patch: Patch) -> None:
-    """The decode has window pages for the page that it decodes in, and none before."""
+    """Let the decode have window pages for the page that it decodes in, and none before."""
     original = PinnedMemory.expect
 
     def expect(self: PinnedMemory, req: Any, length: int, goes_on: int) -> None:
@@ -191,22 +191,22 @@ def the_last_window_is_not_expected(patch: Patch) -> None:
 
 
 def a_moved_window_is_not_kept(patch: Patch) -> None:
-    """What a request that moves goes on from is let go of as it runs on."""
+    """Let a request that moves free its window as it runs on."""
     patch.setattr(PinnedMemory, "keep_window", lambda self, hold, run: True)
 
 
 def memory_goes_while_it_is_used(patch: Patch) -> None:
-    """A smaller pool is there at once, whoever has pages beyond its end."""
+    """Let a smaller pool be there at once, even if pages beyond its end are in use."""
     patch.setattr(PoolEnd, "beyond", property(lambda self: 0))
 
 
 def window_pages_beyond_are_forgotten(patch: Patch) -> None:
-    """A smaller pool waits for the pages that keep all, and not for those behind windows."""
+    """Let a smaller pool wait for the pages of full layers, and not for those of windows."""
     patch.setattr(PoolEnd, "beyond", property(lambda self: self._allocator.beyond))
 
 
 def a_page_too_many_goes(patch: Patch) -> None:
-    """The memory of the pool's last page goes back as well."""
+    """Give back the memory of the pool's last page as well."""
     original = Outbox.to_worker
 
     def to_worker(self: Outbox, message: Any) -> None:
@@ -221,7 +221,7 @@ def reservations_are_never_asked_back(patch: Patch) -> None:
 
 
 def rank_does_not_revoke(patch: Patch) -> None:
-    """A claim of higher rank waits for reservations of lower rank as for those of its own."""
+    """Let a claim of higher rank wait for reservations of lower rank as for those of its own."""
     original = Claims.to_revoke
 
     def to_revoke(self: Claims, now: float) -> list[Req]:
@@ -233,7 +233,7 @@ def rank_does_not_revoke(patch: Patch) -> None:
 
 
 def any_rank_revokes(patch: Patch) -> None:
-    """A claim takes reservations of every rank for such of a lower one than its own."""
+    """Let a claim revoke reservations of every rank."""
     original = Claims.to_revoke
 
     def to_revoke(self: Claims, now: float) -> list[Req]:
@@ -250,18 +250,18 @@ def no_transfer_limit(patch: Patch) -> None:
 
 
 def claims_do_not_yield(patch: Patch) -> None:
-    """A claim takes what it has just given back for another one."""
+    """Let a claim take what it has just given back for another one."""
     patch.setattr(Claims, "_is_yielding", lambda self, req: False)
     patch.setattr(Claims, "_is_held", lambda self, now: False)
 
 
 def a_withdrawn_prompt_is_computed(patch: Patch) -> None:
-    """The prefill gives a reservation back and begins with the prompt all the same."""
+    """Let the prefill give a reservation back and compute the prompt all the same."""
     patch.setattr(PeerRequests, "take_back", lambda self, req: None)
 
 
 def begun_is_not_heard(patch: Patch) -> None:
-    """The decode takes its memory back though the prefill has begun to use it."""
+    """Let the decode take its memory back though the prefill has begun to use it."""
     original = ReceiverQueue.on_withdrawn
 
     def on_withdrawn(self: ReceiverQueue, peer: Any, msg: Withdrawn, now: float) -> None:
@@ -271,7 +271,7 @@ def begun_is_not_heard(patch: Patch) -> None:
 
 
 def the_loop_sleeps_beside_free_memory(patch: Patch) -> None:
-    """What a preempted request leaves is granted when something else wakes the loop."""
+    """Let the memory of a preempted request wait until something else wakes the loop."""
     patch.setattr(Scheduler, "has_freed", property(lambda self: False, lambda self, value: None), raising=False)
 
 

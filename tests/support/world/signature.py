@@ -102,7 +102,7 @@ SKIPPED = frozenset(
         "_retracted",
     ]
 )
-"""Attributes that say when, how much or to whom."""
+"""Attributes with times, amounts or receivers."""
 OF_MEMORY = ("allocator", "table", "cache", "holds", "end", "windows", "newest_step", "let_go_step")
 OF_SCHEDULER = ("reqs", "draining", "completed_step", "_in_flight", "memory")
 OF_PLANNER = ("waiting", "running", "arriving", "_rows", "_step_id")
@@ -120,7 +120,7 @@ class _Walk:
         self.out: list[Any] = []
 
     def take(self, value: Any) -> None:
-        """``value`` and all that is behind it."""
+        """Take in ``value`` and everything that it refers to."""
         kind = type(value)
         if kind in PLAIN:
             self.out.append(value)
@@ -138,7 +138,7 @@ class _Walk:
                 self.take(key)
                 self.take(value[key])
         elif kind in (set, frozenset):
-            # Of plain things, or of objects whose order means nothing.
+            # A set of plain values, or of objects with an order that means nothing.
             self.out.append(tuple(sorted(map(str, value))) if all(type(v) in PLAIN for v in value) else len(value))
         elif isinstance(value, Enum):
             self.out.append(value.name)
@@ -195,7 +195,7 @@ def signature(world: World, nodes: list[Node], more: object = None) -> int:
         walk.take(manager.receivers)
         walk.take(manager._peers)
         for queue in (node.scheduler.planner.waiting, node.scheduler.planner.running, manager.receivers.rooms):
-            walk.out.append(tuple(queue))  # the order of who comes first
+            walk.out.append(tuple(queue))  # the order of requests
         walk.out.append(tuple(req.rid for req in node.scheduler.planner.waiting.order()))
         walk.take(node.sim_worker.pools())
         walk.take(node.sim_worker.windowed and node.sim_worker.windowed.page_of)

@@ -1,13 +1,16 @@
-"""KV links of a world: a transfer backend whose pages cross one at a time.
+"""KV links of a world: a transfer backend with pages that cross one at a time.
 
-The states of a pair are those of ``SocketBackend``: links fall together, who lost one is fenced until admitted. As with
-``tcp``, an owner that closes a link takes nothing more from it, what was written before may still land until the end of
-the link is seen, and a page that was not granted waits. As with ``shm`` (``lets_go``), the writer alone can end its
-access, writes nothing after, and writes at once what it likes. As the worst of libraries (``hostile``), pages land in
-any order, granted or not, also behind their writer's death or its word that it can't tell whether they will: until the
-owner has closed the link.
+The states of a pair are those of ``SocketBackend``: links fall together, and a peer that lost one is fenced until
+admitted.
 
-Not here: the limits of time (5 s of a handshake, 10 s of a stall), and that a process that hangs welcomes nobody.
+- As with ``tcp``, an owner that closes a link takes nothing more from it. What was written before may still land until
+  the end of the link is seen, and a page that was not granted waits.
+- As with ``shm`` (``lets_go``), the writer alone can end its access. It writes nothing after, and writes at once what
+  it likes.
+- As the worst of libraries (``hostile``), pages land in any order, granted or not, until the owner has closed the link.
+  That includes the time after their writer's death, or after its report that it can't tell whether they will land.
+
+Left out are the limits of time (5 s of a handshake, 10 s of a stall), and that a hanging process welcomes no peer.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Link:
     handles: list[WriteHandle] = field(default_factory=list)
 
     def channel(self, way: str) -> tuple[str, int, str]:
-        """``way``: "out" from the writer to the owner, "back" to the writer."""
+        """Return the channel of ``way``: "out" from the writer to the owner, "back" to the writer."""
         return "data", self.number, way
 
 
@@ -74,7 +77,7 @@ class SimBackend(TransferBackend):
         self.corrupts = False
         """Whether what it writes arrives wrong."""
         self.loses = False
-        """Whether nobody will know what becomes of its next write."""
+        """Whether the outcome of its next write stays unknown."""
         self.pools: list[tuple[memoryview, int]] = []
         """Memory of each group, and the bytes of one page."""
         self.granted: dict[tuple[int, int], tuple[str, HandoverId]] = {}
@@ -163,7 +166,7 @@ class SimBackend(TransferBackend):
         """Do nothing: a caller that submits takes the turn itself."""
 
     def close(self) -> None:
-        """The world ends with its last user."""
+        """Do nothing: the world ends with its last user."""
 
     # --- what the world does ---
 
@@ -173,14 +176,14 @@ class SimBackend(TransferBackend):
         return [link for link in both if link is not None]
 
     def on_end(self, link: Link, reason: str) -> None:
-        """The other end of a link is closed, or what carried it broke."""
+        """Handle the end of a link: the other end has closed it, or what carried it broke."""
         record = next((r for r in self._peers.values() if link in (r.outgoing, r.incoming)), None)
         if self.alive and record is not None:
             self._lost(link, record, reason)
             self._on_news()
 
     def die(self, keep: Callable[[int], int]) -> None:
-        """The process is gone. Of ``n`` pages that it has sent by a link, the first ``keep(n)`` arrive."""
+        """Kill the process. Of ``n`` pages that it has sent by a link, the first ``keep(n)`` arrive."""
         self.alive = False
         self._world.pools.pop(f"pool of {self.epoch}".encode(), None)
         for link in self.links():
@@ -237,7 +240,7 @@ class SimBackend(TransferBackend):
         self._world.post(link.channel("back"), f"verdict {error!r}", lambda: self._on_verdict(link, error))
 
     def welcome(self, link: Link) -> str:
-        """A writer introduces itself; returns why it may not write, or ""."""
+        """Accept a writer's introduction. Returns why it may not write, or ""."""
         writer = link.writer.epoch
         record = self._peers.get(writer)
         link.owner = self

@@ -25,7 +25,7 @@ CODEC: Codec[Any] = Codec(PeerMessage, LONG_FRAME_BYTES, FRAME_MESSAGES)
 
 
 def _without_times(message: Message) -> Message:
-    """What the message comes to, but for durations, which decide nothing."""
+    """Return the message without durations, which decide nothing."""
     return msgspec.structs.replace(message, timing=Timing()) if hasattr(message, "timing") else message
 
 
@@ -48,15 +48,15 @@ class Connection:
         self._world = world
 
     def channel(self, side: int) -> tuple[str, int, int]:
-        """What goes out from the end of that side."""
+        """Return the channel for what goes out from the end of ``side``."""
         return "control", self.number, side
 
     def post(self, side: int, what: str, act: Callable[[], None], content: bytes = b"") -> None:
-        """From one end to the other."""
+        """Send something from the end of ``side`` to the other."""
         self._world.post(self.channel(side), what, act, content)
 
     def end(self, side: int, reason: str) -> None:
-        """The end of that side learns that the connection is over."""
+        """Report to the end of ``side`` that the connection is over."""
         end = self.ends[side]
         if end is not None:
             end.port.on_end(end, reason)
@@ -134,7 +134,7 @@ class SimPort:
     # --- what the world does ---
 
     def on_end(self, end: End, reason: str) -> None:
-        """A connection is over: the other end has closed it, or what carried it broke."""
+        """Handle the end of a connection: the other end has closed it, or what carried it broke."""
         if end.open and self.alive:
             end.open = False
             del self._connections[end.identity]
@@ -143,7 +143,7 @@ class SimPort:
             self._on_news()
 
     def die(self) -> None:
-        """The process is gone; what it has sent may be cut anywhere by the world."""
+        """Kill the process. The world may cut what it has sent anywhere."""
         for connection, side in list(self._connections.values()):
             self._close(connection, side)
         self.alive = False
@@ -169,7 +169,7 @@ class SimPort:
             target.accept(connection)
 
     def accept(self, connection: Connection) -> None:
-        """Somebody dials."""
+        """Accept a connection of a peer."""
         end = connection.ends[1] = End(self, self._world.number(), kept=False)
         self._connections[end.identity] = connection, 1
 
@@ -179,6 +179,6 @@ class SimPort:
             end.port.take(end.identity, frame)
 
     def take(self, identity: int, frame: bytes) -> None:
-        """A frame has come."""
+        """Receive a frame."""
         self._inbox.append((identity, CODEC.decode(frame)))
         self._on_news()

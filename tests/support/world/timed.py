@@ -42,11 +42,11 @@ class Chance:
         world.posted = self._posted
 
     def at(self, when: float, act: Callable[[], None]) -> None:
-        """``act`` at a time of its own."""
+        """Call ``act`` at the time ``when``."""
         heapq.heappush(self._heap, (when, next(self._numbers), act))
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """``act`` in so long."""
+        """Call ``act`` after ``seconds``."""
         self.at(self._world.now + seconds, act)
 
     def run(self, until: float) -> None:

@@ -1,7 +1,7 @@
 """The scene that is explored: two instances, two rooms, and at most one fault.
 
-Either a prefill and a decode whose link is open; or two equals that don't know each other yet, where one room goes
-each way, so that both dial.
+It is a prefill and a decode with an open link; or two equals that don't know each other yet, with one room each way, so
+that both dial.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ FAULTS = ("none", "abort", "control", "data", "crash of the prefill", "crash of 
 class TwoRooms:
     """See ``Scene``. ``fault``: one of ``FAULTS``, which may happen once, whenever it can.
 
-    ``equals``: see the module.
-    ``pool``: tokens that the decode has memory for. ``same``: both rooms are called the same. ``lets_go``: see
-    ``SimBackend``. ``cached``: with a prefix cache; an idle prefill begins before it is asked then. ``here``: requests
-    that are done sooner where they decode, None: nobody asks.
+    ``equals``: see the module. ``pool``: tokens that the decode has memory for. ``same``: both rooms have one name.
+    ``lets_go``: see ``SimBackend``. ``cached``: with a prefix cache; an idle prefill then begins before it is asked.
+    ``here``: requests that are done sooner if they are computed where they decode, None: no estimate is asked for.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class TwoRooms:
         self.prefill = self._node("p", "unified" if equals else "prefill", PORT, 8, lets_go=lets_go)
         self.decode = self._node("d", "unified" if equals else "decode", PORT + 1, pool, lets_go=lets_go)
         self._fault: str | None = fault
-        # Nobody has to wait for a limit where no peer is lost, and each leg has its other.
+        # If no peer is lost and each leg has its other, no leg has to wait for a limit.
         self._times_out = same or fault not in ("none", "abort", "repeat", "corrupt")
         self._spares = fault in ("none", "abort") and not same
         self._rids: list[str] = []

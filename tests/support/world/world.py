@@ -1,8 +1,7 @@
-"""A world of instances in one thread: everything that is under way between two ends waits in a channel, and whoever
-drives the world says which channel's oldest thing happens next.
+"""A world of instances in one thread: everything that is under way between two ends waits in a channel.
 
-A channel keeps its order; between channels there is none. What drives a world: chance under virtual time
-(``timed.py``), or a search through every order (``explorer.py``).
+The driver of the world picks the channel with the next event. A channel keeps its order; between channels there is
+none. Drivers are chance under virtual time (``timed.py``), and a search through every order (``explorer.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class World:
         self._last = 0
 
     def number(self) -> int:
-        """A fresh one."""
+        """Return a fresh number."""
         self._last += 1
         return self._last
 
@@ -60,12 +59,12 @@ class World:
         content: bytes = b"",
         ready: Callable[[], bool] | None = None,
     ) -> None:
-        """``act`` shall happen when everything before it in ``channel`` has."""
+        """Let ``act`` happen after everything before it in ``channel``."""
         self.channels.setdefault(channel, deque()).append(Happening(what, act, content, ready))
         self.posted(channel)
 
     def ready(self) -> list[Channel]:
-        """Channels whose oldest thing can happen now, in the order of their first use."""
+        """Return the channels with an oldest event that can happen now, in the order of their first use."""
         return [c for c, waiting in self.channels.items() if waiting[0].ready is None or waiting[0].ready()]
 
     def step(self, channel: Channel) -> str:
@@ -78,7 +77,7 @@ class World:
         return happening.what
 
     def forget(self, channel: Channel, keep: int = 0) -> None:
-        """What waits in a channel, but for the oldest ``keep``, never happens."""
+        """Drop what waits in a channel, except the oldest ``keep``."""
         waiting = self.channels.get(channel)
         if waiting is None:
             return
