@@ -54,7 +54,7 @@ LEVEL = "kernels_level"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--slow-quarter``: what CI runs beside the tests of ``make test``. ``--record-answers``: see the Makefile."""
+    """Add ``--slow-quarter``, which CI runs beside ``make test``, and ``--record-answers`` (see the Makefile)."""
     told = f"run the tests that are not slow, and those slow ones whose name's CRC-32 modulo {QUARTERS} is this"
     parser.addoption("--slow-quarter", type=int, choices=range(QUARTERS), help=told)
     parser.addoption("--record-answers", action="store_true", help="write tests/e2e/recorded_answers.jsonl anew")
@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests live to the end: each full collection of garbage would walk a million objects for 0.6 s."""
+    """Freeze what collection makes, because each full collection of garbage would walk a million objects for 0.6 s."""
     with uncollected():
         return (yield)
 
@@ -92,7 +92,7 @@ def _frozen() -> Generator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Libraries say what they had to leave behind."""
+    """Unfreeze objects, so that libraries report what they had to leave behind."""
     gc.unfreeze()
 
 
@@ -100,8 +100,8 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sample the grids, choose the quarter, stretch each test's own limit like those inside it, sort.
 
-    Workers take file after file in this order (``--no-loadscope-reorder``): what takes longest comes first, real
-    processes before single parts. Without it files of few tests come last, which are those of real processes: one
+    Workers take file after file in this order (``--no-loadscope-reorder``). The longest comes first, real processes
+    before single parts. In the default order files of few tests come last, which are those of real processes. Then one
     worker would be idle while the other is at the longest of all.
     """
     order = {name: i for i, name in enumerate(LONGEST)}
@@ -154,7 +154,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """What ran these tests: a green run on one processor says little about the code for another."""
+    """Return what runs these tests: a green run on one processor says little about the code for another."""
     quarter = config.getoption("--slow-quarter")
     return [
         *([] if quarter is None else [f"slow tests: quarter {quarter} of {QUARTERS}, without campaigns"]),
@@ -165,7 +165,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Repeated where the result stands, with what only the end knows: the levels that nobody ran."""
+    """Repeat the header beside the result, with the levels of kernels that no test ran."""
     tested = {
         value
         for report in terminalreporter.stats.get("passed", ())

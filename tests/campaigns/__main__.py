@@ -17,10 +17,10 @@ from .runner import Tally, table
 
 
 def options() -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(prog="make campaigns", description=__doc__)
     parser.add_argument("--mix", nargs="+", metavar="NAME", help="play these alone: " + ", ".join(MIXES))
-    parser.add_argument("--seed", type=int, default=1, help="of the first campaign of each mix")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first campaign of each mix")
     parser.add_argument("--count", type=int, help="campaigns of each mix; without it as many as the time allows")
     parser.add_argument("--minutes", type=float, default=60.0, help="no campaign is begun later")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="campaigns at a time")

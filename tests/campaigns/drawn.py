@@ -1,4 +1,4 @@
-"""A mix that draws its instances, options, features and load: combinations that nobody has thought of."""
+"""A mix that draws its instances, options, features and load, for untested combinations."""
 
 from __future__ import annotations
 

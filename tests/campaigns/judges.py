@@ -1,8 +1,8 @@
 """Rules that hold throughout a campaign, beside those that ``support.world`` checks.
 
-``support.world`` checks every token and log-probability against the reference, every page and pin against its owners,
-that a request ends once, that it ends at all, and that everything was given back at the end. A judge here looks at
-instances after each turn of their scheduler's loop.
+``support.world`` checks every token and log-probability against the reference, and every page and pin against its
+owners. It also checks that a request ends once, that it ends at all, and that everything was given back at the end. A
+judge here looks at instances after each turn of their scheduler's loop.
 
 To add a rule, derive from ``Judge`` and add the class to ``JUDGES``.
 """
@@ -19,7 +19,10 @@ from support.world.world import Violation, World
 from pdserve.messages.requests import GenerateReq
 
 STANDSTILL_SECONDS = 15.0
-"""Longer than anything that a campaign without faults waits for: a leg whose other leg was lost takes 5 s."""
+"""Seconds without progress that count as a standstill.
+
+No campaign without faults waits that long: a leg that lost its other leg takes 5 s.
+"""
 IDLE_SECONDS = 2.0
 """Turns come every 0.3 s at least: what is free is given away in the next one."""
 FIRST_SECONDS = 2.0
@@ -35,7 +38,7 @@ STEP_SECONDS = 0.004
 """Seconds of a step of the simulated world, on average, with what is computed again after a retraction."""
 TOKENS_A_STEP = 8
 LOST_SECONDS = 6.0
-"""A leg whose other leg was lost is given up then."""
+"""Seconds after which a leg that lost its other leg is given up."""
 LOST = ("one leg", "a room used twice", TOO_LONG)
 """Fates of legs that wait for another leg in vain."""
 
@@ -79,8 +82,8 @@ class Judge:
 class NoStandstill(Judge):
     """While requests are open, some instance computes or ends something within ``STANDSTILL_SECONDS``.
 
-    A wait in a circle would otherwise show only when the first of its requests runs into a timeout, and the others go
-    on as if nothing had been.
+    A circular wait would otherwise show only when the first of its requests runs into a timeout. The others then go on
+    as if nothing had been.
     """
 
     def __init__(self, case: Case) -> None:
@@ -102,9 +105,9 @@ class NoStandstill(Judge):
 
 
 class Turns:
-    """Says for how long something has been the case at an instance, turn by turn.
+    """Measures for how long something has been the case at an instance, tick by tick.
 
-    An instance that hangs, or whose worker does, can't do anything about it: the time begins anew then.
+    An instance that hangs, or that has a hanging worker, can't change anything: the time begins anew then.
     """
 
     def __init__(self) -> None:
@@ -128,7 +131,7 @@ class Turns:
 
 
 class MemoryLeftIdle(Judge):
-    """An instance all of whose memory can be had gives some to a request that waits for it within ``IDLE_SECONDS``.
+    """An instance with all of its memory available gives some to a waiting request within ``IDLE_SECONDS``.
 
     This holds whatever the order of claims is.
     """
@@ -172,10 +175,10 @@ class FirstClaimIsServed(Judge):
 class WaitsAreBounded(Judge):
     """A request waits no longer than the work that is ahead of it takes, one request after the other.
 
-    Ahead are requests that are not of lower priority and live while it waits, at any instance, and those of lower
-    priority that run when it comes. What a lost leg of a hand-over holds is free only after a timeout. It counts at
-    every instance: hand-overs that wait for that memory hold up others elsewhere. Instances that wait for each other
-    compute nothing until a reservation is given back, which is seen when it is.
+    Ahead are requests of at least its priority that live while it waits, at any instance, and those of lower priority
+    that run when it comes. What a lost leg of a hand-over holds is free only after a timeout. It counts at every
+    instance: hand-overs that wait for that memory hold up others elsewhere. Instances that wait for each other compute
+    nothing until a reservation is given back, which is seen when it is.
     """
 
     def __init__(self, case: Case) -> None:

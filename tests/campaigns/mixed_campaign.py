@@ -1,4 +1,4 @@
-"""A campaign of ``support.world`` whose load combines features that are tested one by one elsewhere."""
+"""A campaign of ``support.world`` with a load that combines features that are tested one by one elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ STOP_SECONDS = 0.3
 
 
 class MixedCampaign(Campaign):
-    """See the module. What the features draw comes from a generator of its own: the hand-overs of a seed are the same
-    with and without them, up to the first difference in what the instances do.
+    """See the module. The features draw from a generator of their own.
+
+    So the hand-overs of a seed are the same with and without them, up to the first difference in what the instances do.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class MixedCampaign(Campaign):
         return "has a deadline" if msg.timeout_s else ""
 
     def _touch(self, rid: str, room: int | None, fate: str) -> None:
-        """Something was done to a request that may fail all of its legs."""
+        """Note that something was done to a request that may fail all of its legs."""
         legs = [leg for leg in self.submitted if leg[1] == rid] if room is None else self._legs[room]
         self.submitted |= {leg: fate for leg in legs if not self.submitted[leg]}
 
@@ -189,7 +190,7 @@ class MixedCampaign(Campaign):
                 event(extra.choice(able))
 
     def _swap_roles(self) -> None:
-        """Each prefill becomes a decode and each decode a prefill, in the middle of whatever they do."""
+        """Make each prefill a decode and each decode a prefill, in the middle of whatever they do."""
         for slot in self._slots:
             if slot.node is not None and slot.mode != "unified":
                 slot.mode = "decode" if slot.mode == "prefill" else "prefill"
@@ -240,8 +241,9 @@ class MixedCampaign(Campaign):
         self._crash(slot, node)
 
     def _touch_rooms(self, node: Node, concerns: Callable[[Node, str], bool], fate: str) -> None:
-        """Something was done to an instance. It may fail the hand-overs that have a leg there, and one that
-        ``concerns`` says of.
+        """Note that something was done to an instance.
+
+        It may fail the hand-overs that have a leg there, and those for which ``concerns`` is true.
         """
         lives = {n.epoch: n for n in self.nodes}
         for room, legs in self._legs.items():

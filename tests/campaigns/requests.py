@@ -19,7 +19,7 @@ FORKS = (1, 2, 3)
 TIMEOUTS = (0.005, 0.05, 0.5)
 """Seconds: before a request is linked with its peer, in the middle of its prompt, in the middle of its output."""
 SCORED_FROM = (-1, 0, 2)
-"""First prompt position whose log-probability is wanted; -1: of the output alone."""
+"""First prompt position with a wanted log-probability; -1: of the output alone."""
 
 
 class RequestMaker:

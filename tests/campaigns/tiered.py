@@ -69,7 +69,7 @@ class TieredCampaign:
         self.sim.worker.run = self._spoil  # type: ignore[method-assign]
 
     def run(self, acts: int) -> None:
-        """So many things happen, and then everything ends; raises ``AssertionError``."""
+        """Let ``acts`` things happen, and then everything end. Raises ``AssertionError``."""
         kinds = [self.submit, self.turns, self.abort, self.resize, self.serve, self.wait, self.flush, self.toggle_store]
         for _ in range(acts):
             [act] = self.rng.choices(kinds, (30, 40, 6, 6, 8, 3, 2, 2))
@@ -87,7 +87,7 @@ class TieredCampaign:
     # --- what happens ---
 
     def submit(self) -> None:
-        """A prompt of a family that shares its beginning, and further answers to it."""
+        """Submit a prompt of a family that shares its beginning, and further answers to it."""
         rng, family = self.rng, self.rng.randrange(4)
         prompt = [(i * 7 + family * 31) % 97 if family < 3 else 5 for i in range(rng.choice(LENGTHS))]
         prompt += [rng.randrange(4)] * rng.randrange(4)
@@ -110,26 +110,26 @@ class TieredCampaign:
             self.sim.scheduler.arrivals.admit(msg, self.sim.now)
 
     def turns(self) -> None:
-        """The scheduler and the worker go on."""
+        """Let the scheduler and the worker go on for some ticks."""
         for _ in range(self.rng.randint(1, 12)):
             self.sim.plan()
             self.sim.work()
 
     def abort(self) -> None:
-        """A client leaves."""
+        """Abort a request, as when its client leaves."""
         if self.sim.scheduler.reqs:
             rid = self.rng.choice(sorted(self.sim.scheduler.reqs))
             self.answers.pop(rid, None)
             self.sim.scheduler.abort(AbortReq(rid, "its client left"))
 
     def resize(self) -> None:
-        """The pool is to get another size."""
+        """Resize the pool."""
         self.events["resizes"] += 1
         order = ResizeReq(self.rng.choice(SIZES), self.rng.choice((0.0, 0.005, 100.0)), id=1)
         self.sim.ask(order)
 
     def serve(self) -> None:
-        """The store does some of what it was asked."""
+        """Let the store serve some of its commands."""
         for _ in range(self.rng.randint(1, 6)):
             self.sim.serve_store()
 
@@ -138,12 +138,12 @@ class TieredCampaign:
         self.sim.now += self.rng.choice((0.1, 1.0, 20.0))
 
     def flush(self) -> None:
-        """The cache is given up, whatever is under way."""
+        """Flush the cache, whatever is under way."""
         self.events["flushes"] += 1
         self.sim.scheduler.memory.flush()
 
     def toggle_store(self) -> None:
-        """The store dies, or lives."""
+        """Kill the store, or bring it back."""
         self.sim.store.dead = self.rng.random() < 0.5
         self.events["store deaths"] += self.sim.store.dead
 
@@ -157,7 +157,7 @@ class TieredCampaign:
     # --- what must hold ---
 
     def check(self) -> None:
-        """Every page is somebody's, no page changed unseen, and what ended was told what it should be."""
+        """Check that every page has an owner, no page changed unseen, and ended requests had the right output."""
         sim = self.sim
         sim.scheduler.check_invariants()
         for rid in [rid for rid in self.answers if rid in sim.ends]:

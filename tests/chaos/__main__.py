@@ -38,7 +38,7 @@ def one_backend(backend: str, options: Options, alone: bool) -> tuple[list[Verdi
 
 
 def main() -> int:
-    """0 when nothing was wrong, late or leaked, and all of it was run."""
+    """Run the campaign. Returns 0 if nothing was wrong, late or leaked, and all of it was run."""
     options = Options.of()
     reason = why_not()
     print(f"{options.command}\nlimits: {slowness():.2f} times those written down, as measured here", flush=True)

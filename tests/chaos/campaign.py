@@ -45,7 +45,7 @@ class Logs:
 
 
 def play(cluster: Cluster, fault: Fault, asked: list[Question], seed: int) -> Verdict:
-    """One episode: the cluster is whole and idle before and after."""
+    """Play one episode: the cluster is whole and idle before and after."""
     before = cluster.recomputed()
     load = Load(cluster.url, asked, seed)
     problems: list[str] = []
@@ -77,7 +77,10 @@ def play(cluster: Cluster, fault: Fault, asked: list[Question], seed: int) -> Ve
 
 
 def handovers_now(cluster: Cluster) -> tuple[dict[str, tuple[str, int]], float]:
-    """What the recovery is counted from, and when; a router that was frozen a moment ago may need another try."""
+    """Return the hand-overs so far and the time, from which the recovery is counted.
+
+    A router that was frozen a moment ago may need another try.
+    """
     back = time.monotonic()
     while True:
         try:
@@ -87,7 +90,7 @@ def handovers_now(cluster: Cluster) -> tuple[dict[str, tuple[str, int]], float]:
 
 
 def left(cluster: Cluster) -> str:
-    """What is in use, as far as it can be asked."""
+    """Return what is in use, as far as the instances answer."""
     try:
         return str(cluster.in_use())
     except (AssertionError, httpx.HTTPError) as e:
@@ -95,7 +98,7 @@ def left(cluster: Cluster) -> str:
 
 
 def traces(news: dict[str, str]) -> list[str]:
-    """Errors that a server did not expect: the last lines of each."""
+    """Return errors that a server did not expect: the last lines of each."""
     found = []
     for name, text in news.items():
         found += [f"{name}: {TRACE}{rest[:2500]}" for rest in text.split(TRACE)[1:]]
@@ -103,14 +106,14 @@ def traces(news: dict[str, str]) -> list[str]:
 
 
 def left_out(backend: str, inside: bool) -> frozenset[Kind]:
-    """What can't be done to this backend here."""
+    """Return the faults that can't be caused with this backend here."""
     if not inside:
         return LINKS
     return LINKS - {Kind.RESET} if backend == "shm" else frozenset()
 
 
 def campaign(backend: str, count: int, seed: int, inside: bool, tmp: Path, result: Path) -> None:
-    """All of it; ``result`` gets a line of JSON for each fault."""
+    """Run the whole campaign. ``result`` gets a line of JSON for each fault."""
     args = model_args(tmp)
     if inside:
         run("ip", "link", "set", "lo", "up")

@@ -51,7 +51,7 @@ class Cluster:
         wait_until(self.is_whole, 20, "the router knows all instances", every=0.2)
 
     def end(self) -> None:
-        """Kill what lives of it: whoever wants to see it end well stops it before."""
+        """Kill all living processes of the cluster. To see it end well, stop it before."""
         for server in self.servers.values():
             if server.process is not None and server.process.poll() is None:
                 family = list(server.family().values())
@@ -61,12 +61,12 @@ class Cluster:
                 server.process.wait(stretched(5))
 
     def told(self) -> dict[str, dict]:
-        """What the router knows of each instance, ``info`` being what that says of itself."""
+        """Return the router's record of each instance; ``info`` is the instance's own report."""
         found = {instance["url"]: instance for instance in self.servers[ROUTER].info()["instances"]}
         return {name: found[self.servers[name].url] for name in INSTANCES}
 
     def is_whole(self) -> bool:
-        """Whether the router finds all instances healthy."""
+        """Return whether the router finds all instances healthy."""
         return all(told["state"] == "healthy" and "info" in told for told in self.told().values())
 
     def handed_over(self) -> dict[str, tuple[str, int]]:
@@ -78,7 +78,7 @@ class Cluster:
         }
 
     def all_moved_on(self, since: dict[str, tuple[str, int]]) -> bool:
-        """Whether each instance, in its present start, has done a hand-over that it had not ``since``."""
+        """Return whether each instance, in its present start, has done a hand-over that it had not ``since``."""
         try:
             now, whole = self.handed_over(), self.is_whole()
         except httpx.HTTPError:
@@ -95,7 +95,7 @@ class Cluster:
         return found
 
     def in_use(self) -> dict[str, str]:
-        """What is left on each instance; empty when nothing is, and the instances' own checks agree."""
+        """Return what is left on each instance. It is empty if nothing is, and the instances' own checks agree."""
         found = {}
         for name in INSTANCES:
             server = self.servers[name]
@@ -114,7 +114,7 @@ class Cluster:
         return found
 
     def reset(self, prefill: str, decode: str) -> None:
-        """Break the connections between the two; on one host those of everybody to the prefill's control port."""
+        """Break the connections between the two. On one host, all connections to the prefill's control port break."""
         if self.hosts:
             self.hosts[prefill].reset(self.hosts[decode])
             return
@@ -123,7 +123,7 @@ class Cluster:
 
 
 def faulty(told: Path) -> dict[str, str]:
-    """The environment of a prefill whose writes go wrong as ``told`` says."""
+    """Return the environment of a prefill with writes that go wrong as the file ``told`` says."""
     return {**os.environ, "PYTHONPATH": with_inherited(FAULTY), "PDSERVE_CHAOS_WRITES": str(told)}
 
 
@@ -133,7 +133,7 @@ def _is_later(now: tuple[str, int], since: tuple[str, int] | None) -> bool:
 
 @contextmanager
 def running(tmp: Path, backend: str, args: Sequence[str], inside: bool) -> Iterator[Cluster]:
-    """A cluster that serves, and is stopped with SIGTERM; ``inside``: this process has a network of its own."""
+    """Run a cluster, and stop it with SIGTERM at the end. ``inside``: this process has a network of its own."""
     secret = tmp / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_urlsafe(32))

@@ -71,13 +71,13 @@ class Fault:
 
 
 def deck() -> list[tuple[Kind, str]]:
-    """Every row of the table once."""
+    """Return every row of the table once."""
     kills = [(Kind.KILL, process) for process in (*CHILDREN, BOOTSTRAP, ROUTER)]
     return kills + [(kind, "") for kind in Kind if kind is not Kind.KILL]
 
 
 def drawn(seed: int, count: int, without: Collection[Kind] = ()) -> list[Fault]:
-    """``count`` faults; the same for the same arguments. Each row of the table comes about equally often."""
+    """Draw ``count`` faults, the same for the same arguments. Each row of the table comes about equally often."""
     rng = random.Random(seed)
     rows = (row for row in _shuffled_for_ever(rng) if row[0] not in without)
     return [_drawn(rng, kind, process) for _, (kind, process) in zip(range(count), rows, strict=False)]

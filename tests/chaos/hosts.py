@@ -1,8 +1,8 @@
 """Hosts of our own: network namespaces on a bridge, with cables that can be pulled.
 
-The campaign itself runs in a namespace of its own (``inside``), which holds the bridge and ends with it: nothing that
-is done here reaches the machine's network, and nothing of it is left behind, however the campaign ends. Only iproute2
-and util-linux are needed; packets are lost by sending them to a card that nobody has, which needs no packet filter.
+The campaign itself runs in a namespace of its own (``inside``), which holds the bridge and ends with it. So nothing
+here reaches the machine's network, and nothing is left behind, however the campaign ends. Only iproute2 and util-linux
+are needed. Packets are lost by sending them to an address that no card has, which needs no packet filter.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ SLOW = ("rate", "4mbit", "burst", "16kb", "latency", "100ms")
 
 
 def run(*argv: str) -> str:
-    """What a command prints; ``CalledProcessError`` when it fails."""
+    """Run a command and return what it prints. Raises ``CalledProcessError`` if it fails."""
     done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=20)
     return done.stdout
 
 
 def inside() -> tuple[str, ...]:
-    """The command that enters a new network namespace: as root, or as one who is root in there only."""
+    """Return the command that enters a new network namespace: as root, or as a user that is root in there only."""
     return ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts of our own here, None where there can."""
+    """Return why there can be no hosts of our own here, or None if there can."""
     try:
         bridge = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && ss -K dport = :1"
         bridge += " && tc qdisc add dev v0 root tbf " + " ".join(SLOW)
@@ -61,29 +61,29 @@ class Host:
         return run(*self.enter, *argv)
 
     def pull(self) -> None:
-        """Nothing arrives here or leaves any more; nobody is told."""
+        """Pull the cable: nothing arrives here or leaves any more, without any notice."""
         run("ip", "link", "set", self.cable, "down")
 
     def plug(self) -> None:
-        """The opposite."""
+        """Plug the cable in again."""
         run("ip", "link", "set", self.cable, "up")
 
     def slow_down(self) -> None:
-        """Both ways so many bytes a second pass as ``SLOW`` says; beyond a short queue, packets are lost."""
+        """Limit both directions to the rate of ``SLOW``. Beyond a short queue, packets are lost."""
         run("tc", "qdisc", "replace", "dev", self.cable, "root", "tbf", *SLOW)
         self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *SLOW)
 
     def speed_up(self) -> None:
-        """The opposite."""
+        """Remove the limit of ``slow_down``."""
         run("tc", "qdisc", "del", "dev", self.cable, "root")
         self.run("tc", "qdisc", "del", "dev", "eth0", "root")
 
     def lose(self, other: Host) -> None:
-        """What this host sends to ``other`` is lost."""
+        """Lose what this host sends to ``other``."""
         self.run("ip", "neigh", "replace", other.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
 
     def find(self, other: Host) -> None:
-        """The opposite."""
+        """End the loss of ``lose``."""
         self.run("ip", "neigh", "del", other.address, "dev", "eth0")
 
     def reset(self, other: Host) -> None:
@@ -93,7 +93,7 @@ class Host:
 
 @contextmanager
 def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """A host for each name, all on one bridge with this process, which must be ``inside``."""
+    """Make a host for each name, all on one bridge with this process, which must be ``inside``."""
     for command in (
         "ip link set lo up",
         "ip link add br0 type bridge forward_delay 0",

@@ -13,8 +13,11 @@ from .faults import Fault, Kind
 from .load import Answer
 
 REQUEST_SECONDS = 10.0
-"""A request that met a fault of a moment ends within this: the pieces are in docs/disaggregation.md (a second to
-connect, 0.9 s of silence, 1.5 s of trying elsewhere, twice), the rest is work beside an instance that starts."""
+"""Seconds within which a request ends that met a fault of a moment.
+
+The pieces are in docs/disaggregation.md: a second to connect, 0.9 s of silence, 1.5 s of trying elsewhere, twice. The
+rest is work beside an instance that starts.
+"""
 STALL_SECONDS = 5.0
 EXCUSED = (502, 503, 504)
 """What a fault may turn an answer into."""
@@ -55,7 +58,7 @@ class Episode:
 
 
 def judge(episode: Episode, answers: Sequence[Answer]) -> Verdict:
-    """Everything that the answers alone tell."""
+    """Judge an episode by its answers alone."""
     verdict = Verdict(episode.fault.row, str(episode.fault), requests=len(answers))
     verdict.recovery = episode.serving - episode.back
     errors: Counter[str] = Counter()
@@ -78,14 +81,14 @@ def judge(episode: Episode, answers: Sequence[Answer]) -> Verdict:
 
 
 def error_name(answer: Answer) -> str:
-    """Column of the table."""
+    """Return the column of the table for an error."""
     if answer.broken:
         return "connection"
     return str(answer.status) if answer.status != 200 else "stream"
 
 
 def complaints(episode: Episode, answer: Answer) -> Iterator[str]:
-    """What no fault excuses."""
+    """Yield faults of an answer that nothing excuses."""
     count = len(answer.tokens)
     if count > answer.wanted or answer.tokens != answer.question.answer[:count]:
         right = next(
@@ -103,7 +106,7 @@ def complaints(episode: Episode, answer: Answer) -> Iterator[str]:
 
 
 def unexcused(episode: Episode, answer: Answer) -> Iterator[str]:
-    """Errors that should not have been."""
+    """Yield errors that should not have happened."""
     router_dies = episode.fault.kind is Kind.KILL and episode.fault.process == "router"
     if answer.broken and not router_dies:
         yield "its connection to the router broke"
@@ -116,7 +119,7 @@ def unexcused(episode: Episode, answer: Answer) -> Iterator[str]:
 
 
 def delays(episode: Episode, answer: Answer) -> Iterator[str]:
-    """Whether it took too long, or stood still when it should not have."""
+    """Yield whether an answer took too long, or stood still when it should not have."""
     most = stretched(REQUEST_SECONDS + 2 * episode.fault.seconds)
     took = answer.end - max(answer.asked, episode.struck)
     if took > most:
@@ -128,7 +131,7 @@ def delays(episode: Episode, answer: Answer) -> Iterator[str]:
 
 
 def told(episode: Episode, answer: Answer) -> str:
-    """One answer for people."""
+    """Describe one answer for people."""
     at = [
         f"{moment - episode.struck:+.2f}" for moment in (answer.asked, *answer.told[:1], *answer.told[-1:], answer.end)
     ]

@@ -24,10 +24,10 @@ AFTER_ERROR_SECONDS = 0.2
 
 @dataclass
 class Answer:
-    """What became of one request; times are of ``time.monotonic``.
+    """The course of one request; times are of ``time.monotonic``.
 
-    ``told`` has the time of each event, ``status`` that of HTTP (None: the connection broke before), ``reason`` why it
-    is finished, as the server says, ``error`` what the server or the connection said instead.
+    ``told`` has the time of each event, ``status`` that of HTTP (None: the connection broke before). ``reason`` is the
+    server's finish reason, and ``error`` the error of the server or of the connection.
     """
 
     question: Question
@@ -102,7 +102,7 @@ def ask(client: httpx.Client, url: str, answer: Answer) -> None:
 
 
 def hear(answer: Answer, line: str) -> None:
-    """One line of a stream."""
+    """Take in one line of a stream."""
     if line == "data: [DONE]":
         answer.done = True
     elif line.startswith("data: "):
@@ -110,7 +110,7 @@ def hear(answer: Answer, line: str) -> None:
 
 
 def take(answer: Answer, event: dict) -> None:
-    """Tokens, the end, or an error."""
+    """Take in an event: tokens, the end, or an error."""
     answer.told.append(time.monotonic())
     if "error" in event:
         answer.error = json.dumps(event["error"])

@@ -21,7 +21,7 @@ class Options:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Options:
-        """``SystemExit`` with what is wrong with them."""
+        """Read the options from the environment. Exits with what is wrong with them."""
         backends = tuple(environment.get("PDSERVE_CHAOS_BACKENDS", " ".join(BACKENDS)).replace(",", " ").split())
         unknown = set(backends) - set(BACKENDS)
         if unknown or not backends:

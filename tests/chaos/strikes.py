@@ -37,7 +37,7 @@ def strike(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> Non
 
 
 def kill(cluster: Cluster, fault: Fault) -> None:
-    """One process is killed; the instance must end by itself, and is started again on the same ports."""
+    """Kill one process. The instance must end by itself, and is started again on the same ports."""
     server = cluster.servers[fault.victim]
     assert server.process is not None
     family = server.family()
@@ -52,12 +52,12 @@ def kill(cluster: Cluster, fault: Fault) -> None:
 
 
 def freeze(cluster: Cluster, fault: Fault) -> None:
-    """One process stands still."""
+    """Freeze one process."""
     _freeze([cluster.servers[fault.victim].family()[fault.process]], fault.seconds)
 
 
 def freeze_all(cluster: Cluster, fault: Fault) -> None:
-    """All processes of the victim stand still."""
+    """Freeze all processes of the victim."""
     _freeze(cluster.servers[fault.victim].family().values(), fault.seconds)
 
 
@@ -70,12 +70,12 @@ def _freeze(processes: Iterable[psutil.Process], seconds: float) -> None:
 
 
 def reset(cluster: Cluster, fault: Fault) -> None:
-    """A moment."""
+    """Reset the connections between two instances."""
     cluster.reset(fault.victim, fault.peer)
 
 
 def lose(cluster: Cluster, fault: Fault) -> None:
-    """Two instances don't hear each other; everybody else hears both."""
+    """Lose what two instances send each other; all other connections work."""
     one, other = cluster.hosts[fault.victim], cluster.hosts[fault.peer]
     with ExitStack() as stack:
         for a, b in ((one, other), (other, one)):
@@ -85,7 +85,7 @@ def lose(cluster: Cluster, fault: Fault) -> None:
 
 
 def unplug(cluster: Cluster, fault: Fault) -> None:
-    """Nobody hears the victim, nor does it hear anybody."""
+    """Cut the victim off from all others."""
     host = cluster.hosts[fault.victim]
     with ExitStack() as stack:
         host.pull()
@@ -94,7 +94,7 @@ def unplug(cluster: Cluster, fault: Fault) -> None:
 
 
 def slow_down(cluster: Cluster, fault: Fault) -> None:
-    """What the victim and the others tell each other passes slowly; what does not fit into the line is lost."""
+    """Slow down the victim's connections. What does not fit into the line is lost."""
     host = cluster.hosts[fault.victim]
     with ExitStack() as stack:
         host.slow_down()
@@ -103,7 +103,7 @@ def slow_down(cluster: Cluster, fault: Fault) -> None:
 
 
 def write_wrong(cluster: Cluster, fault: Fault) -> None:
-    """What the victim's backend writes is not what it is given."""
+    """Let the victim's backend write something else than it is given."""
     told = cluster.writes[fault.victim]
     made = told.with_suffix(".made")
     made.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def write_wrong(cluster: Cluster, fault: Fault) -> None:
 
 
 def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None:
-    """Hundreds ask at once, and leave, or have their requests aborted; those must be answered, too."""
+    """Send hundreds of requests at once, and hang up or abort them; aborted ones must be answered, too."""
     leaving = fault.kind is Kind.LEAVE
     server = cluster.servers[ROUTER]
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None
         told = [{"rid": rid} for rid in named] + [{"abort_all": True}]
         count = sum(server.post("/abort_request", what).raise_for_status().json()["aborted"] for what in told)
         assert count, "nothing was aborted: the storm was over too soon"
-        # Whoever waits at the router is at no instance yet, so once is not enough.
+        # A request that waits at the router is at no instance yet, so aborting once is not enough.
         deadline = time.monotonic() + stretched(EXIT_SECONDS)
         for client in clients:
             client.settimeout(0.2)

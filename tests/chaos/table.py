@@ -30,7 +30,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'|'.join('---' if column in WORDS else '--
 
 
 def rendered(verdicts: Mapping[str, Sequence[Verdict]], left_out: Mapping[str, str], facts: Sequence[str]) -> str:
-    """All tables; ``left_out`` says by backend what was not done, and why, ``facts`` come first."""
+    """Return all tables. ``left_out``: by backend what was not done, and why. ``facts`` come first."""
     parts = ["\n".join(f"- {fact}" for fact in facts)]
     for backend, told in verdicts.items():
         parts.append(f"### {backend}\n\n{table(told)}")
@@ -40,14 +40,14 @@ def rendered(verdicts: Mapping[str, Sequence[Verdict]], left_out: Mapping[str, s
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """A row for each kind of fault that was done, and one for all."""
+    """Return a table with a row for each kind of fault that was done, and one for all."""
     kinds = [kind.value.format(process) for kind, process in deck()]
     rows = [(kind, [v for v in verdicts if v.row == kind]) for kind in kinds]
     return "\n".join([HEAD, *(row(kind, some) for kind, some in rows if some), row("**all**", verdicts)])
 
 
 def row(name: str, verdicts: Sequence[Verdict]) -> str:
-    """The sum of some episodes."""
+    """Return a row with the sum of some episodes."""
     errors: Counter[str] = Counter()
     for verdict in verdicts:
         errors.update(verdict.errors)

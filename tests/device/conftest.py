@@ -16,7 +16,7 @@ if not CAN_RUN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--one-of-each``: what ``make test`` runs in the interpreter, which is slow."""
+    """Add ``--one-of-each``, with which ``make test`` runs the slow interpreter."""
     parser.addoption("--one-of-each", metavar="SEED", help="run one case of each test, drawn by this seed")
 
 

@@ -166,7 +166,7 @@ def test_layers_with_a_window_have_pages_of_their_own() -> None:
 
 
 def split_batch(batch: ForwardBatch, wanted: list[int]) -> tuple[ForwardBatch, torch.Tensor]:
-    """The batch of these entries alone, and which of its tokens they are."""
+    """Return the batch of these entries alone, and which of its tokens they are."""
     ends = np.cumsum(batch.q_lens)
     tokens = torch.cat([torch.arange(ends[b] - batch.q_lens[b], ends[b]) for b in wanted])
     return replace(

@@ -159,7 +159,7 @@ def test_experts(
         product = reference.linear(inner_x.to(dtype).float(), down[expert].float(), as_float(biases[1], expert))
         expected[token] += product[0] * shares[pair]
     close(out, expected + common.float(), roundings=chosen)
-    # A row is what it is, whoever is beside it. (NumPy's products, which the interpreter takes, depend on the place.)
+    # A row does not depend on those beside it. (NumPy's products, which the interpreter takes, depend on the position.)
     last = slice(tokens - 1, tokens)
     alone = run_experts(
         there(x[last]), weights, there(choice[last]), there(shares[-chosen:]), there(common[last]), block_m, limit
@@ -225,7 +225,7 @@ def test_fp8() -> None:
 def check_fp8(
     ours: torch.Tensor, scales: torch.Tensor, parts: torch.Tensor, largest: torch.Tensor | None = None
 ) -> None:
-    """``parts``: [T, blocks, elements], padded by zeros."""
+    """Compare with a quantisation by torch. ``parts``: [T, blocks, elements], padded by zeros."""
     largest = parts.abs().amax(-1) if largest is None else largest
     assert torch.equal(scales, torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0)))
     expected = (parts / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)

@@ -36,7 +36,7 @@ def _seeded() -> None:
 
 
 def check(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """``x`` and ``weight``: what is multiplied, of any float type."""
+    """Compare ``out`` with the product of ``x`` and ``weight``, of any float type, in float64."""
     expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         expected, size = expected + bias.double(), size + bias.double().abs()
@@ -64,7 +64,7 @@ def inputs_of(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> tup
 
 
 def fp8_of(x: torch.Tensor, is_blocked: bool) -> torch.Tensor:
-    """``x`` as it is once it has been in FP8, with a scale a token or a block of it: float64."""
+    """Round ``x`` to FP8 and back, with a scale a token or a block of it: float64."""
     parts = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % COLUMNS)) if is_blocked else x.float()
     parts = parts.view(len(x), -1, COLUMNS if is_blocked else x.shape[1])
     largest = parts.abs().amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ STORM, CLIENTS = int(os.environ.get("PDSERVE_STORM_REQUESTS", "120")), 40
 LONGEST_SECONDS = 0.6
 """Longest time that a request runs before it is ended. The time is drawn for each."""
 TOKENS = 1000
-"""So many that hardly any request gets to its end."""
+"""Output tokens of a request: more than most requests generate before they are ended."""
 PROMPT = list(range(200, 500))
 STATES = {"queued", "pushing", "transferring", "draining"}
 """States of a hand-over that last longer than between two looks; the others are passed through all the more."""

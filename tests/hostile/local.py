@@ -79,7 +79,7 @@ class HostileLocal:
             self._record.kinds[kind] += count - before.get(kind, 0)
 
     def without_key(self) -> None:
-        """Request a path of router or instance with no key, or a made-up one."""
+        """Send a request for a path of router or instance with no key, or a made-up one."""
         rng, facts = self._rng, self._rng.choice(PATHS)
         role = rng.choice(sorted(self._cluster.urls))
         path = facts.path.replace("{name:path}", "x").replace("{id:path}", "0?action=save")

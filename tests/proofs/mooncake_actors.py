@@ -73,7 +73,7 @@ class Side:
         return f"127.0.0.1:{engine.get_rpc_port()}", self.pool.ctypes.data
 
     def close(self, name: str = "main") -> tuple[float, float, float]:
-        """When the destruction of an engine began and ended, and the longest time another thread had to stand still."""
+        """Destroy an engine. Returns when that began and ended, and the longest time another thread had to wait."""
         with ticking() as gap:
             start = time.monotonic()
             del self.engines[name]
@@ -125,7 +125,7 @@ class Side:
 
 
 def shorten_accept(port: int, milliseconds: int = 20) -> None:
-    """The engine's listener looks whether it shall end once a second, when its accept() times out; make that sooner."""
+    """Shorten the time-out of accept(), after which the engine's listener checks whether it has to end."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):  # else the copy would leak
@@ -137,7 +137,9 @@ def shorten_accept(port: int, milliseconds: int = 20) -> None:
 
 @contextmanager
 def ticking() -> Iterator[list[float]]:
-    """The longest gap (ms) between two steps of a thread that wants to run each millisecond: it shows the GIL."""
+    """Measure the longest gap (ms) between two steps of a thread that wants to run each millisecond: it
+    shows the GIL.
+    """
     gap, stop = [0.0], threading.Event()
 
     def tick() -> None:
@@ -217,7 +219,7 @@ class Pool:
             time.sleep(0.0003)
 
     def last_change(self, seconds: float, part: Any = None, before: Any = None) -> float:
-        """When (part of) the pool was last seen to change (monotonic; 0.0 if it never did), watched for some time."""
+        """Watch (part of) the pool for some time. Returns when it was last seen to change (monotonic; 0.0 if never)."""
         part = self.sample if part is None else part
         end, last, before = time.monotonic() + seconds, 0.0, part.copy() if before is None else before
         while time.monotonic() < end:
@@ -234,7 +236,7 @@ class Pool:
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """The listeners of a process: what kind of address, and the port."""
+    """Return the listeners of a process: the kind of address, and the port."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):

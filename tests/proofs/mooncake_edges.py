@@ -1,4 +1,4 @@
-"""How one writer is shut out, whom Mooncake's TransferEngine lets in, what it listens on, and how fast it is.
+"""How one writer is shut out, which peers Mooncake's TransferEngine admits, what it listens on, and how fast it is.
 
 python tests/proofs/mooncake_edges.py [item ...]      items 4, 8, 9; all of them without an argument
 """
@@ -37,7 +37,7 @@ class EdgeSide(Side):
         return calls
 
     def hole(self) -> int:
-        """Memory that was registered, and is no longer mapped."""
+        """Register memory and unmap it, and return its address."""
         area = mmap.mmap(-1, 1 << 20)
         array = np.frombuffer(area, np.uint8)
         address = array.ctypes.data
@@ -47,7 +47,7 @@ class EdgeSide(Side):
         return address
 
     def stranger(self, peer: str, there: int) -> dict[str, int]:
-        """What an engine may do that knows a peer's name and was introduced to nobody."""
+        """Return what an engine can do that knows a peer's name and has no introduction."""
         engine, here = self.engines["main"], self.source.ctypes.data
         self.fill(77)
         return {
@@ -85,7 +85,7 @@ class EdgeSide(Side):
 
 
 def raw(port: int, opcode: int, address: int, size: int, payload: bytes = b"") -> bytes:
-    """Mooncake's own data protocol from a plain socket: nothing in it says who asks."""
+    """Speak Mooncake's own data protocol from a plain socket: nothing in it identifies the sender."""
     with socket.create_connection(("127.0.0.1", port), 5) as sock:
         sock.settimeout(5)
         sock.sendall(struct.pack("<QQB7x", size, address, opcode | 0x80) + payload)

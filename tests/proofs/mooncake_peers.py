@@ -23,7 +23,10 @@ class PeerSide(Side):
         return call, gap[0]
 
     def first_contact(self, frozen: Target, healthy: Target, name: str) -> tuple[float, float]:
-        """A thread says hello to a frozen peer: the longest write to a healthy one meanwhile, and the hello."""
+        """Greet a frozen peer in a thread.
+
+        Returns the longest write to a healthy peer meanwhile, and the greeting's time.
+        """
         longest, end = 0.0, time.monotonic() + 1.5
         with ThreadPoolExecutor(1) as pool:
             hello = pool.submit(self.write, *frozen, count=16, name=name)

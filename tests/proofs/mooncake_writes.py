@@ -1,6 +1,6 @@
 """What Mooncake's TransferEngine really does when a KV write is cut short, measured over TCP on loopback.
 
-A backend may release pages only when it knows that nobody writes to them (or reads from them) any more. These proofs
+A backend may release pages only when it knows that no peer writes to them (or reads from them) any more. These proofs
 ask the engine itself: receivers and writers are killed, or told to give up, in the middle of 64 MiB writes (1,024
 scattered pages of 64 KiB, or one span). Every figure in the markdown table that is printed was measured by this run.
 
@@ -24,7 +24,7 @@ from mooncake_actors import PAGE, SPAN, Actor, Call, Pool, Side, row, run, sprea
 
 class WriterSide(Side):
     def overfull(self, peer: str, there: int) -> int:
-        """A batch of 4,096 pages of 16 KiB: more than the queue of the connection pool takes by default."""
+        """Write a batch of 4,096 pages of 16 KiB: more than the queue of the connection pool takes by default."""
         here, step = self.source.ctypes.data, SPAN // 4096
         offsets = [i * step for i in range(4096)]
         sources, targets = [here + o for o in offsets], [there + o for o in offsets]

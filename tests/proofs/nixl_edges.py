@@ -1,4 +1,4 @@
-"""Whether a NIXL receiver can revoke a peer's writes, what a notification promises, whom an agent lets in, and costs.
+"""Revoking a peer's writes at a NIXL receiver, what a notification promises, which peers an agent admits, and costs.
 
 Run it as `python tests/proofs/nixl_edges.py [TRIALS]`: it prints one markdown table. It needs `nixl_cu12`, numpy, `ss`
 and some 500 MiB of shared memory, and takes about 6 minutes for 10 trials.
@@ -31,7 +31,7 @@ REVOKED: dict[str, tuple[Env, dict[str, str], bool]] = {
 
 
 def revoked(name: str, env: Env, params: dict[str, str], thread: bool, trials: int) -> None:
-    """4. The receiver ends one of its two agents while both peers write, the ended one's peer frozen or not."""
+    """Item 4: end one of the receiver's two agents while both peers write, with the ended one's peer frozen or not."""
     for how, freeze in (("deregister", False), ("drop", False), ("drop", True)):
         a, b, receiver = Child("a", env, thread, params), Child("b", env, thread, params), Child("", env)
         receiver.do("make", "rb", thread, params)
@@ -87,7 +87,7 @@ def revoked(name: str, env: Env, params: dict[str, str], thread: bool, trials: i
 
 
 def agents_cost(name: str, env: Env) -> None:
-    """4. Sixteen agents over one pool in one process: what each costs, and what they burn when idle (9)."""
+    """Item 4: make sixteen agents over one pool in one process, and measure what each costs, also when idle (9)."""
     for thread in (True, False):
         child = Child("", env)
         before = child.do("costs")
@@ -108,14 +108,14 @@ def agents_cost(name: str, env: Env) -> None:
 
 
 def listening(child: Child) -> list[tuple[str, int]]:
-    """The addresses that a process listens on, from `ss`."""
+    """Return the addresses that a process listens on, from `ss`."""
     lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
     ours = [line.split()[3] for line in lines if f"pid={child.process.pid}," in line]
     return sorted((address.rpartition(":")[0], int(address.rpartition(":")[2])) for address in ours)
 
 
 def ports(name: str, env: Env) -> None:
-    """8. What an agent listens on, by default and held to one device in each of two ways."""
+    """Item 8: find what an agent listens on, by default and limited to one device in each of two ways."""
     for how, more, params in (
         ("as it is", {}, {}),
         ("UCX_NET_DEVICES=lo", {"UCX_NET_DEVICES": "lo"}, {}),
@@ -131,7 +131,9 @@ def ports(name: str, env: Env) -> None:
 
 
 def strangers(name: str, env: Env) -> None:
-    """8. A stranger with copied metadata, one that edits the address in it, and one that sends random bytes."""
+    """Item 8: try a stranger with copied metadata, one that edits the address in it, and one that sends
+    random bytes.
+    """
     writer, receiver, thief = Child("w", env), Child("r", env), Child("thief", env)
     writer.connect(receiver)
     metadata, base = receiver.do("hello", "r")
@@ -167,7 +169,9 @@ def strangers(name: str, env: Env) -> None:
 
 
 def notifications(name: str, env: Env, trials: int) -> None:
-    """7. Whether all is there when the notification is read, who must poll for it to go, and how large it may be."""
+    """Item 7: test whether all is there when the notification is read, which side must poll, and how large
+    it may be.
+    """
     writer, receiver = Child("w", env), Child("r", env)
     writer.connect(receiver)
     pages = EVEN[:256]
@@ -197,7 +201,10 @@ def notifications(name: str, env: Env, trials: int) -> None:
 
 
 def speed(name: str, env: Env) -> None:
-    """9. GB/s of scattered and of adjacent pages in both error modes, the cost of a request, and who must poll."""
+    """Item 9: measure GB/s of scattered and of adjacent pages in both error modes, and the cost of a request.
+
+    It also shows which side must poll.
+    """
     for mode in ("peer", "none"):
         params = {"ucx_error_handling_mode": mode}
         writer, receiver = Child("w", env, True, params), Child("r", env, True, params)

@@ -122,7 +122,7 @@ def row(transport: str, what: str, trials: int, found: str) -> None:
 
 
 def spread(milliseconds: list[float]) -> str:
-    """Median and worst; a call that ended before the moment from which it is timed counts as at once."""
+    """Format median and worst. A call that ended before the moment from which it is timed counts as 0 ms."""
     at_most = [max(0.0, value) for value in milliseconds]
     return f"{median(at_most):.1f} (max {max(at_most):.1f}) ms" if at_most else "-"
 

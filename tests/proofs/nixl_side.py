@@ -168,12 +168,12 @@ class Side:
         return got
 
     def whole_when_notified(self, name: str, value: int, pages: np.ndarray, limit: float) -> tuple[bool, bool]:
-        """Whether a notification came, and whether every byte was there at that moment."""
+        """Return whether a notification came, and whether every byte was there at that moment."""
         got = self.notified(name, limit)
         return bool(got), bool((self.words[pages] == value).all())
 
     def request_costs(self, me: str, peer: str, pages: np.ndarray) -> tuple[float, float]:
-        """Microseconds to make a request from the lists prepared once, and from lists made for it."""
+        """Measure the microseconds to make a request from the lists prepared once, and from lists made for it."""
         agent, ours, prepared, initialized = self.agents[me], self.pages(self.base)[pages], [], []
         theirs = self.pages(self.bases[peer])[pages]
         for _ in range(200):
@@ -189,7 +189,7 @@ class Side:
         return median(prepared) * 1e6, median(initialized) * 1e6
 
     def costs(self) -> tuple[int, int, int, float]:
-        """Threads, file descriptors, resident KiB and CPU seconds of this process."""
+        """Return threads, file descriptors, resident KiB and CPU seconds of this process."""
         with open("/proc/self/statm") as statm:
             resident = int(statm.read().split()[1]) * 4
         times = os.times()

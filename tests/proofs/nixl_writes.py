@@ -19,7 +19,7 @@ from nixl_side import EVEN, Env
 
 
 def receiver_killed(name: str, env: Env, trials: int) -> None:
-    """1. SIGKILL of the receiver; meanwhile and afterwards the same agent writes to a healthy one."""
+    """Item 1: kill the receiver by SIGKILL. Meanwhile and afterwards the same agent writes to a healthy one."""
     writer, healthy, rng = Child("w", env), Child("healthy", env), random.Random(1)
     writer.connect(healthy)
     saw: Counter[str] = Counter()
@@ -58,7 +58,9 @@ def receiver_killed(name: str, env: Env, trials: int) -> None:
 
 
 def writer_killed(name: str, env: Env, trials: int) -> None:
-    """2. SIGKILL of the writer: what the receiver learns, and what lands once the death is sure."""
+    """Item 2: kill the writer by SIGKILL, and see what the receiver learns, and what lands after the death
+    is certain.
+    """
     receiver, rng = Child("r", env), random.Random(2)
     last: list[float] = []
     late: list[float] = []
@@ -86,7 +88,7 @@ def writer_killed(name: str, env: Env, trials: int) -> None:
 
 
 def writer_killed_unread(name: str, env: Env, trials: int) -> None:
-    """2. The same with a receiver that is frozen over the death, as one may be that is slow to poll."""
+    """Item 2: kill the writer while the receiver is frozen, like one that is slow to poll."""
     receiver = Child("r", env)
     late: list[float] = []
     for value in range(1, trials + 1):
@@ -111,7 +113,7 @@ def writer_killed_unread(name: str, env: Env, trials: int) -> None:
 
 
 def writer_aborts(name: str, env: Env, trials: int) -> None:
-    """3. The writer gives up in four ways, with and without its progress thread: what lands after the call returned."""
+    """Item 3: abort in four ways, with and without a progress thread, and see what lands after the call returned."""
     called = {"drop": "agent destroyed"}
     for thread in (True, False):
         for how in ("release", "remove_remote_agent", "deregister", "drop"):
@@ -156,7 +158,9 @@ def writer_aborts(name: str, env: Env, trials: int) -> None:
 
 
 def frozen(name: str, env: Env, seconds: float) -> None:
-    """5. SIGSTOP of a side in the middle, then SIGCONT; and what a writer can still do while the receiver is frozen."""
+    """Item 5: freeze a side by SIGSTOP, then go on by SIGCONT, and see what a writer can do while the receiver is
+    frozen.
+    """
     for who in ("receiver", "writer"):
         writer, receiver = Child("w", env), Child("r", env)
         writer.connect(receiver)
@@ -202,7 +206,7 @@ def frozen(name: str, env: Env, seconds: float) -> None:
 
 
 def restarted(name: str, env: Env) -> None:
-    """6. A receiver dies and another comes with the same agent name, then one with a name of its own."""
+    """Item 6: kill a receiver, and start another with the same agent name, then one with a name of its own."""
     writer, first = Child("w", env), Child("r", env)
     writer.connect(first)
     writer.do("write", "w", "r", EVEN[:4], 5)

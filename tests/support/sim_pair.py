@@ -192,7 +192,7 @@ class SimPair:
         return moves
 
     def can_copy(self, name: HandoverId, push: Push) -> bool:
-        """Whether a hand-over's push can go on: the receiver's engine may be behind its scheduler."""
+        """Return whether a hand-over's push can go on: the receiver's engine may be behind its scheduler."""
         return name in self.granted if push.pages else push.whole
 
     def advance(self) -> None:

@@ -1,8 +1,8 @@
-"""Imported by every Python process of a prefill that has this folder in its path: writes that go wrong, on wish.
+"""Makes writes of a prefill go wrong on demand. Every Python process with this folder in its path imports this file.
 
-Behind the transfer engine, and before the backend, whichever that is: what the engine asked for is told to the
-scheduler and summed up as it should have been, what the library is given is something else. The file that
-``PDSERVE_CHAOS_WRITES`` names says what, as one word (``MODES``); an empty one: nothing.
+It stands between the transfer engine and the backend. The engine reports and sums up the right writes, and the library
+gets other ones. The file that ``PDSERVE_CHAOS_WRITES`` names has the kind of mistake as one word (``MODES``); an empty
+one means none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HELD_SECONDS = 0.3
 
 
 class Faulty:
-    """A transfer backend whose writes go wrong; everything else is the backend's own."""
+    """A transfer backend with writes that go wrong; everything else is the backend's own."""
 
     def __init__(self, backend, told: Path) -> None:
         self._backend = backend
@@ -34,7 +34,7 @@ class Faulty:
         return getattr(self._backend, name)
 
     def write(self, pages):
-        """One page is another one, everything is written twice, or later than is said."""
+        """Write a wrong page, write everything twice, or report the write too late."""
         mode = self._told.read_text()
         if mode:
             self._told.with_suffix(".made").touch()
@@ -50,7 +50,10 @@ class Faulty:
         return handle
 
     def poll(self, handle):
-        """What was written twice has landed twice; what is told late is told late."""
+        """Return the state of a write.
+
+        One written twice is done when both are; one reported late is pending until then.
+        """
         state = self._backend.poll(handle)
         pair = self._second.get(id(handle))
         if pair is None:

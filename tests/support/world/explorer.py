@@ -56,7 +56,7 @@ class Found:
 
 
 def explore(stage: Callable[[], Scene], *, seconds: float, states: int = MOST_STATES) -> Found:
-    """Visit every state that can be reached from ``stage()``, until a violation or a limit."""
+    """Explore every state that can be reached from ``stage()``, until a violation or a limit."""
     found = Found()
     seen: set[int] = set()
     waiting: deque[tuple[int, ...]] = deque([()])
@@ -133,7 +133,7 @@ class _Place:
 
 
 def explore_by_walks(stage: Callable[[], PartialScene], *, seed: int, states: int = MOST_STATES) -> Found:
-    """Visit every state that can be reached from ``stage()`` by random walks, until a violation or until there are
+    """Explore every state that can be reached from ``stage()`` by random walks, until a violation or until there are
     ``states``.
 
     Each walk begins where an earlier one left a move untried, and ends where nothing is new. So a search that

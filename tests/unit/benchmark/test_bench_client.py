@@ -47,12 +47,12 @@ class Answer:
         await self.send(b"%x\r\n%s\r\n" % (len(data), data), after)
 
     async def end(self, *events: object, after: float = 0.0) -> None:
-        """The last events, [DONE] and the end of the body."""
+        """Send the last events, [DONE] and the end of the body."""
         await self.events(*events, b"[DONE]", after=after)
         await self.send(b"0\r\n\r\n")
 
     async def reply(self, status: int, content: object) -> None:
-        """A plain answer."""
+        """Send a plain answer."""
         data = json.dumps(content).encode()
         await self.send(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(data), data))
 
@@ -61,7 +61,7 @@ Script = Callable[[Answer], Awaitable[None]]
 
 
 class Scripted:
-    """An HTTP server whose answers are a script, and the clock of whoever talks to it."""
+    """An HTTP server with scripted answers, and the clock of the client that talks to it."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -146,7 +146,7 @@ def generated(tokens: int, ended: str | None = None, text: str = "x") -> dict:
 
 
 async def generate_three(answer: Answer) -> None:
-    """Tokens after 150 ms, then two in one chunk 30 ms later; 5 ms until the stream ends."""
+    """Answer with a token after 150 ms, then two in one chunk 30 ms later, and end the stream 5 ms after that."""
     await answer.send(STREAM, after=0.1)
     await answer.events(generated(1, text='"completion_tokens":77'), after=0.05)
     await answer.events(generated(3, "length"), after=0.03)

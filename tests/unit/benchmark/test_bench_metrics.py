@@ -15,7 +15,7 @@ from pdserve.benchmark.workload import Load, LoadGroup, Workload
 
 
 def record(sent: float, chunks: list[float], *, group: str = "all", error: str | None = None, **more) -> RequestRecord:
-    """A request whose chunks, of a token each, came at these times."""
+    """Make the record of a request with chunks of one token each at these times."""
     made = RequestRecord(group, more.pop("due", sent), more.pop("output_len", len(chunks)), 10, sent)
     made.ended = more.pop("ended", chunks[-1] if chunks else sent)
     made.chunk_times = array("d", chunks)

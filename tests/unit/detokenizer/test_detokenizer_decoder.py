@@ -30,7 +30,10 @@ def fast_tokenizer(backend, table=None):
 
 
 def byte_level_backend():
-    """Every byte is a token, and so are a few pieces of characters, a special token, and one with a space in it."""
+    """Make a tokenizer in which every byte is a token.
+
+    A few pieces of characters, a special token and "a b" are tokens, too.
+    """
     alphabet = byte_level_alphabet()
     tokens = list(alphabet.values())
     for piece in (b"\xf0\x9f", b"\x98\x80", b"\xe4\xbd", b"\xbd\xa0\xe5", b" the", b"\xcc\x81", b"e\xcc"):
@@ -78,7 +81,7 @@ def smollm():
 
 
 def stream(factory, token_ids, sizes=(1,), tail=(), skip=True):
-    """The pieces that ``token_ids`` give in chunks of ``sizes`` (repeated)."""
+    """Return the pieces that ``token_ids`` give in chunks of ``sizes`` (repeated)."""
     decoder = factory.start(np.array(tail, dtype=np.int32), skip_special_tokens=skip)
     pieces, i, n = [], 0, 0
     while i < len(token_ids):
@@ -89,17 +92,17 @@ def stream(factory, token_ids, sizes=(1,), tail=(), skip=True):
 
 
 def whole(backend, token_ids, skip=True):
-    """All text at once. An incomplete character at the end reads as one U+FFFD, which a stream does not show."""
+    """Return all text at once. An incomplete character at the end reads as one U+FFFD, which a stream does not show."""
     return backend.decode(list(token_ids), skip_special_tokens=skip)
 
 
 def incomplete_end(data):
-    """Whether the bytes end within a character that more bytes could complete."""
+    """Return whether the bytes end within a character that more bytes could complete."""
     return any(data[-n:].decode(errors="ignore") == "" and could_begin(data[-n:]) for n in (1, 2, 3) if n <= len(data))
 
 
 def could_begin(data):
-    """Whether some continuation makes the bytes one valid character."""
+    """Return whether some continuation makes the bytes one valid character."""
     fill = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf", b"\x80\x80\x80", b"\xbf\xbf\xbf"]
     return any(is_one_character(data + f) for f in fill if f)
 

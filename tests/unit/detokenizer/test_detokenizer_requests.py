@@ -32,7 +32,7 @@ AT_EOS = FinishReason(FinishType.STOP, EOS)
 
 
 def make_detokenizer():
-    """Token ids are bytes; EOS is special."""
+    """Make a detokenizer with bytes as token ids, and a special EOS."""
     return Detokenizer(ByteDecoders(ByteTable([*(bytes([b]) for b in range(256)), b"<eos>"], frozenset({EOS}), False)))
 
 
@@ -53,7 +53,7 @@ def item(text="", *, rid="r", ids=None, **fields):
 
 
 def step(detokenizer, *items):
-    """One step's (texts, rids to stop)."""
+    """Process one step, and return its texts and the rids to stop."""
     result = detokenizer.process(TokenBatch(items=list(items)))
     return result.batch.items, [s.rid for s in result.stops]
 
@@ -115,7 +115,7 @@ def test_a_stop_string_cuts_text_tokens_and_logprobs():
 
 
 def stops_at(text, stop, min_tokens, size=1):
-    """Output and how many of its tokens it took; ``size`` tokens an item."""
+    """Return the output, and how many of its tokens it took. Items have ``size`` tokens."""
     d, shown, count = make_detokenizer(), "", 0
     init = make_init(stop)
     init.min_tokens = min_tokens

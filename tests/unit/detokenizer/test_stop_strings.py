@@ -25,7 +25,7 @@ def run(stop, pieces):
 
 
 def naive(text, stop):
-    """The stop string that ends first, of these the longest."""
+    """Return the text before the stop string that ends first, and of these the longest."""
     for end in range(1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:

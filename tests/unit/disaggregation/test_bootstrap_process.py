@@ -57,7 +57,7 @@ def wait_until(condition):
 
 
 def child_command(run_dir, port):
-    """What the supervisor would start."""
+    """Return the command that the supervisor would start."""
     options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
     spec = run_dir / "bootstrap.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options, SECRET)))
@@ -287,7 +287,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
         thread.start()
         keeper = LeaseKeeper(make_registration("a", ttl=0.15), "127.0.0.1", lambda: server.server_port, SECRET)
         keeper.start()
-        # Before the first answer it is lost as well, and nobody knows why.
+        # Before the first answer the registration counts as lost as well, without a known reason.
         wait_until(lambda: f"HTTP status {status}" in (keeper.lost(time.monotonic()) or ""))
         wait_until(lambda: keeper.lost(time.monotonic()) is None and len(asked) > 6)
         keeper.stop()

@@ -1,5 +1,6 @@
-"""An instance's control port and its peers, with real sockets and no scheduler: who becomes a peer, by whom it is
-dialled, what a turn reads, what is kept.
+"""An instance's control port and its peers, with real sockets and no scheduler.
+
+The tests show which connections become peers, which instance dials, what a tick reads, and what is kept.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ class Port(Side):
         self.sockets = []
 
     def socket(self, **how):
-        """A stranger's."""
+        """Open a stranger's connection to the port."""
         self.sockets.append(ControlSocket(self.port.port, **how))
         return self.sockets[-1]
 
     def dialled(self):
-        """Another's control port, which has dialled this one."""
+        """Open another instance's control port, which dials this one."""
         self.sockets.append(Dialled("127.0.0.1", self.port.port))
         return self.sockets[-1]
 
     def answer(self, socket):
-        """What the port says next, heartbeats and its own Hello apart."""
+        """Return the next messages of the port without heartbeats and its own Hello."""
         while True:
             self.until(lambda: socket.poll(0))
             said = msgspec.msgpack.decode(socket.recv(), type=list[PeerMessage])
@@ -73,7 +74,7 @@ def port():
 
 
 def hello(sender="D", metadata=b"of D, with its secret", link=1, *, invite=True, **changes):
-    """It is followed by the request to be given KV."""
+    """Return the frame of a Hello, followed by the request to be given KV unless ``invite`` is False."""
     fields = {"version": PROTOCOL_VERSION, "fingerprint": "f", "layout": LAYOUT, "backend": "tcp", **changes}
     said = [Hello("P", sender, link, metadata=metadata, **fields), Invite("P", metadata)]
     return encode(said if invite else said[:1])
@@ -135,7 +136,7 @@ def test_the_same_instance_may_connect_anew(port):
     port.turn()
     second = port.links("D")[-1]
     assert second != first
-    port.peers.on_event(PeerLinkDown("D", first), port.now)  # said twice, it harms nobody
+    port.peers.on_event(PeerLinkDown("D", first), port.now)  # repeated, it does no harm
     port.peers.on_event(PeerConnected("D", first), port.now)
     port.peers.on_event(PeerConnected("D", second), port.now)
     assert port.answer(again) == [Welcome("D")]
@@ -156,7 +157,7 @@ def test_one_peer_too_many_is_refused_with_the_reason(port, monkeypatch):
 
 
 def harmless(port, stranger, data):
-    """One refusal, and nothing else, comes of ``data``."""
+    """Assert that ``data`` causes one refusal, and nothing else."""
     honest = port.socket()
     connect(port, honest)
     told = list(port.told)
@@ -299,21 +300,21 @@ def test_a_peer_whose_connection_ends_is_gone_at_once(port):
 
 
 def arrived(port):
-    """The next frame, without anybody acting on it."""
+    """Return the next frame, without acting on it."""
     frames = []
     wait_until(lambda: frames.append(port.port.recv()) or frames[-1], LIMIT, "a frame has come")
     return frames[-1]
 
 
 def heard(client):
-    """The next frame at the dialling end; raises ``UndeclaredMessage``."""
+    """Return the next frame at the dialling end. Raises ``UndeclaredMessage``."""
     frames = []
     wait_until(lambda: frames.append(client.recv()) or frames[-1] is not None, LIMIT, "the client has it")
     return frames[-1]
 
 
 def over(client):
-    """Why the connection is over, once everything was read."""
+    """Return why the connection is over, once everything was read."""
     return client.recv() is None and client.ended
 
 

@@ -1,4 +1,4 @@
-"""Control connections under a cluster secret: who has it, who has another, who only listens."""
+"""Control connections under a cluster secret: with the right one, with another, and as a mere listener."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEAT = [Heartbeat("P")]
 
 @contextlib.contextmanager
 def two(listening, dialling):
-    """A control port, and one that has dialled it, with these keys."""
+    """Yield a control port, and one that has dialled it, with these keys."""
     port = ControlPort("127.0.0.1", keys=listening)
     client = Dialled("127.0.0.1", port.port, dialling)
     try:
@@ -38,7 +38,7 @@ def two(listening, dialling):
 
 
 def exchange(port, client):
-    """A frame there and one back; the reason where there is no way."""
+    """Send a frame there and one back. Returns the reason if the connection ends instead."""
     client.send(BEAT)
     frames = []
 
@@ -115,7 +115,7 @@ def test_nothing_that_is_said_can_be_read_on_the_way():
 
 
 def replay(said: bytes) -> None:
-    """What was overheard, said again to the same kind of port: nothing of it is taken."""
+    """Send an overheard conversation again to the same kind of port: nothing of it is accepted."""
     with contextlib.closing(ControlPort("127.0.0.1", keys=[OLD])) as port:
         stranger = ControlSocket(port.port, greet=False)
         stranger.send_bytes(said)
@@ -170,7 +170,7 @@ def test_a_sealed_frame_may_be_as_long_as_one_that_is_not(more, caplog):
         stranger.send_bytes(ConnectionCipher([OLD], dialled=True).greeting + LENGTH.pack(announced) + b"x" * announced)
         wait_until(lambda: not port.recv() and stranger.has_ended(), LIMIT, "it is hung up on")
         stranger.close()
-    # Of the right length it is read, and then found to be sealed by nobody.
+    # With the right length it is read, and then found not to be sealed by this key.
     assert ("another cluster secret" in caplog.text, f"announced a frame of {announced}" in caplog.text) == (
         (True, False) if not more else (False, True)
     )

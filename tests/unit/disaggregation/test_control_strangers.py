@@ -1,4 +1,4 @@
-"""Strangers at a control port, and peers that misbehave: what they cost, and whom they can't harm."""
+"""Strangers at a control port, and peers that misbehave: what they cost, and which connections stay unharmed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def connect(server):
 
 
 def turn(server):
-    """Everything that one turn reads."""
+    """Return everything that one tick reads."""
     return list(iter(server.recv, None))
 
 
@@ -63,7 +63,7 @@ def until(server, condition, what="it has come to pass"):
 
 
 def first(server):
-    """The next frame."""
+    """Return the next frame."""
     frames = []
     wait_until(lambda: frames.append(server.recv()) or frames[-1], LIMIT, "a frame has come")
     return frames[-1]

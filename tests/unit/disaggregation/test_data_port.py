@@ -53,7 +53,7 @@ class Node:
         self.events += self.backend.progress(0.001)
 
     def stranger(self):
-        """A connection to this node."""
+        """Open a connection to this node."""
         if self.offer.backend == "tcp":
             return socket.create_connection((self.offer.place, self.offer.port), LIMIT)
         sock = socket.socket(socket.AF_UNIX)
@@ -101,7 +101,7 @@ def reset(sock):
 
 
 def assert_serves(make_node, node, kind):
-    """An honest writer comes in."""
+    """Assert that an honest writer can connect."""
     writer = make_node(kind, f"W{time.monotonic_ns()}")
     writer.backend.connect(node.offer.epoch, node.metadata)
     until((writer, node), lambda: writer.events, "an answer")
@@ -122,7 +122,7 @@ def test_a_greeting_with_a_reset_behind_it_harms_nobody(make_node, kind, good_se
 
 
 class BrokenPipe:
-    """A socket whose every call but reading fails, as one that was reset in that very moment."""
+    """A socket on which every call but reading fails, as if it had been reset at that moment."""
 
     def __init__(self, sock):
         self._sock = sock
@@ -280,7 +280,7 @@ def test_greetings_that_are_none(make_node, kind, body):
 
 
 def batch(number, *pages, room=1):
-    """The head of a batch, of whole pages."""
+    """Return the head of a batch of whole pages."""
     return BATCH.pack(number, room, 1, 0, 0, 1, len(pages)) + np.array(pages, dtype="<i4").tobytes()
 
 
@@ -330,7 +330,7 @@ def test_a_writer_that_reads_no_answers_is_dropped(make_node, monkeypatch):
 
 
 def shrunk(accepted):
-    """Connections with little room for answers."""
+    """Wrap ``accepted`` so that connections have little room for answers."""
 
     def wrap(self, sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
@@ -365,7 +365,7 @@ def pages(*numbers):
 
 @pytest.fixture
 def linked(make_node):
-    """A writer whose hand-over 1 may write pages 2 and 3 of a receiver over tcp."""
+    """Make a writer and a receiver over tcp. Hand-over 1 may write pages 2 and 3."""
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2, stall_seconds=0.5)
     writer.backend.connect("D", receiver.metadata)
     until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
@@ -379,7 +379,7 @@ def test_granted_pages_are_written_and_no_others(linked):
     good = writer.backend.write(write_of([1, 1], [2, 3]))
     until(linked, lambda: good.state is WriteState.DONE, "it has landed")
     assert (receiver.pool.reshape(PAGES, PAGE)[2:4] == 1).all()
-    bad = writer.backend.write(write_of([1, 1], [3, 4]))  # 4 is nobody's
+    bad = writer.backend.write(write_of([1, 1], [3, 4]))  # 4 is not granted
     until(linked, lambda: bad.state is WriteState.FAILED, "it was given up")
     until(linked, lambda: any(isinstance(e, LinkDown) for e in receiver.events), "the link is down")
     assert "was not asked for" in receiver.events[-1].reason
@@ -444,7 +444,7 @@ def test_a_peer_that_dies_while_it_waits_for_a_grant_costs_no_time_of_others(lin
 
 @pytest.mark.parametrize("how", ["half", "all but a byte"])
 def test_revoking_ends_who_is_in_the_middle_of_writing(linked, how):
-    """The pages are somebody else's from now on."""
+    """The pages belong to another request from now on."""
     writer, receiver = linked
     (link,) = writer.backend._links
     raw = link.stream.sock

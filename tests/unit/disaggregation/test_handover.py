@@ -232,7 +232,7 @@ def test_random_handovers(seed, pool, chunk, radix, faults, interval, window):
         if faults and rng.random() < 0.08:
             cut.update(expected)
             pair.lose_link()
-            for _ in range(rng.randrange(6)):  # pages still on their way land in pages that nobody may have yet
+            for _ in range(rng.randrange(6)):  # pages still on their way land in pages that are not free yet
                 copies = [m for m in pair.moves() if "lambda" in str(m)]
                 if copies:
                     rng.choice(copies)()

@@ -147,7 +147,7 @@ def test_more_pages_than_there_is_memory_for_land_and_are_checked(make_pair, sta
 
 
 def swapped(slices):
-    """The first two of a group have each other's place."""
+    """Swap the places of the first two slices of group 0."""
     one, other = [piece for piece in slices if piece.group == 0 and piece.count == SLOTS][:2]
     moved = {one.first: other.first, other.first: one.first}
     kept = [piece for piece in slices if piece not in (one, other)]
@@ -263,7 +263,7 @@ def test_a_send_that_is_cancelled_gives_its_slots_back_when_nothing_reads_them(m
 
 
 class Crowd:
-    """D, whose only slab Q has, of whose two pages (2 and 3) one has come; and P, which waits for it."""
+    """D has one slab, which Q uses; one of its two pages (2 and 3) has come. P waits for the slab."""
 
     def __init__(self, kind: str) -> None:
         layout = layout_of()

@@ -90,7 +90,7 @@ def test_a_write_that_fails_ends_the_link_on_both_sides_and_its_rooms(pair, what
     writer, owner = pair
     setattr(writer.library, what, True)
     send(writer)
-    assert writer.next() == PeerLinkDown("D", 1)  # first, so that whoever hears of the room knows
+    assert writer.next() == PeerLinkDown("D", 1)  # first, so that it is known when the room ends
     ended = writer.next()
     assert isinstance(ended, SendEnded)
     assert why in ended.error

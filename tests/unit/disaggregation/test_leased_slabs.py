@@ -1,4 +1,4 @@
-"""Slabs that a library fills: whose turn it is, what comes back, and what no honest end of a lease says."""
+"""Slabs that a library fills: their order, what comes back, and what no honest end of a lease sends."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_who_waits_for_a_slab_gets_it_when_another_is_done_with_it(start, how):
     assert one.next().error is None
     assert (owner.pool[4:7] == ord("P")).all()
     if how == "it goes on":
-        # Two pages of each, and only then one of each: nobody had the slab twice while another waited.
+        # Two pages of each, and only then one of each: no writer had the slab twice while another waited.
         assert owner.group.staging.device.writes == [2 * PAGE, 2 * PAGE, PAGE, PAGE]
     assert held(owner.engine) == held(one.engine) == held(other.engine) == 0
 

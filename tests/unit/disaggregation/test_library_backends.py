@@ -1,4 +1,4 @@
-"""Backends whose bytes are moved by libraries, between real processes that die, hang, come back and are cut off."""
+"""Backends that move bytes by libraries, between real processes that die, hang, come back and are cut off."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def send(room, src, dst, *, last=True, peer="D"):
 
 
 def write_for_ever(writer, epoch="D"):
-    """Rooms of all pages, one behind the other, until something goes wrong; wait for the first."""
+    """Write rooms of all pages, one after the other, until something goes wrong. Returns after the first room."""
     first = threading.Event()
 
     def run():
@@ -89,7 +89,7 @@ def write_for_ever(writer, epoch="D"):
 
 
 def assert_untouched(owner, mark):
-    """Nothing is written any more, however long one looks."""
+    """Assert that nothing is written any more, for ``QUIET_SECONDS``."""
     owner.pool[:] = mark
     until = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < until:
@@ -203,7 +203,7 @@ def test_links_that_come_and_go_leave_nothing_behind(start):
     writer, owner = start("P"), start("D")
 
     def held():
-        """Descriptors and threads of both processes."""
+        """Return the numbers of descriptors and threads of both processes."""
         return [
             len(os.listdir(f"/proc/{child.process.pid}/{kind}")) for child in (writer, owner) for kind in ("fd", "task")
         ]

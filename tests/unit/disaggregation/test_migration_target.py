@@ -44,14 +44,14 @@ class Target(SimSide):
         super().cancel(req, reason)
 
     def offer(self, *, keep: bool = False, output: int = 2, kv_len: int = 0, **request: Any) -> None:
-        """The mover offers its request; this side looks at it."""
+        """Offer the mover's request to this side, which checks it."""
         msg = msgspec.structs.replace(make_generate("a", PROMPT), **request)
         running = RunningRequest(msg, pack_i32(OUTPUT[:output]), 8, 0.5)
         self.scheduler.now = self.now
         self.moves_in.on_offer(self.mover, MoveOffer("decode", ROOM, running, kv_len, keep), self.now)
 
     def commit(self, tokens: int = 1, **changes: Any) -> None:
-        """The request stands still at the mover, which has computed more ``tokens``."""
+        """Stop the request at the mover, which has computed ``tokens`` more."""
         more = pack_i32(OUTPUT[2 : 2 + tokens])
         commit = MoveCommit("decode", ROOM, more, 0, 0, 0.5, Timing())
         self.moves_in.on_commit(self.mover, msgspec.structs.replace(commit, **changes), self.now)

@@ -35,7 +35,7 @@ class Pair:
             self.world.step(self.rng.choice(ready))
 
     def ask(self) -> None:
-        """A request of two legs."""
+        """Submit a request of two legs."""
         self.rooms += 1
         rid, prompt = f"r{self.rooms}", [self.rooms, 2, 3, 4, 5]
         self.world.answers[rid] = reference_output(prompt, 4)
@@ -106,7 +106,7 @@ def test_who_comes_meanwhile_is_hung_up_on_and_not_for_good(seed: int) -> None:
     assert prefill.manager.membership.is_closed
     assert prefill.manager.info()["peers"] == []
     if (end := pair.world.ends.get(("d", rid))) is not None:
-        # Of who is away for now, and not of who can never be had.
+        # The error is that of an instance that is away for now, not of one that can never be reached.
         assert end.status == 503
     else:
         decode.abort(rid)

@@ -181,7 +181,7 @@ def test_a_refusal_ends_both_ends(sides):
 
 
 def test_who_asks_for_one_that_does_not_let_go_is_told_soon(sides):
-    """A frozen shm prefill holds our memory: nobody waits longer for its next link than for one that is dead."""
+    """A frozen shm prefill holds our memory. Waiting for its next link takes no longer than for a dead one."""
     a, b = sides
     first = a.ask_for(b)
     until(sides, lambda: first.readable)
@@ -275,7 +275,7 @@ def test_whatever_is_declared_for_a_hand_over_arrives(sides):
 
 
 def test_what_a_peer_may_not_send_is_dropped(sides):
-    """Only who was welcomed may ask, only who was asked may answer, and nobody in another's name."""
+    """A peer may ask only when welcomed, answer only when asked, and send nothing in another's name."""
     a, b = sides
     peer = a.ask_for(b)
     until(sides, lambda: peer.readable)
@@ -325,7 +325,7 @@ def test_a_stranger_is_not_asked_for_kv_in_the_name_of_another(sides, when, want
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
 def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides, how):
-    """One of two may be behind something that lets nobody in."""
+    """One of two may be behind something that rejects all connections."""
     a, b = sides
     with socket.create_server(("127.0.0.1", 0)) as silent:
         there = a.peers.peer_at("p", 1, a.now)

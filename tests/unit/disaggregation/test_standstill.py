@@ -35,7 +35,7 @@ class Steady(random.Random):
 
 
 def turns(pair: SimPair, count: int) -> None:
-    """Both loops go round, and nothing is computed or moved."""
+    """Run ``count`` ticks of both loops, without computing or moving anything."""
     for _ in range(count):
         while pair.to_prefill or pair.to_decode:
             if pair.to_prefill:
@@ -47,7 +47,7 @@ def turns(pair: SimPair, count: int) -> None:
 
 
 def begun(prompt: range) -> SimPair:
-    """A pair with a prompt of several pieces, of which the first is computed and nothing has landed."""
+    """Make a pair with a prompt of several pieces. The first is computed, and nothing has landed."""
     pair = SimPair(chunked_prefill_size=8)
     pair.submit("a", prompt, 1, max_new_tokens=4)
     turns(pair, 4)
@@ -198,7 +198,7 @@ class SlowLinks:
         self.began = self.campaign.world.now
 
     def submit(self, rid: str, length: int, output: int) -> None:
-        """Both legs: ``here`` computes the prompt, ``there`` goes on with it."""
+        """Submit both legs: ``here`` computes the prompt, ``there`` continues it."""
         prompt = [3 * i % 50 for i in range(length)]
         self.campaign.world.answers[rid] = reference_output(prompt, output)
         room = len(self.campaign.submitted)

@@ -65,7 +65,7 @@ def pump(nodes, until):
 
 
 def whole(src, dst):
-    """All layers of pages."""
+    """Make a write of all layers of pages."""
     return write_of(src, dst, (0, LAYERS))
 
 

@@ -157,7 +157,7 @@ def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
     parent.connect_child()
     parent.send(1, last=False)
     os.kill(parent.child.pid, signal.SIGKILL)
-    # In this order: whoever hears that the room failed must know already that the peer can't be relied on.
+    # In this order: when the failure of the room is reported, the peer must be known to be down.
     assert parent.next(timeout=limit(2)) == PeerLinkDown("child", 1)
     ended = parent.next(timeout=limit(2))
     assert isinstance(ended, SendEnded)

@@ -67,7 +67,7 @@ def test_a_failure_tells_how_to_play_it_again() -> None:
 
 
 def stops_working(monkeypatch) -> None:
-    """The worker does no step after the tenth."""
+    """Let the worker do no step after the tenth."""
     run, steps = Node.obey, Counter()
 
     def obey(node, message):
@@ -79,12 +79,12 @@ def stops_working(monkeypatch) -> None:
 
 
 def gives_nothing(monkeypatch) -> None:
-    """No request gets memory."""
+    """Give no request memory."""
     monkeypatch.setattr(KVMemory, "admit", lambda *args, **kwargs: False)
 
 
 def passes_the_first(monkeypatch) -> None:
-    """The first claim gets no memory while others do."""
+    """Give the first claim no memory while others get some."""
     admit = KVMemory.admit
     monkeypatch.setattr(
         KVMemory, "admit", lambda self, req, *args, **kwargs: req.rid != "r5" and admit(self, req, *args, **kwargs)
@@ -92,7 +92,7 @@ def passes_the_first(monkeypatch) -> None:
 
 
 def prefers_the_low(monkeypatch) -> None:
-    """Requests of low priority go first."""
+    """Let requests of low priority go first."""
     monkeypatch.setattr(WaitingQueue, "rank", lambda self, req: req.msg.priority)
 
 

@@ -22,7 +22,7 @@ def _no_measuring(monkeypatch):
 
 
 def answer(**changes) -> Answer:
-    """A good one, told in two events."""
+    """Make a correct answer of two events, with ``changes``."""
     good = {
         "question": QUESTION,
         "wanted": 4,

@@ -16,7 +16,7 @@ from pdserve.messages.requests import AbortReq
 
 @pytest.fixture
 def cycles() -> Iterator[Callable[[], Counter[type]]]:
-    """Returns the kinds of objects in cycles that nobody refers to any more."""
+    """Returns the kinds of objects in cycles that are unreachable."""
 
     def found() -> Counter[type]:
         gc.collect()
@@ -32,7 +32,10 @@ def cycles() -> Iterator[Callable[[], Counter[type]]]:
 
 
 def serve(sim: SimInstance, run: Callable[[], None]) -> None:
-    """Some end well, one is aborted, one fails, some are evicted, retracted or follow others. Then all is dropped."""
+    """Serve requests: some end well, one is aborted, one fails, some are evicted, retracted or follow others.
+
+    Then drop all.
+    """
     for i in range(12):
         sim.submit(f"r{i}", [5] * 16 + [j * (1 + i % 5) % 97 for j in range(14)], max_new_tokens=9)
         if i % 4 == 3:

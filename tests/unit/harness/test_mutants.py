@@ -85,7 +85,7 @@ def test_a_recording_says_which_tests_reach_a_mutant_the_cheapest_in_the_same_pr
     }
     for pid, tests in told.items():
         (windows / pid).write_text("".join(json.dumps(test) + "\n" for test in tests))
-    # 10 is a process of tests; 99 is one that a test started, nobody knows which.
+    # 10 is a process of tests. 99 was started by one of several tests.
     (tmp_path / "log").write_text("10 0 5.0\n10 0 9.5\n10 0 10.5\n99 0 8.5\n99 1 20.0\n")
     found = evaluate(windows, tmp_path / "log")
     assert found.reached == {0: ["quick", "slow", "other"], 1: []}

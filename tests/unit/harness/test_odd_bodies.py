@@ -151,7 +151,7 @@ async def test_a_router_passes_them_on_or_says_why(rig: Rig) -> None:
     ):
         for name, body in BODIES.items():
             answer = await client.post(path, content=body)
-            # Who knows no fields tells an object from what is none.
+            # A path that knows no fields still refuses a body that is no object.
             check(path, name, answer, may_mean_something=path in GENERATION_PATHS and name in OBJECTS)
             if path in GENERATION_PATHS and name not in OBJECTS:
                 assert answer.json()["error"]["message"] != "busy", (path, name)

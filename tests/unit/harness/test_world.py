@@ -85,7 +85,7 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None
 def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
     campaign = Campaign(3, modes, moves=100, outputs=LONG, window=window, **rules)
     campaign.run(200, rate=20.0)
-    assert campaign.moves["moved"] > 10  # 15 to 69, by who has memory when it is asked
+    assert campaign.moves["moved"] > 10  # 15 to 69, by which instance has memory when it is asked
     assert campaign.outcomes["finished"] > 250
 
 

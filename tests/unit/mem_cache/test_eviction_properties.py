@@ -1,6 +1,6 @@
-"""Which prefixes are evicted, under every policy, against a tree that searches all its leaves each time.
+"""Eviction under every policy, compared with a tree that searches all its leaves each time.
 
-The slow tree has its own nodes, counters and rules, written from what ``--radix-eviction-policy`` promises; after every
+The slow tree has its own nodes, counters and rules, written from what ``--radix-eviction-policy`` promises. After every
 step both must hold the same pages. It never joins nodes, so joining the pieces of a prompt must not change what goes.
 """
 
@@ -69,7 +69,7 @@ class SlowTree:
         return found[1:]
 
     def walk(self, pages, start=None):
-        """The nodes below ``start`` that hold the longest known prefix; the last one is cut where it ends."""
+        """Return the nodes below ``start`` that hold the longest known prefix. The last one is cut where it ends."""
         node, path = start or self.root, []
         while pages:
             child = next((c for c in node.children if c.pages[0] == pages[0]), None)
@@ -108,7 +108,7 @@ class SlowTree:
         return known
 
     def share(self, end, pages, priority, began):
-        """A request that holds the path to ``end`` has computed ``pages`` behind it; returns the new end."""
+        """Add ``pages`` after ``end``, computed by a request that holds the path there. Returns the new end."""
         path = self.walk(pages, end)
         known = sum(len(n.pages) for n in path)
         if known < len(pages):
@@ -130,7 +130,7 @@ class SlowTree:
         return path
 
     def pin(self, end, by, priority=-math.inf):
-        """``end``: the last node of a path, or None. Who lets go makes nothing dearer."""
+        """Pin the path to ``end`` (None: nothing) ``by`` times. Only a pin raises priorities."""
         node = end or self.root
         while node is not self.root:
             node.pins, node.priority = node.pins + by, max(node.priority, priority)
@@ -209,7 +209,7 @@ class Both:
         self.slow.clock += 1
 
     def share(self, which, pages):
-        """A running request computes more, page by page."""
+        """Let a running request compute more, page by page."""
         if not self.running:
             return
         r = self.running[which % len(self.running)]
@@ -227,7 +227,7 @@ class Both:
             r.end = self.slow.share(r.end, [page], r.hold.priority, r.began)
 
     def follow(self, which, length, stay):
-        """Another request finds what a running one has shared so far; it may end at once."""
+        """Let another request find what a running one has shared so far. It may end at once."""
         if self.running:
             self.hold(self.running[which % len(self.running)].pages[:length], -1)
             if not stay:

@@ -100,7 +100,7 @@ class Rig:
         return np.array([0] * self.rng.randrange(0, 12) + self.rng.choices(range(3), k=6), dtype=np.int32)
 
     def step(self):
-        """Something that a scheduler does; returns its name."""
+        """Do something that a scheduler does, and return its name."""
         what = self.rng.choice(["put", "put", "put", "match", "hold", "let_go", "evict", "condemn", "reset", "resize"])
         if what == "reset" and self.rng.random() < 0.6:
             what = "put"

@@ -2,9 +2,9 @@
 
 The KV of a position depends on its whole prefix, so the model notes for each slot the namespace and the prefix that was
 last written there. A wrong, stale or shared slot then shows as a wrong prefix. ``worker_rows`` follows the request
-table only through what the scheduler would send: slots allocated, prefixes hit, and ``Rewrite``. So it is with window
-pages, where there are any: ``worker_pages`` follows ``take_changes``, and each request must find in its window what was
-written for its own prefix.
+table only through what the scheduler would send: slots allocated, prefixes hit, and ``Rewrite``. If there are window
+pages, ``worker_pages`` follows ``take_changes``, and each request must find in its window what was written for its own
+prefix.
 """
 
 import math
@@ -86,7 +86,7 @@ class MemCacheMachine(RuleBasedStateMachine):
     # What a scheduler does, in parts.
 
     def write(self, req, slots):
-        """The request's next positions get ``slots`` and their KV."""
+        """Give the request's next positions ``slots`` and their KV."""
         hold, start = req.hold, req.hold.kv_len
         self.table.table[hold.row, start : start + len(slots)] = slots
         hold.kv_len += len(slots)
@@ -103,11 +103,11 @@ class MemCacheMachine(RuleBasedStateMachine):
                 self.window_written[self.window_slot(slot)] = self.written[int(slot)]
 
     def window_slot(self, slot):
-        """Where the worker keeps what windowed layers keep of the token in ``slot``."""
+        """Return where the worker keeps the windowed layers' KV of the token in ``slot``."""
         return int(self.worker_pages[slot // self.page_size]) * self.page_size + int(slot) % self.page_size
 
     def is_usable(self, prefix, tree):
-        """Whether all that the token behind a cached ``prefix`` sees is there."""
+        """Return whether all that the token after a cached ``prefix`` sees is there."""
         if self.windows is None:
             return True
         namespace, tokens = prefix
@@ -142,7 +142,7 @@ class MemCacheMachine(RuleBasedStateMachine):
             self.write(req, slots)
 
     def tree(self):
-        """The cached page-aligned prefixes with the slots of their last page, read from the nodes."""
+        """Read the cached page-aligned prefixes with the slots of their last page from the nodes."""
         found = {}
         paths = {self.root: ()}
         for node, edge, child in findable(self.cache, self.root) if self.keep else ():
@@ -156,7 +156,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         return found
 
     def pinned_by(self, req):
-        """What a request pins of what can be found."""
+        """Return the findable prefixes that a request pins."""
         return self.aligned_prefixes(req.tokens[: min(req.hold.cached_len, req.hidden_from)], req.hold.extra_key)
 
     def pinned(self):
@@ -164,16 +164,16 @@ class MemCacheMachine(RuleBasedStateMachine):
         return set().union(*(self.pinned_by(r) for r in self.reqs))
 
     def pinned_pages(self):
-        """The pages that requests share, findable or not."""
+        """Return the pages that requests share, findable or not."""
         return {slot // self.page_size for r in self.reqs for slot in r.worker_row[: r.hold.cached_len]}
 
     def within(self, slots):
-        """How many of ``slots`` come before the first that the pool no longer has."""
+        """Return how many of ``slots`` come before the first that the pool no longer has."""
         beyond = (i for i, slot in enumerate(slots) if slot // self.page_size > self.allocator.num_pages)
         return next(beyond, len(slots))
 
     def lose(self, lost):
-        """These prefixes are condemned or withdrawn: what requests pin of them stays, and is not found."""
+        """Condemn or withdraw these prefixes: what requests pin of them stays, and is not found."""
         for req in self.reqs:
             if mine := self.pinned_by(req) & lost:
                 req.hidden_from = min(len(prefix) for _, prefix in mine) - self.page_size
@@ -181,7 +181,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         self.proven &= self.cached
 
     def share(self, req, tokens, cache_req):
-        """``cache_req`` gives the cache what is computed of ``tokens``."""
+        """Give the cache what is computed of ``tokens`` by ``cache_req``."""
         if req.hidden_from == math.inf:
             start = req.hold.cached_len
             shared = start + self.within(req.worker_row[start : len(tokens)])
@@ -272,7 +272,7 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, extra_key=namespaces)
     def offer(self, tokens, extra_key):
-        """Pages come from elsewhere, not from a request of ours."""
+        """Insert pages that come from elsewhere, not from a request of ours."""
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
         slots = self.allocator.alloc_extend(0, len(tokens), 0)
         if slots is None:
@@ -301,7 +301,10 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @rule(req=running, everybody=st.booleans())
     def sample(self, req, everybody):
-        """All that the request has computed has given it a token. Others hear of it when it ends, or is asked."""
+        """Note that all that the request has computed has given it a token.
+
+        Other requests get the proof when it ends, or now if ``everybody``.
+        """
         if req in self.reqs:
             req.hold.proven = req.hold.kv_len
             if everybody:

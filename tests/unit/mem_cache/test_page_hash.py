@@ -17,7 +17,7 @@ from pdserve.scheduler.req import Req, ReqState, Route
 
 SEED = b"\1" * 16
 PAGE, REST = [65, 66, 67, 68], [10, 11, 12, 13]
-"""A page whose bytes are UTF-8, which a client can give as a namespace."""
+"""A page with bytes that are UTF-8, which a client can give as a namespace."""
 
 
 def hashes(tokens: list[int], page_size: int, namespace: str) -> list[bytes]:
@@ -93,7 +93,7 @@ def test_a_namespace_is_no_page(page_size: int) -> None:
 
 
 def test_another_clients_namespace_does_not_answer_a_prompt() -> None:
-    """Host memory is asked by names: who could give a page another one's name would be believed."""
+    """Host memory is looked up by names: a client that could give a page another one's name would get its KV."""
     options = make_options(page_size=4, max_total_tokens=256, chunked_prefill_size=64, enable_hierarchical_cache=True)
     sim = Tiered(options, host_pages=64)
     sim.add_tiers(64, None)

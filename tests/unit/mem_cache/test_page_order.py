@@ -48,13 +48,13 @@ latent_layouts = st.builds(
 
 
 def width(layout: KVLayout) -> int:
-    """Bytes of a head of a token."""
+    """Return the bytes of a head of a token."""
     group = layout.groups[0]
     return group.head_dim * ITEM[group.dtype] + (0 if group.scale_dtype is None else 4)
 
 
 def random_page(layout: KVLayout, seed: int) -> np.ndarray[Any, Any]:
-    """Any bits at all: NaN, denormals and what nobody has written must pass as well."""
+    """Return a page of any bits at all: NaN, denormals and invalid values must pass as well."""
     return np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
 
 
@@ -63,7 +63,7 @@ def other(order: KVOrder) -> KVOrder:
 
 
 def place_in_blocks(layout: KVLayout, part: int, slot: int, head: int) -> tuple[list[int], int]:
-    """Where kv_blocks.h puts the elements of a slot's head, and its scale, in bytes from the layer's begin."""
+    """Return where kv_blocks.h puts the elements of a slot's head, and its scale, in bytes from the layer's begin."""
     size, dim, item = layout.page_size, layout.groups[0].head_dim, ITEM[layout.groups[0].dtype]
     slots, group = min(size, 16), 1 if item == 4 else 2
     block, s = ((part * layout.groups[0].kv_heads + head) * size + slot // slots * slots) * width(layout), slot % slots
@@ -136,7 +136,7 @@ def test_a_range_of_heads_lies_in_one_piece_in_blocks(layout: KVLayout, seed: in
 
 
 def change(layout: KVLayout, **fields: Any) -> KVLayout:
-    """Another one, which differs in these of the layout's fields, or of its groups'."""
+    """Return the layout with these of its fields changed, or of its groups' fields."""
     group = {name: fields.pop(name) for name in list(fields) if name in KVGroup.__struct_fields__}
     groups = tuple(msgspec.structs.replace(old, **group) for old in layout.groups)
     return msgspec.structs.replace(layout, groups=groups, **fields)
@@ -154,7 +154,7 @@ def test_which_layouts_can_be_exchanged() -> None:
     int8 = make(16, 2, 2, 16, "int8", "tokens")
     assert can_exchange(int8, change(int8, order="blocks"))
     assert not can_exchange(int8, change(int8, dtype="float8_e4m3fn"))
-    # Nobody knows other orders of these; equal ones need no converter.
+    # No other orders of these exist; equal ones need no converter.
     changes: list[dict[str, Any]] = [
         {"dtype": "int64"},
         {"page_size": 24},

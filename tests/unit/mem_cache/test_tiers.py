@@ -94,7 +94,7 @@ def test_a_request_waits_for_the_store_as_long_as_its_policy_says(monkeypatch):
             sim.now += 0.05
             sim.work()
         waits[policy] = sim.now - begun
-        # It is served without: nobody has asked the store as yet.
+        # It is served without: the store has not been asked as yet.
         assert sim.tokens["r"] == reference_output(prompt(1), 4)
         assert sim.ends["r"].meta.cached_tokens == 0
         sim.settle()
@@ -111,7 +111,7 @@ def test_a_dead_store_is_left_alone_and_asked_again_later():
     assert sim.tiers.store.problem(sim.now).endswith("without it: dead")
     sim.store.dead = False
     sim.now += 100
-    # Nobody asks for anything: what it could not take before is given to it as well.
+    # Without any request, what it could not take before is given to it as well.
     sim.settle()
     assert len(sim.store.kept) > 50
     assert sim.tiers.store.state.breaker == "closed"
@@ -165,7 +165,7 @@ def test_what_comes_due_behind_a_turn_is_no_reason_to_sleep():
 def test_a_store_that_owes_an_answer_is_asked_nothing_more_and_said_to():
     sim = TieredSim(200)
     sim.submit("r", prompt(1), max_new_tokens=4)
-    while "r" not in sim.ends:  # nobody serves the store
+    while "r" not in sim.ends:  # the store is not served
         sim.plan()
         sim.work()
         sim.now += 0.1

@@ -1,4 +1,6 @@
-"""Layers with a window give back what lies behind it, and nobody misses it; the simulated worker looks (``sim.py``)."""
+"""Layers with a window give back what lies before it, and no token needs it; the simulated worker checks
+(``sim.py``).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def make_sim(window: SimWindow, **changes) -> SimInstance:
 
 
 def run(sim: SimInstance, rid: str, tokens: list[int], max_new_tokens: int = 8, **kwargs) -> int:
-    """To its end; returns how many tokens were found cached."""
+    """Run a request to its end, and return how many tokens were found cached."""
     sim.submit(rid, tokens, max_new_tokens=max_new_tokens, **kwargs)
     sim.run_until_idle()
     assert sim.tokens[rid] == reference_output(tokens, max_new_tokens)
@@ -89,7 +91,7 @@ def test_a_prefix_is_found_as_far_as_the_window_before_it_is_there():
     cached = sim.scheduler.memory.pool.usage()["cached"]
     assert run(sim, "c", prompt(40)) == 0
     assert sim.scheduler.memory.pool.usage()["cached"] == cached
-    # Who computed it again left its window pages to what was cached.
+    # The request that computed it again left its window pages to what was cached.
     assert run(sim, "d", prompt(40)) == 36
 
 
@@ -149,7 +151,7 @@ def test_a_window_that_is_kept_stays_where_the_request_moves_on():
     pages.let_go(moving)
     pages._leave(moving, i32(1, 2, 3, 4))
     assert pages.growable([moving], [24]) == [True]
-    # What has left is had again as long as nobody else has taken it.
+    # What has left can be had again as long as no other request has taken it.
     assert pages.keep(moving, row(1, 2, 3, 4, 5, 6), 3)
     pages.let_go(moving)
     pages._leave(moving, i32(4))
@@ -216,7 +218,7 @@ def test_the_longest_idle_goes_first_and_no_used_one_ever():
 
 
 def a_page_too_early(patch: Patch) -> None:
-    """A request lets go of a page of which the next token still sees something."""
+    """Let a request give back a page of which the next token still sees something."""
     original = WindowPages._first_page
     patch.setattr(WindowPages, "_first_page", lambda self, position: original(self, position + self.page_size))
     # What it lets go of is overwritten at once, as when pages are short.
@@ -231,12 +233,12 @@ def a_page_too_early(patch: Patch) -> None:
 
 
 def a_match_whose_window_is_gone(patch: Patch) -> None:
-    """Whatever full pages are cached is taken for a match."""
+    """Take whatever full pages are cached for a match."""
     patch.setattr(window_pages, "_usable", lambda missing, reach: len(missing))
 
 
 def a_shared_page_goes_with_its_first_user(patch: Patch) -> None:
-    """A request that moves on gives back what another one sees."""
+    """Let a request that moves on give back what another one sees."""
     original = WindowPages._leave
 
     def leave(self, span, pages):

@@ -72,7 +72,7 @@ def test_honest_frames_come_through(codec):
 
 
 class Awkward(Message):
-    """A message whose own check fails in ways that msgspec does not turn into its errors."""
+    """A message with a check of its own that fails in ways that msgspec does not turn into its errors."""
 
     kind: int
 
@@ -222,7 +222,7 @@ def test_what_is_sent_stays_within_the_receivers_limits():
 
 
 def logprobs(body: bytes, count: int) -> bytes:
-    """A frame with a ``FirstToken`` whose list of prompt log-probabilities is ``body``."""
+    """Return a frame of a ``FirstToken`` with ``body`` as its list of prompt log-probabilities."""
     first = FirstToken("e" * 128, LONGEST, 5, 0, Timing(), None, [])
     before, name, after = encode([first]).partition(b"input_logprobs")
     return before + name + b"\xdd" + count.to_bytes(4, "big") + body + after[1:]

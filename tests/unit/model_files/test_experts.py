@@ -61,7 +61,7 @@ def draw(tokens: int = TOKENS) -> Tensor:
 
 
 def chosen_in_python(spec: ExpertsSpec, scores: list[float], biases: list[float]) -> list[int]:
-    """One token's experts, best first, by sorting lists."""
+    """Return one token's experts, best first, by sorting lists."""
     wanted = [score + bias for score, bias in zip(scores, biases, strict=True)]
     size = spec.count // spec.groups
     groups = [wanted[i * size : (i + 1) * size] for i in range(spec.groups)]
@@ -72,7 +72,7 @@ def chosen_in_python(spec: ExpertsSpec, scores: list[float], biases: list[float]
 
 
 def computed_in_float64(experts: Experts, x: Tensor) -> Tensor:
-    """Token by token, expert by expert."""
+    """Compute the experts in float64, token by token and expert by expert."""
     spec, weights = experts.spec, {k: v.double() for k, v in experts.weights("x").items()}
 
     def network(name: str, of: MLPSpec | ExpertsSpec, token: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ ROUTER = {"gate.weight": "router.weight", "gate.e_score_correction_bias": "route
 
 
 def fill(experts: Experts, state: dict[str, Tensor]) -> None:
-    """What transformers' class has, without a loader."""
+    """Fill the weights from the state of transformers' class, without a loader."""
     views = experts.weights("x")
     is_gpt_oss = "router.weight" in state
     for name, values in state.items():

@@ -44,7 +44,7 @@ LAYER = "model.layers.1.mlp.experts"
 
 
 def load(source: ModelSource) -> tuple[ModelSpec, dict[str, Tensor], str]:
-    """The model, its weights by our names, and its fingerprint."""
+    """Return the model's spec, its weights by our names, and its fingerprint."""
     spec = read_spec(source)
     weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
     samples = load_model_weights(weights, source, spec, "auto", 0)
@@ -83,7 +83,7 @@ def test_experts_one_by_one_and_all_in_one_tensor(name: str, tmp_path: Path) -> 
 
 
 def with_mxfp4(tensors: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
-    """Random blocks in the place of the experts' weights; gives these as transformers dequantises them."""
+    """Put random blocks in the place of the experts' weights. Returns them as transformers dequantises them."""
     generator = torch.Generator().manual_seed(seed)
     floats = {}
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -97,7 +97,7 @@ def with_mxfp4(tensors: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
 
 
 def quantised(source: ModelSource) -> ModelSource:
-    """As published: the config says so."""
+    """Declare the quantisation in the config, as published checkpoints do."""
     file = source.path / "config.json"
     raw = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     file.write_text(json.dumps(raw))
@@ -223,7 +223,7 @@ def test_gguf_of_another_converter(tmp_path: Path) -> None:
 
 
 def changed(path: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
-    """A copy of a GGUF of plain numbers."""
+    """Copy a GGUF of plain numbers with ``change`` applied to its tensors."""
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     change(tensors)

@@ -54,7 +54,7 @@ def make_reference(spec: ModelSpec) -> LlamaForCausalLM:
 
 
 def run(runner: LoadedModel, tokens: list[int], start: int) -> torch.Tensor:
-    """Logits of ``tokens``, behind ``start`` earlier ones of the only row, whose slots begin at page 1."""
+    """Return the logits of ``tokens`` after ``start`` earlier ones of the only row. Its slots begin at page 1."""
     count = len(tokens)
     positions = torch.arange(start, start + count)
     return runner.engine.forward(

@@ -103,7 +103,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def attention_with(change: str) -> Any:
-    """StableLM's eager attention, changed in a way that the interface does not tell."""
+    """Return StableLM's eager attention, changed in a way that the interface does not show."""
 
     def eager(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
         groups = query.shape[1] // key.shape[1]

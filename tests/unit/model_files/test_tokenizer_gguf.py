@@ -97,7 +97,7 @@ def test_smollm_facts(smollm):
 
 
 def write_gguf(path, *, model="gpt2", pre="gpt-2", merges=("a b",), types=None, **integers):
-    """A small vocabulary: all bytes, "ab", two control tokens and one user-defined."""
+    """Write a small vocabulary: all bytes, "ab", two control tokens and one user-defined."""
     tokens = [*byte_level_alphabet().values(), "ab", "<bos>", "<eos>", "<tool>"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)

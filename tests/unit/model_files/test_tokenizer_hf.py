@@ -13,7 +13,7 @@ from pdserve.server.options import ServerOptions
 
 
 def make_backend():
-    """All bytes, then <s> (256), </s> (257) and <|end|> (258); plain texts begin with <s>."""
+    """Make a tokenizer of all bytes, <s> (256), </s> (257) and <|end|> (258). Plain texts begin with <s>."""
     backend = Tokenizer(BPE({t: i for i, t in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -23,7 +23,7 @@ def make_backend():
 
 
 def make_folder(path, **files):
-    """``files``: name without .json → content."""
+    """Write a folder with a tokenizer and ``files``: name without .json → content."""
     make_backend().save(str(path / "tokenizer.json"))
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))

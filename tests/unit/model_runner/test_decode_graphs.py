@@ -76,7 +76,7 @@ def plain_steps(folder: Path) -> StepRunner:
 
 
 def random_steps(seed: int):
-    """Prompts, and decode steps of one to all rows, which want all kinds of sampling and log-probabilities."""
+    """Yield steps of prompts, and of one to all rows that decode, with all kinds of sampling and log-probabilities."""
     rng = random.Random(seed)
     lens: dict[int, int] = {}
     for step_id in range(30):

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def draw_row(tokens: int, seed: int) -> Row:
-    """Keys and queries with a few loud channels, as models have them; others in each head."""
+    """Draw keys and queries with a few loud channels, as models have them, others in each head."""
     draw = torch.Generator().manual_seed(seed)
     loud = torch.full((KV_HEADS, DIM), 0.15)
     for head in range(KV_HEADS):
@@ -65,7 +65,7 @@ class Table(Rows):
         self._next: list[Row] = []
 
     def attend(self, *entries: tuple[int, Row]) -> list[torch.Tensor]:
-        """What each entry's tokens come to, [T, H * D]; they stand behind what the row holds."""
+        """Return what each entry's tokens come to, [T, H * D]. They follow what the row holds."""
         self._next = [row for _, row in entries]
         out = self.forward(*((row, [0] * len(told.q)) for row, told in entries))
         return list(torch.split(out, [len(told.q) for _, told in entries]))
@@ -94,7 +94,7 @@ def dense_table() -> Table:
 
 
 def calibrated(row: Row) -> torch.Tensor:
-    """The channels [L, K, D] as ``row`` ranks them."""
+    """Return the channels [L, K, D] as ``row`` ranks them."""
     pool = MHATokenToKVPool(make_layout(KVShape(LAYERS, KV_HEADS, DIM), PAGE, torch.float32), 97, CPU)
     found = Magnitudes(TorchAttention([pool], torch.float32), (LAYERS, KV_HEADS, DIM), CPU)
     Table(found).attend((0, row))
@@ -115,14 +115,14 @@ def weights_of(row: Row, channels: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def chosen_of(row: Row, channels: LabelChannels, count: int) -> torch.Tensor:
-    """[K, G, T] bool, in float64."""
+    """Return the tokens that each head chooses, [K, G, T] bool, in float64."""
     scores = weights_of(row, channels.indices[1])
     scores[..., -RECENT_TOKENS:] = torch.inf
     return torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, scores.topk(count, -1).indices, True)
 
 
 def attended(row: Row, chosen: torch.Tensor) -> torch.Tensor:
-    """The last token's attention to ``chosen`` [K, G, T] alone, in float64: [H * D]."""
+    """Return the last token's attention to ``chosen`` [K, G, T] alone, in float64: [H * D]."""
     weights = weights_of(row) * chosen
     return (weights / weights.sum(-1, keepdim=True) @ row.v.double().transpose(0, 1)).flatten()
 

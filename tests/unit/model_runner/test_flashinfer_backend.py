@@ -1,5 +1,7 @@
-"""What FlashInfer is told, without a GPU: its wrappers are stood in for by ones that hold each call against the real
-signature and compute in torch what they were told; the outcome is held against the reference backend's.
+"""Calls of FlashInfer, without a GPU.
+
+Fake wrappers compare each call with the real signature and compute in torch what was asked for. The result is compared
+with the reference backend's.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def runs(monkeypatch):
 
 
 def both(pools, attentions, device=None):
-    """The reference, and FlashInfer."""
+    """Make the reference backend, and FlashInfer's."""
     needs = BackendNeeds(pools, torch.float32, None, device or RecordingDevice(), attentions, 5 * 512, 1)
     return make_attention_backend("torch", needs), make_attention_backend("flashinfer", needs)
 

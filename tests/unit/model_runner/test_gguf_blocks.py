@@ -32,7 +32,7 @@ except BuildError as error:
 SIZE = Size(hidden=256, inner=512, layers=2, heads=4, kv_heads=2, vocab=320)
 TOKENS = 40
 NEARLY_EXACT = 2e-4
-"""Noise of logits whose activations are rounded to 16 bits."""
+"""Noise of logits when activations are rounded to 16 bits."""
 MIXES = {
     "Q4_K_M": kinds_of("Q4_K_M", SIZE),
     # Queries, keys and values of three kinds, and a head of its own.
@@ -73,7 +73,7 @@ def write(path: Path, kinds: dict[str, Kind], size: Size = SIZE) -> Path:
 
 
 def run(runner: LoadedModel, tokens: int = TOKENS) -> torch.Tensor:
-    """All logits of a prompt."""
+    """Return all logits of a prompt."""
     page = runner.pools.layout.page_size
     table = torch.arange(64, dtype=torch.int32)[None] + page
     positions = torch.arange(tokens)
@@ -205,7 +205,7 @@ def test_only_what_is_needed_is_dequantised(tmp_path: Path, monkeypatch: pytest.
 def test_what_falls_back_says_so_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if there were no kernels for Q5_K, whose layers then have to be dense; and a gate of a kind of its own.
+    # As if there were no kernels for Q5_K, so that its layers have to be dense; and a gate of a kind of its own.
     monkeypatch.setattr(gguf_blocks, "FORMATS", {k: v for k, v in gguf_blocks.FORMATS.items() if k != Kind.Q5_K})
     path = write(tmp_path / "m.gguf", MIXES["every kind"] | {"blk.0.ffn_gate.weight": Kind.Q4_0})
     exact = run(make_runner(path, dtype="float32", attention_backend="torch"))

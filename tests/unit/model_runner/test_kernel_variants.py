@@ -48,7 +48,7 @@ def asked() -> Iterator[set[tuple[str, str]]]:
 def make_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, device: RecordingDevice | None = None, **options: object
 ) -> tuple[StepRunner, LoadedModel]:
-    """Steps by Triton's attention, operations and sampler, on a device whose memory is aligned as CUDA's."""
+    """Make steps by Triton's attention, operations and sampler, on a device that aligns memory as CUDA does."""
     device = device or RecordingDevice(PoisonedMemory(behind=0))
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
     monkeypatch.setattr(load, "choose_attention_backend", lambda *args: "triton")
@@ -74,13 +74,13 @@ class Unread(StepRunner):
 
 
 def start(steps: StepRunner, model: LoadedModel) -> None:
-    """As the worker does before it is ready."""
+    """Warm up as the worker does before it is ready."""
     warm_up(steps, ROWS, model.context_length, PAGE, every_variant=True)
     steps.capture_graphs()
 
 
 def draw_step(rng: random.Random, vocab: int = VOCAB) -> ForwardStep:
-    """Any number of prompts, pieces of prompts and decodes together, with all kinds of sampling."""
+    """Draw a step of any number of prompts, pieces of prompts and decodes together, with all kinds of sampling."""
     rows = rng.sample(range(ROWS), rng.choice([1, 1, 2, 3, rng.randint(1, ROWS)]))
     rng.shuffle(rows)
     lens = [rng.choice([1, rng.choice([2, 3, 16, rng.randint(2, 60)])]) for _ in rows]

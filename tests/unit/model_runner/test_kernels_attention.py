@@ -59,7 +59,7 @@ def make_case(
     q_lens: list[int],
     q_dtype: torch.dtype | None = None,
 ) -> Case:
-    """Random keys and values on random pages; every slot that no row maps holds NaN."""
+    """Make a case of random keys and values on random pages. Every slot that no row maps holds NaN."""
     q_dtype = q_dtype or (torch.float32 if dtype in BYTES else dtype)
     heads, kv_heads, dim = shape
     ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
@@ -82,7 +82,7 @@ def make_case(
 
 
 def forget(pool: MHATokenToKVPool) -> None:
-    """Put NaN everywhere: bytes whose bits are all set are NaN as scales, and but for int8 as elements."""
+    """Put NaN everywhere: bytes with all bits set are NaN as scales, and except for int8 as elements."""
     pool.data.fill_(0xFF if pool.is_quantized else float("nan"))
 
 
@@ -107,7 +107,7 @@ PLAIN = Rule()
 def attend(
     case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_gap: int = 0, rule: Rule = PLAIN
 ) -> Tensor:
-    """The kernel's answer, [T, H, D]."""
+    """Return the kernel's result, [T, H, D]."""
     from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     pool = in_order(case.pool, "blocks")
@@ -263,7 +263,7 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rule", [PLAIN, Rule(window=300)])
 def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int, rule: Rule) -> None:
-    """A context that is split along its keys, of an entry whose queries come in several blocks too."""
+    """A context that is split along its keys, and an entry with queries in several blocks, too."""
     torch.manual_seed(4)
     case = make_case((2 * group, 2, 32), dtype, 16, [600, 3, 300], [8, 1, 5])
     expected = attend(case, rule=rule)

@@ -25,7 +25,7 @@ class Compiler:
         self.works(False)
 
     def works(self, works: bool) -> None:
-        """Another version of it comes."""
+        """Install another version of the compiler, which works or not."""
         end = 'while [ "$1" != -o ]; do shift; done; : > "$2"' if works else "echo 'no such intrinsic' >&2; exit 1"
         self._path.write_text(f'#!/bin/sh\necho >> "{self._calls}"\n{end}\n')
         self._path.chmod(0o755)
@@ -36,7 +36,7 @@ class Compiler:
         return len(self._calls.read_text().splitlines())
 
     def touch(self) -> None:
-        """It was installed anew."""
+        """Change the file's time, as installing it again would."""
         os.utime(self._path, ns=(1, 1))
 
 

@@ -53,7 +53,10 @@ PASSES = (
 
 
 def save_model(folder: Path, name: str) -> Path:
-    """A tiny random model; heads of 64 rotate as they are projected, heads of 16 and normalised ones afterwards."""
+    """Save a tiny random model.
+
+    Heads of 64 rotate as they are projected, heads of 16 and normalised ones afterwards.
+    """
     torch.manual_seed(7)
     model = {
         "heads-64": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=64)),
@@ -76,7 +79,7 @@ def make_runner(folder: Path, backend: str, **options: object) -> LoadedModel:
 
 
 def request_table() -> torch.Tensor:
-    """Pages scattered over the pool, whole."""
+    """Make a request table of whole pages that are scattered over the pool."""
     pages = torch.randperm(ROWS * CONTEXT // PAGE, generator=torch.Generator().manual_seed(1)) + 1
     slots = pages[:, None] * PAGE + torch.arange(PAGE)
     return slots.view(ROWS, CONTEXT).to(torch.int32)

@@ -1,7 +1,7 @@
 """Mixtures of experts on the CPU engine, against the same written out in float64, and against themselves.
 
-Which experts a token goes through is a matter of yes or no: where float64 is all but undecided, what is computed in
-another type may choose otherwise, and such tokens are not compared.
+A token goes through an expert or not. If float64 is all but undecided, another type may choose otherwise. Such tokens
+are not compared.
 
 Shapes: T tokens, E experts, C chosen of them.
 """
@@ -90,7 +90,7 @@ SPECS = {
 
 
 def two_layers(experts: ExpertsSpec) -> ModelSpec:
-    """One as they mostly are, and one with norms behind and none before."""
+    """Make a model of two layers: a usual one, and one with norms after and none before."""
     other = layer(experts, before_mlp=None, after_mlp=NORM, residual_scale=0.6)
     return make_spec(layer(experts), other)
 
@@ -164,7 +164,7 @@ def test_what_is_chosen_by_no_numbers_counts_for_no_number(scoring: ExpertScorin
 
 
 def compare(model: Model, engine: Engine, found: Found, least: float, **options) -> tuple[Tensor, Tensor]:
-    """Logits of tokens whose experts were chosen by more than ``least``, and the exact ones."""
+    """Return the logits of tokens with experts chosen by more than ``least``, and the exact ones."""
     exact: Exact = compute_exactly(model, engine, list(found), **options)
     clear = exact.margin > least
     assert clear.float().mean() > 0.4
@@ -197,7 +197,7 @@ def test_bfloat16_is_near(name: str, threads: int) -> None:
 
 
 def round_to_16_bits(a: Tensor) -> Tensor:
-    """As the engine does by default."""
+    """Round to 16 bits as the engine does by default."""
     return round_activations(a, ActivationDType.INT16)
 
 

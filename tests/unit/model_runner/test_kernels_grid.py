@@ -58,7 +58,7 @@ def by_rows(tokens: int, threads: int) -> bool:
 
 
 def traffic_of(one: Product, row_groups: int) -> int:
-    """Each group of rows reads all the weights, once for each ``TILE_ROWS``."""
+    """Return the bytes that are read: each group of rows reads all the weights, once for each ``TILE_ROWS``."""
     bounds = [one.rows * i // row_groups for i in range(row_groups + 1)]
     times = sum(-(-(end - begin) // TILE_ROWS) for begin, end in itertools.pairwise(bounds))
     return int(times * one.panels * one.panel_bytes)
@@ -121,7 +121,9 @@ def test_each_number_of_threads_gives_the_same_bits_and_the_foreseen_traffic(tmp
 
 
 def foreseen(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, int]:
-    """Bytes of weights that a pass over ``save_model``'s layers, and the head for all tokens, should read."""
+    """Return the bytes of weights that a pass over ``save_model``'s layers, and the head for all tokens,
+    should read.
+    """
     level = choose_level()
     effort = 0.5 if level.name == "avx512bf16" and dtype == torch.bfloat16 else 2.0 if level.name == "avx2" else 1.0
     products = {

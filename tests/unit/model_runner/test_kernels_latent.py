@@ -40,7 +40,7 @@ class Case(NamedTuple):
 def make_case(
     shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, starts: list[int], q_lens: list[int]
 ) -> Case:
-    """Random rows on random pages; every slot that no request maps holds NaN."""
+    """Make a case of random rows on random pages. Every slot that no request maps holds NaN."""
     heads, dim, value_dim = shape
     torch.manual_seed(5)
     ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
@@ -62,7 +62,7 @@ def make_case(
 
 
 def attend(case: Case, threads: int = 1) -> Tensor:
-    """The kernel's answer, [T, H, V]."""
+    """Return the kernel's result, [T, H, V]."""
     from pdserve.model_runner.cpu_engine.attention import PagedAttention
 
     pool, (tokens, heads, _) = in_order(case.pool, "blocks"), case.q_THD.shape

@@ -1,4 +1,4 @@
-"""The C++ engine on latent attention: a token's logits are the same bits, whatever and whoever is beside it."""
+"""The C++ engine on latent attention: a token's logits are the same bits, in any company."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_logits_are_the_same_bits_in_any_company(folder: Path, dtype: str) -> No
 
 
 def in_chunks(harness: Harness, tokens: list[int], others: list[int]) -> Tensor:
-    """Logits of ``tokens``, a few at a time, and behind another row."""
+    """Return the logits of ``tokens``, a few at a time, and after another row."""
     found, begin = [], 0
     for size in (1, 2, 31, 7, 1, LENGTH):
         part = tokens[begin : begin + size]

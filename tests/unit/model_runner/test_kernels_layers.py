@@ -113,7 +113,7 @@ SPECS = {
 
 
 def random_spec(seed: int) -> ModelSpec:
-    """Any features together, and sizes that are no multiples of anything."""
+    """Draw a spec with any features together, and sizes that are no multiples of anything."""
     rng = random.Random(seed)
     kv_heads, dim = rng.randint(1, 3), rng.choice([16, 32, 48, 64, 96])
     heads, ropes = kv_heads * rng.randint(1, 4), rng.randint(1, 3)
@@ -177,7 +177,7 @@ class Model(NamedTuple):
 
 
 def make_model(spec: ModelSpec, dtype: torch.dtype, kinds: Kinds = (None, None)) -> Model:
-    """``kinds``: of the experts' blocks, see ``draw_experts``."""
+    """Draw a model's weights. ``kinds``: kinds of the experts' blocks, see ``draw_experts``."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
@@ -218,7 +218,7 @@ def make_model(spec: ModelSpec, dtype: torch.dtype, kinds: Kinds = (None, None))
 
 
 def angles_of(rope: RopeSpec, dim: int, positions: Tensor) -> Tensor:
-    """[T, dim / 2]; pairs beyond the rotated ones stay."""
+    """Return the angles [T, dim / 2]. Pairs beyond the rotated ones have the angle 0."""
     pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float64)
     frequencies = F.pad(rope.theta ** (-2 * pairs / rope.rotary_dim), (0, (dim - rope.rotary_dim) // 2))
     return positions[:, None].double() * frequencies
@@ -349,7 +349,7 @@ class Engine:
         return (positions * 31 + row * 7) % self._vocab
 
     def run(self, entries: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
-        """Logits [V] by row and position, of every token of one pass."""
+        """Return the logits [V] of every token of one pass, by row and position."""
         rows, starts, q_lens = (list(column) for column in zip(*entries, strict=True))
         positions = torch.cat([torch.arange(start, start + q_len) for _, start, q_len in entries])
         row_of_token = torch.repeat_interleave(torch.tensor(rows), torch.tensor(q_lens))

@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def random_rows(seed: int, rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, width], each row ``gap`` elements behind the one before it, of its own size and off zero."""
+    """Draw [rows, width], each row ``gap`` elements after the one before it, of its own size and off zero."""
     generator = torch.Generator().manual_seed(seed)
     scale, offset = (torch.randn(rows, 1, generator=generator) for _ in range(2))
     x = (torch.randn(rows, gap + width, generator=generator) + offset) * (4 * scale).exp()
@@ -152,7 +152,9 @@ def test_quantised_of_random_sizes_and_strides(
 
 
 def magnitude_of(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What the rounding of sums is in proportion to: with minima, more than the weights themselves say."""
+    """Return the magnitude that the rounding of sums is in proportion to. With minima it exceeds that of
+    the weights.
+    """
     return a.abs() @ weight.abs().T + a.abs().sum(-1, keepdim=True) * weight.abs().max()
 
 
@@ -206,7 +208,7 @@ def test_activations_too_small_to_round_are_zeros(activations: ActivationDType) 
 
 
 def round_activations(a: torch.Tensor, activations: ActivationDType) -> torch.Tensor:
-    """By runs of 32, ties to even; in float32 like the kernel, so that no tie falls the other way.
+    """Round activations by runs of 32, ties to even, in float32 like the kernel, so that no tie falls the other way.
 
     A Python number over a tensor would be its reciprocal times the number.
     """
@@ -332,8 +334,8 @@ def test_rope_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, half: 
     assert ((rope(x, cos, sin).double() - exact).abs() <= 1.01 * step * exact.abs() + 2e-7 * magnitude).all()
 
 
-# Each in float64, without differences of near numbers, and how far float32 may be from it: what the argument of a power
-# loses by its rounding, the power multiplies.
+# Each in float64, without differences of near numbers, and the tolerance of float32. A power multiplies the rounding of
+# its argument.
 FUNCTIONS: dict[Function, tuple[Callable[[Tensor], Tensor], float]] = {
     Function.SILU: (lambda x: x * torch.sigmoid(x), 1e-6),
     Function.GELU: (lambda x: x / 2 * torch.special.erfc(-x / math.sqrt(2)), 1e-6),

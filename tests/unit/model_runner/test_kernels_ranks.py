@@ -64,7 +64,7 @@ def taken(whole: Tensor, part: Slice | None) -> Tensor:
 
 
 def part_of(model: Model, own: Shard) -> Model:
-    """What a loader would give this rank."""
+    """Return the part of the model that a loader would give this rank."""
 
     def stacked(layer: int, kind: LinearKind, names: tuple[str, ...], sizes: list[int]) -> tuple[Tensor, Tensor | None]:
         weight, bias = model.layers[layer].linears[kind]
@@ -124,7 +124,7 @@ def make_ranks(model: Model, size: int, threads: int = 1, kv_dtype: torch.dtype 
 
 
 def run_all(ranks: list[Engine], entries: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
-    """Logits of rank 0, which every other one has as well."""
+    """Run all ranks, and return the logits of rank 0, which every other one has as well."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         results = list(threads.map(lambda engine: engine.run(entries), ranks))
     for result in results[1:]:
@@ -186,7 +186,7 @@ def test_a_pass_is_the_same_bits_each_time() -> None:
 
 
 class Cable:
-    """Carries between two hosts whose leads are threads of this process, as gloo would."""
+    """Connection between two hosts with leads that are threads of this process, as gloo would connect them."""
 
     def __init__(self) -> None:
         self.groups: list[NativeRanks] = []

@@ -101,7 +101,7 @@ def test_store_kv(make: Make, pool_dtype: torch.dtype, tokens: int, heads: int, 
 
 
 def close(actual: Tensor, exact: Tensor, tolerance: Tensor) -> None:
-    """``tolerance`` for each element."""
+    """Assert that ``actual`` is within ``tolerance`` of ``exact``, element by element."""
     assert actual.shape == exact.shape
     excess = (actual.double() - exact).abs() / tolerance
     assert excess.max() <= 1, f"{excess.max():.2f} times the tolerance at {excess.argmax()}"

@@ -1,4 +1,4 @@
-"""Files of label channels: written by a command, checked when they are read; and who can't have any."""
+"""Files of label channels: written by a command, checked when they are read, and refused for some models."""
 
 from __future__ import annotations
 

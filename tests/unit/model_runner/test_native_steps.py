@@ -52,7 +52,7 @@ def slots_of(row: int, start: int, count: int) -> np.ndarray:
 
 
 def make_step(entries: list[tuple[int, int, list[int] | None, bool]], **extra: Any) -> ForwardStep:
-    """Entries are (row, start, tokens or None for the row's last one, sample)."""
+    """Make a step of entries (row, start, tokens or None for the row's last one, sample)."""
     lens = [1 if tokens is None else len(tokens) for _, _, tokens, _ in entries]
     spans = [slots_of(row, start, n) for (row, start, _, _), n in zip(entries, lens, strict=True)]
     return ForwardStep(
@@ -69,7 +69,10 @@ def make_step(entries: list[tuple[int, int, list[int] | None, bool]], **extra: A
 
 
 def random_steps(seed: int) -> list[ForwardStep]:
-    """Requests come, are prefilled in pieces, decode, and leave their rows to others; some draw at random."""
+    """Make steps of requests that come, are prefilled in pieces, decode, and leave their rows to others.
+
+    Some are sampled at random.
+    """
     rng = random.Random(seed)
     steps, rows = [], dict[int, list[int]]()
     for _ in range(25):
@@ -184,7 +187,7 @@ class Watched(LayersDone):
             self.seen[count] = self._pool[:, :count].clone()
 
     def watch(self, over: threading.Event) -> None:
-        """While the kernels count; they call nobody."""
+        """Look at the threads until ``over``, while the kernels count."""
         while not over.is_set():
             self.look()
 

@@ -71,7 +71,7 @@ class Loaded:
         self.fingerprint = fingerprint(spec, samples, self.packed.rounding)
 
     def weight(self, name: str) -> torch.Tensor:
-        """As the dequantised model has it."""
+        """Return a weight as the dequantised model has it."""
         view = self.views[name]
         if name not in self.packed.left_out:
             return view

@@ -1,4 +1,4 @@
-"""Pages beyond the pool: the same bytes, or eight bits an element within what a scale allows."""
+"""Pages in the tiers: the same bytes, or eight bits an element within what a scale allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layout(dtype: str = "bfloat16", elements: int = 2 * 3 * 16 * 64, **changes) 
 
 
 def moved(name, shape: KVLayout, values: torch.Tensor) -> torch.Tensor:
-    """What is left of a page that went to the host and came back into another page."""
+    """Return what is left of a page that went to the host and came back into another page."""
     pool = np.zeros((3, shape.page_bytes), dtype=np.uint8)
     pool[1] = values.view(torch.uint8).numpy()
     host = HostPool(2, make_codecs(name, shape), None)

@@ -1,4 +1,4 @@
-"""Ranks with a device each, whose part devices play that record: pools of their own, graphs, and what is refused."""
+"""Ranks with a device each, played by recording devices: pools of their own, graphs, and what is refused."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def options(folder: Path, engine: str) -> ServerOptions:
 
 
 def run(runner: LoadedModel) -> torch.Tensor:
-    """All logits of a prompt, whose last page is begun and not filled."""
+    """Return all logits of a prompt with a last page that is partly filled."""
     table = torch.arange(64, dtype=torch.int32)[None] + PAGE
     positions = torch.arange(LENGTH)
     return runner.engine.forward(
@@ -107,7 +107,7 @@ def test_who_is_late_clears_nothing_that_another_has_written(engine: str, folder
 
 
 def wait_for_keys(runner: LoadedModel, seconds: float) -> bool:
-    """Whether anything is written to the pool within this time."""
+    """Return whether anything is written to the pool within ``seconds``."""
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
     timer.start()

@@ -52,7 +52,10 @@ def run(way: str, logits: torch.Tensor, inits: list[RowInit], positions: list[in
 
 @st.composite
 def rows_and_logits(draw):
-    """A few rows with all kinds of parameters; logits spread or peaked, on a coarse grid (so with ties) or not."""
+    """Draw a few rows with all kinds of parameters.
+
+    Logits are spread or peaked, on a coarse grid (so with ties) or not.
+    """
     vocab = draw(st.sampled_from([5, 100, 1000, 5000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     inits, logits = [], []

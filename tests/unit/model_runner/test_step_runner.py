@@ -62,7 +62,10 @@ def make_row(row: int, **changes) -> RowInit:
 
 
 def make_step(*entries: tuple[int, int, list[int] | None, bool], step_id: int = 1, first_slot: int = 16, **extra):
-    """Entries are (row, start, tokens or None for the row's last one, sample); slots count up from ``first_slot``."""
+    """Make a step of entries (row, start, tokens or None for the row's last one, sample).
+
+    Slots count up from ``first_slot``.
+    """
     rows, starts, tokens, sample = zip(*entries, strict=True)
     ids = [token for entry in tokens for token in (entry or [0])]
     return ForwardStep(
@@ -305,7 +308,7 @@ def test_bad_entries_are_errors_before_anything_is_written(runner, model, change
 
 
 def random_steps(seed: int) -> list[ForwardStep]:
-    """Requests with penalties, log-probabilities and neither, whose rows are taken by others now and then."""
+    """Make steps of requests with penalties, log-probabilities and neither. Rows change owners now and then."""
     rng = random.Random(seed)
     lens: dict[int, int] = {}
     steps = []

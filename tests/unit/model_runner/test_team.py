@@ -28,9 +28,11 @@ except BuildError as error:
 PAGE, VOCAB, PROMPT = 16, 4096, 64
 PASSES = 10
 SPIN_IS_DEARER = 2
-"""A decode on 16 threads that spin at barriers took 58 to 126 times the CPU time of one thread alone; on 16 that sleep,
-which wake each other up, 1 to 4, and 12 beside much other work. That makes both dearer, hence one is held against the
-other, measured in turns.
+"""Factor between the CPU times of a decode with spinning and with sleeping threads, measured in turns.
+
+A decode on 16 threads that spin at barriers took 58 to 126 times the CPU time of one thread alone. On 16 that sleep and
+wake each other up it took 1 to 4 times as much, and 12 beside much other work. Other work makes both more expensive, so
+one is compared with the other.
 """
 
 

@@ -1,5 +1,6 @@
-"""Models with windows served by the real scheduler on the real engines, over contexts many windows long, with a pool of
-window pages that holds a fraction of them: every token is transformers' own.
+"""Models with windows, served by the real scheduler on the real engines: every token is transformers' own.
+
+Contexts are many windows long, and the pool of window pages holds a fraction of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CASES = {
 
 
 class ServedModel(SimInstance):
-    """An instance in one thread whose worker is the real one."""
+    """An instance in one thread with the real worker."""
 
     def __init__(self, folder: Path, **changes: object) -> None:
         defaults = {"model_path": str(folder), "page_size": PAGE, "max_total_tokens": 768, "dtype": "float32"}
@@ -62,7 +63,7 @@ class ServedModel(SimInstance):
 
 
 def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers goes on with."""
+    """Return the greedy continuation of each prompt by transformers."""
     texts = torch.tensor(prompts)
     with torch.inference_mode():
         for _ in range(GREEDY):

@@ -54,7 +54,7 @@ class Rig:
         self.occupation = WorkerMemorySaver(self.model, self.steps, self.prefault, NoOtherRanks())
 
     def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
-        """Greedy, with the prompt computed anew."""
+        """Generate greedily, with the prompt computed anew."""
         row = RowInit(0, len(PROMPT), SamplingParams(seed=0, temperature=0.0))
         slots = np.arange(len(PROMPT) + count) + first_page * PAGE
         step = self.step(PROMPT, 0, slots[: len(PROMPT)], [row])

@@ -26,7 +26,7 @@ OTHER_PYTHONS = {"sglang_side.py", "vllm_side.py"}
 DEVELOPERS = "tools"
 """Folder of programs that run in the repository, with ``-P`` and its root in PYTHONPATH: nothing is to be dropped."""
 SCRIPT = "import sys; sys.argv[0] = 'pdserve'; from pdserve.server.cli import main; main()"
-"""What the console script does, whose folder is not the current one."""
+"""Code that runs like the console script. The script's folder is not the current one."""
 
 
 @pytest.fixture
@@ -62,8 +62,10 @@ def test_the_folder_is_hostile(hostile: HostileFolder) -> None:
 
 @pytest.fixture(scope="module")
 def before_us(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What Python asks for before it runs a line of ours, in ``-m`` and in the ``.pth`` files of an installation, and
-    ``__future__``, which must come first.
+    """Modules that Python imports before it runs a line of ours, in ``-m`` and in the ``.pth`` files of an
+    installation.
+
+    ``__future__`` is among them, because it must come first.
     """
     code = "import runpy, sys; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout

@@ -1,5 +1,6 @@
-"""Every query of the Grafana dashboard asks for series that our pages have, by labels that they have; and what
-Prometheus is told to scrape is there.
+"""Every query of the Grafana dashboard asks for series and labels that our pages have.
+
+The files and addresses that Prometheus is configured to scrape exist.
 """
 
 from __future__ import annotations

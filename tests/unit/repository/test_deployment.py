@@ -37,7 +37,7 @@ SWITCHED_ON = [
 
 
 def file_of(*files: Path, section: str) -> dict:
-    """What a section of compose files says when they are put on top of each other."""
+    """Return a section of compose files that are merged in their order."""
     told: dict = {}
     for file in files:
         told |= yaml.safe_load(file.read_text()).get(section, {})

@@ -85,7 +85,7 @@ def test_no_page_lost_its_examples() -> None:
 
 
 def test_a_block_without_a_language_holds_no_command() -> None:
-    """Else nobody would run it."""
+    """Otherwise no test would run it."""
     lost = [
         f"{block.page}:{block.line}: {line}"
         for block in blocks()

@@ -1,4 +1,4 @@
-"""docs/models.md says what is so: every row is measured again, every config has its rows, nothing is written by hand.
+"""docs/models.md is true: every row is measured again, every config has its rows, and no table is written by hand.
 
 A row is every engine's chunks, shared prefix, hand-over and greedy tokens against transformers in float32, on one rank
 and two, from safetensors and from GGUF (``support/model_rows.py``).

@@ -59,7 +59,7 @@ def check_command(words: list[str]) -> None:
     with tempfile.NamedTemporaryFile() as secret:
         secret.write(b"s" * 40)
         secret.flush()
-        # Whoever follows the page has made one.
+        # A reader of the page has made this file.
         _check([re.sub(rf"{SECRET_FILE}$", rf"\g<1>{secret.name}", w) for w in words])
 
 
@@ -75,19 +75,19 @@ def _check(words: list[str]) -> None:
 
 
 def compose_command(service: dict) -> list[str]:
-    """A service's command, each ``${NAME:-default}`` replaced by its default."""
+    """Return a service's command, each ``${NAME:-default}`` replaced by its default."""
     return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in service["command"]]
 
 
 def shown_commands(page: Path) -> list[list[str]]:
-    """The words behind ``pdserve`` of each line in a page's code blocks that begins with it."""
+    """Return the words after ``pdserve`` of each line in a page's code blocks that begins with it."""
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pdserve ")]
 
 
 def known_flags() -> set[str]:
-    """Every flag that the flags page lists; another test holds that page to the code."""
+    """Return every flag that the flags page lists; another test compares that page with the code."""
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     return {flag for names in re.findall(r"^\* `(--[^`]*)`", page, flags=re.MULTILINE) for flag in FLAG.findall(names)}
 
@@ -139,7 +139,9 @@ def test_every_dependency_is_pinned_within_its_bounds():
 
 
 def services_of(*files: Path) -> dict[str, dict]:
-    """What ``docker compose -f FILE -f FILE`` starts, as far as is looked at here: what comes later counts."""
+    """Return the services that ``docker compose -f FILE -f FILE`` starts. Fields of a later file replace
+    earlier ones.
+    """
     services: dict[str, dict] = {}
     for file in files:
         for name, service in yaml.safe_load(file.read_text())["services"].items():
@@ -185,7 +187,7 @@ def test_instances_of_the_cuda_compose_file_have_a_gpu_each_and_the_cuda_image()
 
 
 def stages(dockerfile: Path) -> tuple[str, str]:
-    """What builds, and what runs."""
+    """Return the build stage and the final stage of a Dockerfile."""
     build, final = re.split(r"^FROM .*$", dockerfile.read_text(), flags=re.MULTILINE)[1:]
     return build, final
 

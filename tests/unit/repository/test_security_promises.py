@@ -16,7 +16,7 @@ SECTION = re.compile(r"^## What a stranger can't do$(.*?)^## ", flags=re.MULTILI
 
 
 def promises() -> list[str]:
-    """The rows of the section's tables, without their heads."""
+    """Return the rows of the section's tables, without their heads."""
     [section] = SECTION.findall(PAGE.read_text(encoding="utf-8"))
     rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| can't |")]
     assert len(rows) > 30
@@ -25,7 +25,7 @@ def promises() -> list[str]:
 
 @cache
 def functions_of(file: str) -> dict[str, bool]:
-    """The tests of a file, and whether each is more than a name: it is not skipped whatever happens."""
+    """Return the tests of a file, and whether each can run, which it can't if it is always skipped."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {f.name: not any(ast.unparse(d).endswith("mark.skip") for d in f.decorator_list) for f in functions}

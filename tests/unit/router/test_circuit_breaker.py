@@ -1,4 +1,4 @@
-"""Instances that ask to be left alone, or fail again and again, come last; and nobody else pays for them."""
+"""Instances that ask for a pause, or fail again and again, are used last; other instances are not affected."""
 
 import time
 
@@ -105,7 +105,7 @@ def test_who_is_to_blame():
     assert blamed(gone, pair) == set(pair)
     gone.url = "http://p"
     assert blamed(gone, pair) == {pair.prefill}
-    # What failed between the two may be the fault of either, whoever tells.
+    # A failure between the two may be the fault of either, whichever reports it.
     between = InstanceAnsweredError(502, TRANSFER, "decode http://d", ())
     between.url = "http://d"
     assert blamed(between, pair) == set(pair)
@@ -253,7 +253,7 @@ async def test_one_that_fails_all_it_is_sent_comes_last_though_it_is_healthy(rig
     assert statuses.count(500) == len(bad.requests) == FAILURES
     await good.kill()
     await rig.until_states("healthy", "unhealthy")
-    # Nobody else is there: better the one that may fail again than nobody.
+    # No other instance is there: one that may fail again is better than none.
     assert (await generate(client)).status_code == 500
 
 

@@ -94,7 +94,7 @@ def front(request: pytest.FixtureRequest) -> Callable[[Callable[[int], Awaitable
 
 
 async def ask(port: int, data: bytes, answers: int = 1, *, has_body: bool = True) -> tuple[list[Answer], bool]:
-    """What comes back for ``data``, and whether the connection is still open after ``answers`` answers."""
+    """Return the answers to ``data``, and whether the connection is still open after ``answers`` answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     got = [await read_answer(reader, has_body=has_body) for _ in range(answers)]
@@ -271,7 +271,7 @@ def test_more_requests_than_the_limit_are_refused_and_polls_are_not() -> None:
 
 
 async def open_and_never_read(port: int, path: str, body: bytes) -> socket.socket:
-    """A request whose answer nobody reads, on a socket that holds little."""
+    """Send a request and never read its answer, on a socket that holds little."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -311,7 +311,7 @@ def with_text(make: Callable[..., Any], text: str) -> Callable[..., Any]:
 
 
 def is_connected(port: int, sock: socket.socket) -> bool:
-    """Whether a server in this process still has its end of the connection that ``sock`` is the other of."""
+    """Return whether a server in this process still has its end of the connection of ``sock``."""
     ends = psutil.Process().net_connections("tcp4")
     return any(end.laddr[1] == port and end.raddr == sock.getsockname() for end in ends)
 

@@ -151,7 +151,7 @@ async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
 
 
 def instance_of(ms_at: dict[int, float]) -> SimInstance:
-    """One whose steps of so many decodes take so long."""
+    """Make an instance that takes these milliseconds for steps, by number of decodes."""
     return SimInstance(measured=[MeasuredStep(n, n * 8, 0, 0.0, ms) for n, ms in ms_at.items()])
 
 

@@ -21,7 +21,7 @@ PREFILL = Instance("http://127.0.0.1:1", Role.PREFILL, 9001)
 
 
 def held_by_the_router() -> int:
-    """Bytes in blocks of half a MiB and more that the router's own code has allocated and not freed."""
+    """Return the bytes in blocks of half a MiB and more that the router's own code has allocated and not freed."""
     ours = [tracemalloc.Filter(True, f"*/{folder}/*.py") for folder in ("router", "runtime/web", "runtime/web/client")]
     traces = tracemalloc.take_snapshot().filter_traces(ours).traces
     return sum(trace.size for trace in traces if trace.size > MIB // 2)

@@ -23,7 +23,7 @@ WORKER = Instance("http://w", Role.WORKER)
 
 
 def told(text: str) -> dict:
-    """The error event in a stream's text."""
+    """Return the error event in a stream's text."""
     (line,) = [line for line in text.splitlines() if line.startswith('data: {"error"')]
     return json.loads(line.removeprefix("data: "))["error"]
 

@@ -24,7 +24,7 @@ BUSY = -2
 
 
 def given_up(answers: list[int | None], code: str | None = None) -> list[str]:
-    """What the legs of an instance are told that was asked like this, after it has hung for so long."""
+    """Return the reasons with which an instance's legs are given up, given the answers to its health checks."""
     told: list[str] = []
 
     class Waiting:
@@ -37,8 +37,11 @@ def given_up(answers: list[int | None], code: str | None = None) -> list[str]:
 
 
 def states_after(answers: list[int | None], leg: Any = None, code: str | None = None) -> list[HealthState]:
-    """The states of an instance as it is asked and gives ``answers``: a status, None for no answer in time, ``BUSY``
-    for none while a client's goes on, or ``REFUSED``."""
+    """Return the states of an instance that gives ``answers`` to its health checks.
+
+    An answer is a status, None for no answer in time, ``BUSY`` for none while a client's request goes on, or
+    ``REFUSED``.
+    """
 
     async def run() -> list[HealthState]:
         limits = {"health_check_interval": 0.01, "health_check_timeout": 0.05, "hang_timeout": 0.001}
@@ -105,7 +108,7 @@ def test_requests_of_who_hangs_are_given_up_and_of_who_drains_are_not():
 
 
 def test_others_are_asked_again_when_one_leaves() -> None:
-    """At once, and not when their turn comes; whoever waits for it goes on with the answer."""
+    """It happens at once, not at the next check. A request that waits for the instance continues with the answer."""
 
     async def run() -> None:
         options = RouterOptions(prefill=["http://127.0.0.1:1"], decode=["http://127.0.0.1:2"])

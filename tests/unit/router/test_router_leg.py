@@ -34,7 +34,7 @@ CRLF = b": ping\r\n\r\n"
 
 
 class Scripted(ClientResponse):
-    """An answer whose body comes in ``pieces``, one a read; an exception is raised."""
+    """An answer with a body that comes in ``pieces``, one a read; an exception is raised."""
 
     def __init__(self, pieces: list[bytes | Exception], status: int = 200) -> None:
         super().__init__(Connection(), lambda: None, None)
@@ -68,7 +68,7 @@ class Client(HttpClient):
 
 
 def give_up(since: float, *, leaves: bool = False, body: list[bytes | Exception] | None = None) -> Exception:
-    """What a leg ends with that waits for its answer, or for more of it, as its instance hangs."""
+    """Return the error of a leg that waits for its answer, or for more of it, as its instance hangs."""
 
     class Mute(Scripted):
         async def read(self) -> bytes:

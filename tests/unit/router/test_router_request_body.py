@@ -14,7 +14,7 @@ PREFILL = Instance("http://[::1]:30000", Role.PREFILL, 9000)
 
 
 def joined(body):
-    """What the legs of a pair are sent, each in one piece."""
+    """Return the bodies that are sent to the legs of a pair, each in one piece."""
     return PairBodies(*(b"".join(pieces) for pieces in body.for_pair(PREFILL)))
 
 

@@ -1,4 +1,4 @@
-"""Sessions over the router: it finds who has a request or a session, and says what it can't do."""
+"""Sessions over the router: it finds the instance of a request or a session, and reports what it can't do."""
 
 from support.router_rig import scenario
 

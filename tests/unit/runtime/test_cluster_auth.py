@@ -237,7 +237,7 @@ def test_the_proof_is_given_to_everybody_who_asks_for_it(files: dict[str, str]) 
 
 
 def visited() -> dict[str, Any]:
-    """What the access log has put into a scope."""
+    """Return what the access log has put into a scope."""
     return {VISIT_KEY: AccessRecord({"type": "http", "method": "POST", "path": "/generate", "headers": []})}
 
 
@@ -301,7 +301,7 @@ Answer = Callable[[bytes], bytes]
 
 
 def against(answer: Answer, run: Callable[[HttpClient, str], Awaitable[None]]) -> list[bytes]:
-    """What somebody is sent who answers each request with ``answer`` of its head."""
+    """Return what is sent to a server that answers each request with ``answer`` of its head."""
     heard: list[bytes] = []
     serving: list[asyncio.Task[Any]] = []
 

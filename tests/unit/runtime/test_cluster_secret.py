@@ -1,4 +1,4 @@
-"""The cluster secret's file, what is made of it, and what a router's signature vouches for."""
+"""The cluster secret's file, what is derived from it, and what a router's signature confirms."""
 
 from __future__ import annotations
 

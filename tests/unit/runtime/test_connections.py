@@ -30,7 +30,7 @@ class Fake:
 
 
 def opened(counted: Connections, names: str) -> dict[str, Fake]:
-    """One connection for each name, from the network that its first letter says."""
+    """Open one connection for each name, from the network of its first letter."""
     fakes = {name: Fake(name, name[0]) for name in names.split()}
     for fake in fakes.values():
         counted.opened(fake)

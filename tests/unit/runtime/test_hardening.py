@@ -1,4 +1,4 @@
-"""What a server's processes do first: private files, no core dumps, nobody attaches."""
+"""The first actions of a server's processes: private files, no core dumps, no debugger may attach."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ NO_CORE = [1, 1]
 
 
 def seen(code: str, *argv: str) -> tuple[int, int, list[int], bool]:
-    """Whether a process is dumpable, its umask, its limits on core dumps, and whether it sees its own descriptors,
-    when it has run ``code``. It begins with the kernel's defaults.
+    """Return the state of a process that has run ``code``. It begins with the kernel's defaults.
+
+    The state is whether it is dumpable, its umask, its limits on core dumps, and whether it sees its own descriptors.
     """
     command = ["sh", "-c", 'umask 022; ulimit -S -c "$(ulimit -H -c)"; exec "$0" "$@"', sys.executable, "-P", "-c"]
     done = subprocess.run([*command, code + SEEN, *argv], capture_output=True, text=True, timeout=limit(60))

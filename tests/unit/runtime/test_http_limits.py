@@ -267,7 +267,7 @@ def test_the_request_that_runs_hears_that_its_client_is_gone_and_not_only_one_qu
 
 
 async def answered_slowly(connection: Connection) -> None:
-    """A whole answer that its client has not taken."""
+    """Send a whole answer that its client does not read."""
     connection.go_on.set()
     connection.transport.waiting = 100
     await connection.feed(HEAD + b"content-length: 0\r\n\r\n", b"")
@@ -303,7 +303,7 @@ def test_a_client_that_takes_some_is_not() -> None:
             connection.transport.waiting -= check % (CHECKS - 1) == 0
             fire_sending(connection)
         assert connection.transport.closed == ""
-        # Nobody watches a connection that has nothing to send.
+        # A connection that has nothing to send is not watched.
         connection.transport.waiting = 0
         fire_sending(connection)
         assert sending_timers(connection) == []

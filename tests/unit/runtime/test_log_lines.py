@@ -36,7 +36,7 @@ OTHER_HEADERS = ("content-type", "authorization", "x-api-key", "x-pdserve-key-na
 
 @contextmanager
 def printed(formatter: logging.Formatter) -> Iterator[io.StringIO]:
-    """What a process would print meanwhile."""
+    """Collect what a process would print meanwhile."""
     out, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(out)
     handler.setFormatter(formatter)
@@ -51,7 +51,7 @@ def printed(formatter: logging.Formatter) -> Iterator[io.StringIO]:
 
 
 async def send(engine: FakeEngine, method: str, path: str, query: bytes, headers: dict[str, str], body: bytes) -> int:
-    """A request as a server would make it of any bytes; its status."""
+    """Send a request as a server would make it of any bytes, and return its status."""
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": query}
     raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
     scope |= {"headers": raw, "client": ("127.0.0.1", 5), "scheme": "http", "raw_path": b"", "server": ("a", 1)}

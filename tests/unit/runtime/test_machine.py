@@ -16,7 +16,7 @@ MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"
 
 
 def make_tree(folder: Path, groups: str = "0::/\n", **files: str) -> SystemTree:
-    """``groups``: /proc/self/cgroup. ``files``: below /sys, with "__" for "/" and "___" for "."."""
+    """Make a system tree. ``groups``: /proc/self/cgroup. ``files``: below /sys, with "__" for "/" and "___" for "."."""
     texts = {f"sys/{name.replace('___', '.').replace('__', '/')}": text for name, text in files.items()}
     for name, text in {"proc/self/cgroup": groups, "proc/meminfo": MEMINFO, **texts}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

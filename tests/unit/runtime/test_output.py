@@ -1,4 +1,4 @@
-"""Standard error that never blocks: a pipe that nobody reads, or that has no reader any more."""
+"""Standard error that never blocks: a full pipe without a reading process, or one that is closed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,10 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def machine(cores: int = 4, *, smt: int = 1, nodes: int = 1, slow: tuple[int, ...] = (), quota: float | None = None):
-    """Cores 0, 1, …: ``smt`` threads on each physical core, numbered as neighbours, in ``nodes`` equal parts."""
+    """Make a machine of cores 0, 1, …, in ``nodes`` equal parts.
+
+    ``smt``: threads on each physical core, numbered as neighbours.
+    """
     allowed, part = frozenset(range(cores)), cores // nodes
     siblings = {cpu: frozenset(range(cpu - cpu % smt, cpu - cpu % smt + smt)) for cpu in allowed}
     parts = {n: frozenset(range(n * part, (n + 1) * part)) for n in range(nodes)}

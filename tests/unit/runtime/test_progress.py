@@ -102,7 +102,7 @@ def test_who_waits_for_another_process_to_build_says_so(
 
 
 def make_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that makes empty files, and an empty cache."""
+    """Make a compiler that writes empty files, and an empty cache."""
     (tmp_path / "bin").mkdir()
     compiler = tmp_path / "bin" / "g++"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
@@ -149,7 +149,7 @@ def test_a_download_from_a_hub(tmp_path: Path) -> None:
 
 
 def hub_scripts(name: str) -> Mapping[str, Callable[[Connection], None]]:
-    """A hub with one model."""
+    """Return the scripts of a hub with one model."""
 
     def listing(connection: Connection) -> None:
         siblings = [{"rfilename": file} for file in FILES]

@@ -57,7 +57,7 @@ def main():
 
 
 def prepared(code: str, shell: str = "", **env: str) -> list:
-    """What a program of ours prints, a JSON list, in these surroundings."""
+    """Run a program of ours in this environment, and return the JSON list that it prints."""
     command = ["sh", "-c", f'{shell} exec "$0" "$@"', sys.executable, "-c", PREPARED + code]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, timeout=limit(60), check=True)
     return json.loads(done.stdout)
@@ -65,7 +65,10 @@ def prepared(code: str, shell: str = "", **env: str) -> list:
 
 @contextmanager
 def router(shell: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A router that a shell has started, and its URL. Its stderr is a small pipe, read no further than the URL."""
+    """Run a router that a shell has started, and yield its URL.
+
+    Its stderr is a small pipe, read no further than the URL.
+    """
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     command = ["sh", "-c", f"{shell} exec {sys.executable} -P {ROUTER}"]
@@ -111,8 +114,9 @@ def test_a_log_that_nobody_reads_stops_neither_the_router_nor_its_end() -> None:
 
 
 def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_path: Path) -> None:
-    """4 MiB on stderr, which nobody reads; then what systemd does: SIGTERM to every process. SIGHUP is ignored, as by
-    nohup.
+    """The child writes 4 MiB to stderr, which is not read.
+
+    Then SIGTERM goes to every process, as systemd does. SIGHUP is ignored, as by nohup.
     """
     (tmp_path / "talkative.py").write_text(TALKATIVE)
     told = tmp_path / "told"

@@ -1,6 +1,6 @@
-"""Folders and files that somebody else may have filled are not used: stores, sessions, and the cache of kernels.
+"""Folders and files that another user may have filled are not used: stores, sessions, and the cache of kernels.
 
-What belongs to this user is made to look like another's by changing who this user is.
+Changing the user of the test makes this user's files look like another's.
 """
 
 from __future__ import annotations

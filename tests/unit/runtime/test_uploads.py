@@ -136,7 +136,7 @@ def test_the_heap_is_trimmed_behind_large_bodies(monkeypatch: pytest.MonkeyPatch
 
 
 def whole(body: bytes) -> bytes:
-    """``body`` as it is read, or why it is not."""
+    """Return ``body`` as it is read, or raise the reason why it is not."""
     parts = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Taker:
 
 
 def asked() -> tuple[Connection, Transport, Taker]:
-    """A connection with one request under way."""
+    """Return a connection with one request under way."""
     connection, transport, taker = Connection(), Transport(), Taker()
     assert not connection.usable
     connection.connection_made(transport)
@@ -223,7 +223,7 @@ def test_a_dropped_answer_is_heard_of_no_more() -> None:
 
 
 def reading(given_back: list[Connection]) -> tuple[Connection, Transport, ClientResponse]:
-    """A connection whose answer has begun."""
+    """Return a connection with an answer that has begun."""
     connection, transport = Connection(), Transport()
     connection.connection_made(transport)
     answer = ClientResponse(connection, lambda: given_back.append(connection), None)

@@ -1,5 +1,6 @@
-"""What is kept back for output, and who gives way where it was too little: pure functions against slow ones, then all
-of it together.
+"""Memory that is reserved for output, and which request is retracted if it was too little.
+
+Pure functions are compared with slow ones, and then all of it is tested together.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_before_anything_is_known_every_length_is_as_likely():
     halfway = known.survival([1023], [0], np.array([1.0, 512.0, 1022.0, 1023.0]))[0]
     assert halfway == pytest.approx([1, 0.5, 0, 0], abs=0.03)
     assert known.mean(1023) == pytest.approx(512, rel=0.05)
-    # Who asks for the maximum of a long context rarely uses it.
+    # A request for the maximum of a long context rarely uses it.
     assert known.mean(100_000) == pytest.approx(CLIP / 2, rel=0.1)
 
 
@@ -81,7 +82,7 @@ def test_what_is_known_fades():
 
 
 def slow_use(held: list[Held], ends: list[int], page: int, most: int) -> int:
-    """Step by step: the most pages beyond those of now, where each request ends after so many steps."""
+    """Return the most pages beyond those of now, step by step. ``ends``: after how many steps each request ends."""
     peak = 0
     for step in range(1, most + 1):
         extra = 0
@@ -284,7 +285,7 @@ def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
 
 
 def gave_way(policy: str) -> TieredSim:
-    """Six requests on a pool for three of them, and what became of those that had to give way."""
+    """Run six requests on a pool for three of them, some of which are retracted, and return the instance."""
     sim = TieredSim(
         200,
         store=False,

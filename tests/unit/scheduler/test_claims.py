@@ -1,4 +1,4 @@
-"""The queue of claims: one order for requests that compute here and for those whose KV comes from peers."""
+"""The queue of claims: one order for requests that compute here and for those with KV that comes from peers."""
 
 from __future__ import annotations
 

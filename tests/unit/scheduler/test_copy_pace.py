@@ -1,4 +1,4 @@
-"""What is loaded from host memory is loaded in pieces that streams have room for, and counts in what is foreseen."""
+"""Loading from host memory, in pieces that streams have room for. It counts in estimates."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class CopyingSim(Tiered, TimedSim):
         return worked
 
     def remember(self) -> None:
-        """The prompt's KV is in host memory, and not in the pool."""
+        """Put the prompt's KV into host memory, and not in the pool."""
         self.submit("before", PROMPT, max_new_tokens=1)
         self.run_until_idle()
         self.scheduler.memory.empty()
 
     def stream(self, count: int = 4) -> None:
-        """So many requests decode."""
+        """Let ``count`` requests decode."""
         for i in range(count):
             self.submit(f"s{i}", [i, 1, 2], max_new_tokens=300)
         self.run_until(lambda: all(f"s{i}" in self.tokens for i in range(count)))
 
     def between(self, since: int) -> list[float]:
-        """Milliseconds between the results of steps, from that of number ``since`` on."""
+        """Return the milliseconds between the results of steps, from that of number ``since`` on."""
         return [(b - a) * 1000 for a, b in zip(self.results[since:], self.results[since + 1 :], strict=False)]
 
 
@@ -70,7 +70,7 @@ def sim() -> CopyingSim:
 
 
 def load_with_streams(sim: CopyingSim) -> int:
-    """The prompt again, beside streams, until some of it is loaded; returns the number of the step before."""
+    """Submit the prompt again, beside streams, until some of it is loaded. Returns the number of the step before."""
     sim.stream()
     since = len(sim.results) - 1
     sim.submit("long", [*PROMPT, *TAIL], max_new_tokens=4)
@@ -85,7 +85,7 @@ def test_streams_keep_their_budget_beside_a_long_load(sim: CopyingSim, monkeypat
     since = load_with_streams(sim)
     while "long" not in sim.tokens:
         req = sim.scheduler.reqs["long"]
-        assert req.loading is None or req.to_compute == len(TAIL)  # what others foresee of it
+        assert req.loading is None or req.to_compute == len(TAIL)  # what its estimate counts
         sim.plan()
         sim.work()
     assert max(sim.between(since)) <= BUDGET_MS
@@ -131,7 +131,7 @@ def test_a_request_that_ends_in_the_middle_leaves_what_is_loaded(sim: CopyingSim
 
 
 def req_like(sim: CopyingSim):
-    """A request with the prompt that has nothing yet."""
+    """Return a request with the prompt that has nothing yet."""
     sim.scheduler.draining = False
     sim.scheduler.arrivals.admit(make_generate("probe", [*PROMPT, 9], max_new_tokens=1), sim.now)
     req = sim.scheduler.reqs["probe"]
@@ -197,7 +197,7 @@ def test_the_pace_is_learned_and_bounds_a_load() -> None:
         pace.learn(number, 0.02)
         pace.learn(number + 1, 0.06)
     assert pace.part_ms == pytest.approx(2.0, rel=0.01)
-    assert pace.take(1000, 1) == 1000  # nobody has said that anybody waits
+    assert pace.take(1000, 1) == 1000  # no waiting request is known
     pace.limit_loads(21.0)
     assert [pace.take(7, 1), pace.take(100, 1), pace.take(100, 1)] == [7, 3, 1]
     assert pace.take(100, 1) == 0

@@ -1,4 +1,4 @@
-"""Fair shares: counters and their clock, what is remembered, and what somebody gains who names a new user each time."""
+"""Fair shares: counters and their clock, what is remembered, and what a client gains by a new user for each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.scheduler.waiting import WaitingQueue
 
 
 def served(shares: FairShares, tenant: Tenant, work: int) -> None:
-    """A request of its comes, waits, is computed, and is over."""
+    """Let a request of the tenant come, wait, be computed, and end."""
     shares.comes(tenant)
     shares.waits(tenant)
     shares.waits_no_more(tenant)
@@ -71,7 +71,7 @@ def test_nor_is_who_comes_when_nobody_waits():
 
 
 def test_with_a_stream_that_asks_for_little_the_clock_is_not_left_behind():
-    """Half of the clock's pace is that of one who never waits; who comes new must not begin there."""
+    """The clock's pace is halved by a tenant that never waits. A newcomer must not begin there."""
     shares = FairShares()
     stream, busy, new = Tenant("stream"), Tenant("busy"), Tenant("new")
     shares.comes(stream)
@@ -201,7 +201,7 @@ def test_an_honest_user_gets_its_share_among_names_that_are_new_with_each_reques
         sim.plan()
         sim.work()
     ended = [rid for rid in sim.ends if rid.startswith("honest")]
-    # Beside eight that wait and two that run it has an eleventh; who is new goes ahead once, as it owes nothing.
+    # Beside eight that wait and two that run it has an eleventh. A newcomer goes ahead once, as it has had no service.
     assert len(ended) > len(sim.ends) / (waiting + 2 + 1) * 0.8
     assert all(sim.tokens[rid] == reference_output([len(rid), 1, 2], 4) for rid in ended)
     sim.scheduler.abort(AbortReq(""))
@@ -262,7 +262,7 @@ def test_a_full_queue_has_room_for_a_key_that_has_less_than_its_part():
     assert third == [None] * 3 + ["rate_limit_exceeded"] * 2
     for i in range(100):
         send(f"more{i}", f"key {i}")
-    assert len(sim.scheduler.reqs) == 10 + 5 + 3 + 7  # with ten keys there, nobody else is owed any
+    assert len(sim.scheduler.reqs) == 10 + 5 + 3 + 7  # with ten keys there, no other key gets more
     sim.run_until_idle()
     assert not sim.scheduler.reqs
 

@@ -36,7 +36,7 @@ def start_streams(sim: TimedSim, tokens: int = 600) -> None:
 
 
 def serve_mixed(sim: TimedSim, tokens: int = 600) -> float:
-    """Streams, and long prompts that come among them; returns the mean TTFT of the long ones in seconds."""
+    """Serve streams and long prompts that come among them. Returns the mean TTFT of the long ones in seconds."""
     start_streams(sim, tokens)
     for _ in range(20):
         sim.plan()
@@ -157,7 +157,7 @@ def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
     assert not budget.room(StepShape(), awaited=False).is_timed
     assert budget.room(StepShape(), awaited=True).is_timed
     assert budget.room(StepShape(1, 100), awaited=False).is_timed
-    # Nobody's gap has begun where nothing decodes: a piece may be larger than the budget, and must not be nothing.
+    # If nothing decodes, no gap has begun: a piece may be larger than the budget, and must not be empty.
     assert budget.room(StepShape(), awaited=True).at_least == LEAST_PIECE
 
 
@@ -235,7 +235,7 @@ def test_steps_may_take_longer_while_first_tokens_are_late() -> None:
     assert itl.stretch > MOST_STRETCH / STRETCH_GAIN**4  # it sinks since the last of them has its first token
     firsts = [max(s.first_token_at[f"long{i}"] for i in range(LONG)) for s in (before, sim)]
     assert firsts[1] < firsts[0] / 1.8
-    # The maximum holds; and once nobody waits, what is usual holds again.
+    # The maximum holds; and when no request waits, the usual limit holds again.
     longest = [ms for shape, ms in sim.gaps if shape.decodes == STREAMS and shape.prompt_tokens]
     assert percentile(longest, 0.97) <= 1.02 * MOST_STRETCH * HEAVY(StepShape(decodes=1))
     sim.run_until(lambda: itl.stretch == STRETCH)
@@ -280,7 +280,7 @@ def test_the_target_by_default(device: str, options: dict, target_ms: float) -> 
 
 @pytest.mark.parametrize(("chunk", "longest_ms"), [(None, CPU_ALONE_MS), (512, 130.0)])
 def test_a_prompt_that_comes_does_not_wait_for_a_long_step(chunk: int | None, longest_ms: float) -> None:
-    """Nobody decodes, so there is no gap to keep short; but the next one has to wait for what is under way."""
+    """Nothing decodes, so there is no gap to keep short; but the next prompt has to wait for what is under way."""
     fast = Machine(read_ms=5, token_ms=0.25)
     sim = TimedSim(fast, schedule_policy="srpf", chunked_prefill_size=chunk)
     sim.submit("long", [i % 90 for i in range(4000)], max_new_tokens=2)

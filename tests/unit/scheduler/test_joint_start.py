@@ -33,13 +33,13 @@ class Batch:
             self.send(f"r{i}", prompt)
 
     def send(self, rid: str, prompt: list[int], **fields) -> None:
-        """One more of them."""
+        """Send one more request of the batch."""
         message = make_generate(rid, prompt, max_new_tokens=self.output)
         message = msgspec.structs.replace(message, arrival=self.sim.now, **fields)
         self.sim.scheduler.arrivals.admit(message, self.sim.now)
 
     def run(self) -> list[float]:
-        """Seconds to each one's first token."""
+        """Run all, and return the seconds to each one's first token."""
         self.sim.run_until(lambda: len(self.sim.ends) == len(self.prompts))
         for i, prompt in enumerate(self.prompts):
             assert self.sim.tokens[f"r{i}"] == reference_output(prompt, self.output)

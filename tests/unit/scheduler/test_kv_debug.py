@@ -381,7 +381,7 @@ def resume(sim: TieredSim, state: SessionState, rid: str) -> None:
 
 
 def midway() -> tuple[TieredSim, SessionState]:
-    """A request that was written down after some tokens."""
+    """Make an instance and the snapshot of a request after some tokens."""
     sim = TieredSim(200, kv_debug=True)
     sim.submit("a", prompt(1), max_new_tokens=40)
     while len(sim.tokens.get("a", [])) < 13:

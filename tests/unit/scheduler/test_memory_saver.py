@@ -24,7 +24,7 @@ from pdserve.scheduler.handlers import Handlers
 
 
 class Peers:
-    """What an occupation sees of hand-overs."""
+    """The peers as the memory saver sees them."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -43,7 +43,7 @@ class Peers:
 
 
 class Rig:
-    """An instance whose worker does as it is told when ``obey`` says so."""
+    """An instance with a worker that carries out a command when the test calls ``obey``."""
 
     def __init__(self, sim: SimInstance | None = None) -> None:
         self.sim = sim or SimInstance()
@@ -70,7 +70,7 @@ class Rig:
         return told[0] if told else None
 
     def obey(self, error: str = "") -> Any:
-        """The worker does what is left for it to do, of which the last is about memory."""
+        """Let the worker do what is left for it to do; the last command is about memory."""
         self.sim.outbox.flush()
         while len(self.sim.to_worker.messages) > 1:
             self.sim.work()
@@ -169,7 +169,7 @@ def test_requests_are_not_cut_short() -> None:
     assert refused is not None
     assert (refused.status, "1 requests are running or queued" in refused.text) == (409, True)
     assert rig.problem() is None
-    # With time, it ends first; who comes meanwhile is refused.
+    # With time, it ends first; a request that comes meanwhile is refused.
     assert rig.ask(True, wait_s=5.0) is None
     assert rig.occupation.seconds_left(rig.sim.now) == pytest.approx(5.0)
     assert rig.problem() is not None

@@ -30,7 +30,7 @@ def complete(minimum: int, **more: Any) -> tuple[str, dict[str, Any]]:
 
 
 def answers(path: str, body: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """Text and tokens of each choice."""
+    """Return text and tokens of each choice."""
     [response] = SimRing().post(body, path=path)
     whole = [] if body.get("stream") else response.json()
     if path == "/generate":

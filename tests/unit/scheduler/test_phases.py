@@ -28,14 +28,14 @@ DURATION = st.floats(-5, 1e4)
 
 
 class SlowInstance(SimInstance):
-    """An instance whose steps take 4 ms, and whose requests come at ``now``."""
+    """An instance with steps of 4 ms, and with requests that come at ``now``."""
 
     def work(self) -> bool:
         self.now += 0.004
         return super().work()
 
     def checked(self, rid: str, *, computed: bool = True) -> Timing:
-        """The account of a request that has just ended. It came at 0, as ``make_generate`` says."""
+        """Check the phases of a request that has just ended. It came at 0, as ``make_generate`` says."""
         end = self.ends[rid]
         assert isinstance(end, ReqTokens)
         assert end.meta is not None

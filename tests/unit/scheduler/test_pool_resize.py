@@ -1,4 +1,4 @@
-"""A pool that shrinks and grows while it is used: tokens stay right, books stay whole, and nobody loses pages."""
+"""A pool that shrinks and grows while it is used: tokens stay right, counts stay whole, and no request loses pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pages_beyond_the_end_are_never_handed_out() -> None:
     allocator.check_invariants()
     # Two of five are beyond; with three within, two too many are in use.
     assert (allocator.beyond, allocator.available_size()) == (2, -2 * PAGE)
-    # Who has a page may fill it.
+    # A request that has a page may fill it.
     assert allocator.alloc_extend(2, PAGE, int(taken[1])) is not None
     assert allocator.alloc_extend(0, 1, 0) is None
     allocator.free(taken[: 2 * PAGE])
@@ -156,7 +156,7 @@ AT_THE_END = "requests use pages at the pool's end; try again later, or give it 
 
 
 def busy(sim: ResizedSim) -> None:
-    """A request at the pool's end, which others are about to share: all of it is in use."""
+    """Start a request at the pool's end, which others are about to share: all of it is in use."""
     sim.submit("first", range(100, 220), max_new_tokens=1)
     sim.run_until_idle()
     sim.submit("end", range(80), max_new_tokens=30)
@@ -190,8 +190,9 @@ def test_the_end_empties_however_many_requests_come() -> None:
 
 
 def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
-    """There is always one of them; who comes behind the order may become as long as the new pool allows, once there is
-    one, or ends then.
+    """There is always one of them.
+
+    A request that comes after the order may become as long as the new pool allows, or ends when there is one.
     """
     sim = ResizedSim(make_options())
     sim.submit("before", range(20), max_new_tokens=150)

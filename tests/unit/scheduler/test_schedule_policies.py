@@ -25,13 +25,15 @@ from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
 MOST_CALLS = 5_000
-"""Limit of the function calls of one step of the order of ten thousand requests: a few for each page that comes or
-goes, not some for each request that waits."""
+"""Limit of the function calls of one step of the order of ten thousand requests.
+
+It allows a few for each page that comes or goes, not some for each request that waits.
+"""
 
 
 @contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """Count calls of Python and C functions: work, not time, which depends on who else uses the machine."""
+    """Count calls of Python and C functions: work, not time, which depends on other processes."""
     calls = [0]
 
     def note(frame: object, event: str, argument: object) -> None:
@@ -72,7 +74,11 @@ def brute_srpf(reqs, memory: KVMemory, policy: ShortestRemainingFirst) -> list[R
 
 
 def brute_dfs(reqs, memory: KVMemory) -> list[Req]:
-    """As SGLang's: a tree of what is cached of each, children by how many requests lie below, ends behind children."""
+    """Order requests as SGLang does: a tree of their cached prefixes, in which the children with most requests come
+    first.
+
+    Requests that end at a node come after its children.
+    """
     cached = {r: bytes([len(r.msg.extra_key)]) + r.msg.input_ids[: 4 * memory.prefix_len(r)] for r in reqs}
     page = 4 * PAGE
 

@@ -25,7 +25,7 @@ from pdserve.scheduler.req import Req, ReqState, Route
 
 
 def metas(side: SimInstance) -> list[ReqMeta]:
-    """What clients were told, all requests having ended well."""
+    """Return the meta data that clients got. All requests must have ended well."""
     ends = list(side.ends.values())
     assert all(isinstance(end, ReqTokens) for end in ends)
     return [end.meta for end in ends]
@@ -141,7 +141,7 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
     assert (done(decode, "received"), done(decode, "sent")) == (12, 0)
     received = decode.total("pdserve_kv_received_bytes_total")
     assert prefill.total("pdserve_kv_sent_bytes_total") == received
-    # Who is done with the first token is done before its KV has come.
+    # A request that needs only the first token ends before its KV has come.
     assert received >= sum(m.timing.transfer_bytes for m in metas(pair.decode)) > 0
 
 

@@ -43,7 +43,7 @@ class Loop:
         self._zmq_ctx: zmq.Context[Any] = zmq.Context()
         self._ctx = ChildContext("scheduler", folder, "e1", make_options(), "s", self._zmq_ctx)
         self.process = SchedulerProcess(self._ctx)
-        # Whoever says that it is ready waits until that has left.
+        # A process that reports to be ready waits until the report has left.
         self.supervisor: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("supervisor"), ToSupervisor)
         self.answers: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("detokenizer"), ToDetokenizer)
 
@@ -51,7 +51,7 @@ class Loop:
         self.inbox = Sender(self._zmq_ctx, self._ctx.address("scheduler"))
 
     def close(self) -> None:
-        # That the process is ready is sent by a socket that lingers: it keeps the context until somebody has it.
+        # That the process is ready is sent by a socket that lingers: it keeps the context until the report is read.
         assert isinstance(self.process.instance, LoadingInstance) or self.supervisor.recv(60_000)
         self._zmq_ctx.destroy(linger=0)
 

@@ -1,4 +1,4 @@
-"""``/server_info`` looks at the memory's books while nobody waits, and never else."""
+"""``/server_info`` checks the memory's invariants while no request waits, and never else."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def room(pair: TieredPair):
 
 
 def is_here(pair: TieredPair) -> bool:
-    """Whether the decode has decided to compute the prompt itself."""
+    """Return whether the decode has decided to compute the prompt itself."""
     return not any(r.state is not ReceiverState.DECLINED for r in pair.decode.receivers.rooms.values())
 
 
@@ -330,8 +330,9 @@ def test_a_request_that_has_ended_with_its_first_token_leaves_what_was_fetched()
 
 
 def test_pages_that_have_just_landed_are_loaded_from_the_host_behind_their_copy_to_it():
-    """One request's KV lands while another of the same prompt waits for the store, which gives nothing in time: what it
-    finds in host memory then is named there already, and has to be there, too, when it is loaded.
+    """One request's KV lands while another of the same prompt waits for the store, which gives nothing in time.
+
+    What it then finds in host memory is named there already, and has to be there, too, when it is loaded.
     """
     pair = make_pair(there=0.0)
     pair.submit("a", PROMPT, 1, max_new_tokens=3)

@@ -42,7 +42,7 @@ def make_link(host: HostTier, policy: str = "wait_complete") -> StoreLink:
 
 
 def asked(link: StoreLink, now: float = 0.0) -> list:
-    """What the store is told in this turn."""
+    """Return the commands to the store in this tick."""
     return link.take(now)
 
 
@@ -349,7 +349,7 @@ def test_a_batch_that_failed_is_still_on_its_way():
 
 
 def test_a_store_that_fails_in_its_own_way_is_one_that_fails(caplog):
-    """What nobody foresaw: each command is answered all the same, and the pages that were its own come back."""
+    """On an unexpected error each command is answered all the same, and its pages come back."""
     before = TieredSim(200)
     before.submit("first", list(range(40)), max_new_tokens=4)
     before.settle()

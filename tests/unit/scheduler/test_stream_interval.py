@@ -26,12 +26,12 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def sizes(sim: SimInstance, rid: str) -> list[int]:
-    """How many tokens each message brought."""
+    """Return how many tokens each message brought."""
     return [len(item.token_ids) for item in sim.items[rid]]
 
 
 def expected_sizes(tokens: int, interval: int) -> list[int]:
-    """One at once, then ``interval`` at a time, and what is left with the end."""
+    """Return the expected sizes: one at once, then ``interval`` at a time, and the rest with the end."""
     whole, rest = divmod(tokens - 1, interval)
     return [1] + [interval] * whole + ([rest] if rest else [])
 
@@ -191,12 +191,12 @@ def body(tokens: int, stream: bool = True, **more: Any) -> dict[str, Any]:
 
 
 def answers(interval: int, *bodies: dict[str, Any], path: str = "/generate") -> list[Any]:
-    """The events of each stream."""
+    """Return the events of each stream."""
     return [events(response) for response in SimRing(stream_interval=interval).post(*bodies, path=path)]
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """What two runs have in common."""
+    """Return what two runs have in common."""
     meta = {k: v for k, v in answer["meta_info"].items() if k not in ("id", "e2e_latency", "timing")}
     return {**answer, "meta_info": meta}
 

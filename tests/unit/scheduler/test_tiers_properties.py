@@ -1,4 +1,4 @@
-"""Pool, tree, tiers and the real scheduler under random attack: every token right, every page somebody's.
+"""Pool, tree, tiers and the real scheduler under random operations: every token is right, and every page has an owner.
 
 ``make test`` takes a few thousand steps, ``make test-slow`` 200,000 (``PDSERVE_TIER_STEPS``). Each mistake of
 ``MISTAKES`` is made on purpose, to see it found.
@@ -79,7 +79,7 @@ class Tiers(RuleBasedStateMachine):
         most_load=st.sampled_from((1, 2, 1000)),
     )
     def start(self, page_size, host_pages, policy, patience, store, windowed, most_load):
-        """Windows of 16 tokens go with write_through alone."""
+        """Start an instance with these options. Windows of 16 tokens go with write_through alone."""
         if self.only_windows:
             policy, windowed = "write_through", True
         self.window = SimWindow(16, 64) if windowed and policy == "write_through" else NO_WINDOW
@@ -97,7 +97,7 @@ class Tiers(RuleBasedStateMachine):
 
     def begin(self, kept):
         self.sim = ResizedTieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
-        # As if the streams beside left room for so many pages a step.
+        # As if the streams beside left room for this many pages a step.
         self.sim.tiers.copies.pace.take = lambda pages, parts: min(pages, self.most_load)
 
     @rule(
@@ -107,7 +107,10 @@ class Tiers(RuleBasedStateMachine):
         output=st.integers(1, 24),
     )
     def submit(self, family, length, own, output):
-        """Prompts of families that share beginnings, in one of which all pages look alike; some go on for an answer."""
+        """Submit a prompt of a family that shares its beginning; in one family all pages look alike.
+
+        Some continue an answer.
+        """
         tokens = [(i * 7 + family * 31) % 97 if family < 3 else 5 for i in range(length)] + [own] * own
         if own == 3:
             tokens += reference_output(tokens, 9)
@@ -136,7 +139,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(tokens=st.sampled_from(SIZES), wait_s=st.sampled_from((0.0, 0.005, 100.0)), busy=st.sampled_from((0, 0, 5)))
     def resize(self, tokens, wait_s, busy):
-        """While so many requests more than before are there, whose pages reach far."""
+        """Resize the pool while ``busy`` requests more than before have pages near its end."""
         for i in range(busy):
             self.submit(i % 3, 60, self.count % 3, 24)
         self.turn(3 * busy)
@@ -169,7 +172,7 @@ class Tiers(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def resume(self, data):
-        """Sessions outlive restarts, and what became of their pages."""
+        """Resume a session. Sessions outlive restarts, whatever became of their pages."""
         state, meant = data.draw(st.sampled_from(self.saved))
         rid = f"r{self.count}"
         self.count += 1
@@ -240,7 +243,7 @@ class Tiers(RuleBasedStateMachine):
 
 
 def attack(examples: int, *, shrink: bool = True) -> None:
-    """Random instances, ``STEPS`` steps each."""
+    """Run random instances with ``STEPS`` steps each."""
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     config = settings(
@@ -260,7 +263,7 @@ def test_a_long_campaign():
 
 
 def _copies_that_come_late(patch):
-    """What the pool gives up is copied behind the step that overwrites it."""
+    """Copy what the pool gives up after the step that overwrites it."""
     patch.setattr(PoolCopies, "take_before", lambda self: [])
 
 
@@ -282,7 +285,7 @@ def _pages_that_count_as_fetched_before_they_are(patch):
 
 
 def _a_step_too_little_in_a_hash(patch):
-    """Pages are named by their own tokens alone."""
+    """Name pages by their own tokens alone."""
     import pdserve.mem_cache.page_hash as page_hash
 
     def chain(before, key, page_size):
@@ -299,7 +302,7 @@ def _loads_of_the_wrong_page(patch):
 
 
 def _prefixes_that_count_as_loaded_before_they_are(patch):
-    """All that host memory has of a request is taken for what a step has copied of it."""
+    """Take all that host memory has of a request for what a step has copied of it."""
 
     def load(self, req, found, *, more=False):
         load_all(self, req, found, more=more)
@@ -320,7 +323,7 @@ def _a_page_that_is_never_given_back(patch):
 
 
 def _copies_from_the_pages_before(patch):
-    """Evicted pages are named after their neighbours."""
+    """Name evicted pages after their neighbours."""
     leaving = KVTiers.leaving
     patch.setattr(KVTiers, "leaving", lambda self, hashes, pages: leaving(self, hashes, pages - 1))
 
@@ -332,7 +335,7 @@ def _windows_that_nobody_loads(patch):
 
 
 def _pages_saved_without_their_window(patch):
-    """Whatever lay behind the window of the host page's last owner is taken for theirs."""
+    """Save host pages with whatever lay before the window of their last owner."""
 
     def window_pages(self, pages):
         found = self._windows.behind(pages)
@@ -347,7 +350,7 @@ def _snapshots_of_pages_that_are_anothers(patch):
 
 
 def _memory_goes_while_requests_use_it(patch):
-    """A smaller pool is there at once, whoever has pages beyond its end."""
+    """Let a smaller pool be there at once, even if pages beyond its end are in use."""
     patch.setattr(PoolEnd, "beyond", property(lambda self: 0))
 
 

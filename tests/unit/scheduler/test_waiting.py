@@ -179,7 +179,10 @@ def test_nobody_is_preempted_in_vain():
 
 
 def flood(fair: bool) -> Counter[str]:
-    """One key asks for a hundred answers at once, another one for ten after that: who has had what by half time."""
+    """Let one key ask for a hundred answers at once, and another one for ten after that.
+
+    Returns their answers by half time.
+    """
     options = make_options(fair_scheduling=fair, schedule_policy="fcfs", max_running_requests=2, max_total_tokens=512)
     sim = SimInstance(options)
     for i in range(100):
@@ -200,7 +203,9 @@ def test_keys_that_compete_get_as_much_however_many_users_they_name():
 
 
 def test_long_outputs_are_paid_for():
-    """Counters of tokens, not of requests: who asks for answers of 30 gets fewer of them than who asks for 3."""
+    """Counters are of tokens, not of requests: a key with answers of 30 tokens gets fewer than one with
+    answers of 3.
+    """
     sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1, max_total_tokens=512))
     for i in range(40):
         send(sim, f"long{i}", [i, 1], max_new_tokens=30, key_name="l")
@@ -276,7 +281,7 @@ def test_the_wait_for_a_prompt_that_stands_still_ends():
     while not (ready := shared.ready()):
         waits += 1
     assert (ready, waits) == ([second], MOST_STANDSTILL - 1)
-    # Nobody waits for it again; for one that moves on they do.
+    # No request waits for it again; for one that moves on they do.
     assert not shared.follows(second, 0, [first])
     assert not shared.ready()
     assert not shared.follows(second, 0, [first])

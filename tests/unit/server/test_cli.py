@@ -43,7 +43,7 @@ def call(*argv: str) -> Any:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a refused command line says, on one line."""
+    """Return the message of a refused command line, on one line."""
     try:
         code = call(*argv)
     except SystemExit as e:

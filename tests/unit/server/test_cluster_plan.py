@@ -18,13 +18,16 @@ from pdserve.server.options import ServerOptions
 
 
 def understood(process):
-    """The options that the command line makes of a planned process's arguments."""
+    """Return the options that the command line makes of a planned process's arguments."""
     _, bound, _ = app.parse_args(list(process.command))
     return bound.arguments["options"]
 
 
 def machine(cores, *, smt=1, nodes=1, quota=None):
-    """Cores 0, 1, …: ``smt`` threads on each physical core, numbered as neighbours, in ``nodes`` equal parts."""
+    """Make a machine of cores 0, 1, …, in ``nodes`` equal parts.
+
+    ``smt``: threads on each physical core, numbered as neighbours.
+    """
     allowed = frozenset(range(cores))
     siblings = {cpu: frozenset(range(cpu - cpu % smt, cpu - cpu % smt + smt)) for cpu in allowed}
     part = cores // nodes
@@ -119,7 +122,7 @@ ROUTER_OPTIONS = [item for item in fields(RouterOptions) if item.name not in {t.
 
 
 def other_value(item: Field) -> object:
-    """A value of an option that is not its default."""
+    """Return a value of an option that is not its default."""
     hint = get_type_hints(RouterOptions)[item.name]
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != item.default)

@@ -88,7 +88,7 @@ sys.exit(Cluster(options, ClusterPlan(instances, router)).run())
 
 
 class Up:
-    """A running cluster whose output is read line by line."""
+    """A running cluster with output that is read line by line."""
 
     def __init__(self, instance=INSTANCE, max_restarts=5, router=INSTANCE, instances=1):
         driver = [sys.executable, "-u", "-c", DRIVER, instance, router, str(max_restarts), str(instances)]

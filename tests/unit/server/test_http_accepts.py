@@ -1,6 +1,6 @@
 """What odd but harmless bodies are taken for: each with its status, and what the engine is asked.
 
-Where OpenAI and vLLM differ, the comment says whom this server follows.
+If OpenAI and vLLM differ, the comment says which of them this server follows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATHS = tuple(REQUIRED)
 
 
 def body_of(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A body with sampling ``fields`` where the API has them, by its names."""
+    """Return a body with sampling ``fields`` where the API has them, by its names."""
     if path != GENERATE:
         return {**REQUIRED[path], **fields}
     names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -42,19 +42,19 @@ class Front:
         self._engine = FakeEngine()
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """The answer; what the engine is asked for it is recorded anew."""
+        """Return the answer. The requests to the engine are recorded anew."""
         self._engine.requests.clear()
         return self._runner.run(self._engine.post(path, body))
 
     def asked(self, path: str, body: dict[str, Any]) -> list[TokenizeReq]:
-        """What the engine is asked, of a body that is served and of which nothing is ignored."""
+        """Return the requests to the engine for a body that is served, and of which nothing is ignored."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         assert "x-pdserve-ignored" not in response.headers
         return list(self._engine.requests)
 
     def error(self, path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
-        """The error of a body that is refused."""
+        """Return the error of a body that is refused."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
         assert not self._engine.requests

@@ -318,7 +318,7 @@ def test_hashes_of_what_is_cached_are_told_by_layer_and_page() -> None:
         kept = np.arange(1, 9, dtype="<u8").tobytes()  # two pages of two layers, K and V
         windowed = np.array([0, 0, 10, 11], dtype="<u8").tobytes()  # the first page behind the window is gone
         groups = [HashedGroup((0, 2), ("K", "V"), kept), HashedGroup((1,), ("K", "V"), windowed)]
-        groups.append(HashedGroup((), ("K", "V"), b""))  # whose pages are mere numbers
+        groups.append(HashedGroup((), ("K", "V"), b""))  # its pages are mere numbers
         engine.kv_hashes = KVHashes(8, 4, "tenant", "tokens", groups)
         answer = (await engine.post("/kv/hashes", {"text": "aaaa bb", "extra_key": "tenant"})).json()
         KVHashesAnswer.model_validate(answer)

@@ -111,7 +111,7 @@ NATIVE: dict[FinishType, dict[str, Any]] = {
 
 
 def ended_by(path: str, body: dict[str, Any], finish: FinishType) -> Any:
-    """The answer, or a stream's events, of a request that ends in this way after a token."""
+    """Return the answer, or a stream's events, of a request that ends in this way after a token."""
 
     async def run(engine: FakeEngine) -> httpx.Response:
         asked = asyncio.create_task(engine.post(path, body))
@@ -205,7 +205,7 @@ def test_the_openapi_page_shows_them() -> None:
 
 
 def bodies(schema: type[Body]) -> Iterator[type[Body]]:
-    """``schema`` and those inside it."""
+    """Yield ``schema`` and those inside it."""
     yield schema
     for inner in inner_bodies(schema).values():
         if inner is not None:

@@ -25,7 +25,7 @@ async def instance() -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def router() -> AsyncIterator[int]:
-    """Before an instance that is the real app, on a fake engine."""
+    """Run a router before an instance that is the real app, on a fake engine."""
     rig = Rig()
     async with serving(FakeEngine()) as port:
         worker = await rig.instance()

@@ -20,7 +20,7 @@ COMMENT = ": keep-alive"
 
 
 async def silent(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int) -> asyncio.Task[httpx.Response]:
-    """A streaming request whose engine has been silent for more than so many intervals."""
+    """Start a streaming request, and wait until its engine has been silent for more than ``ticks`` intervals."""
     seen = 0
     enough = asyncio.Event()
     tick = Submission.tick

@@ -38,7 +38,7 @@ async def scrape(engine: FakeEngine) -> Page:
 
 
 def finished(page: Page) -> dict[str, float]:
-    """Requests that are over, by why; zeros left out."""
+    """Return the number of ended requests by reason, without zeros."""
     name = "pdserve_requests_finished_total"
     return {s.labels["reason"]: s.value for s in page.samples if s.name == name and s.value}
 
@@ -57,7 +57,7 @@ def test_counts_are_what_clients_were_told() -> None:
             assert page.total(f"pdserve_{name}_count") == 6
         assert page.total("pdserve_request_prompt_tokens_sum") == 6 * PROMPT_TOKENS
         assert page.total("pdserve_request_generation_tokens_sum") == 21
-        # Between the tokens of a stream; nobody saw the others come.
+        # Between the tokens of a stream; the tokens of other requests came at once.
         assert page.total("pdserve_inter_token_latency_seconds_count") == 4
         assert page.total("pdserve_request_transfer_seconds_count") == 0
         assert page.total("pdserve_http_responses_total", path="/generate", status="200") == 2

@@ -53,14 +53,14 @@ class Two:
         return asyncio.create_task(self.client.post(url, json=body, headers=headers))
 
     def say(self, engine: FakeEngine, rid: str, first: int, last: int, *, ends: bool = False) -> None:
-        """Output tokens ``first`` to ``last``, of the one request there is."""
+        """Send output tokens ``first`` to ``last`` of the one request there is."""
         text = "".join(f"w{i} " for i in range(first, last))
         item = engine.text(self.old.requests[0], text, list(range(first, last)), FinishType.LENGTH if ends else None)
         item.rid = rid
         engine.client.dispatch([TextBatch([item])])
 
     def move(self, told: int = 3) -> None:
-        """The request goes on there, after ``told`` tokens."""
+        """Move the request to the new instance, after ``told`` tokens."""
         rid = self.old.requests[0].rid
         self.new.client.dispatch([ReqArrived(rid + "@1", KEY, 1.0, told)])
         self.say(self.new, rid + "@1", 0, told)
@@ -377,7 +377,7 @@ class Peer:
 
 
 def answer_from_a_peer(sent: bytes, *, stream: bool = False) -> dict[str, Any]:
-    """The error that a client is told whose answer goes on at a peer that sends this."""
+    """Return the error of a request with an answer that continues at a peer that sends ``sent``."""
     error: dict[str, Any] = {}
 
     @scene

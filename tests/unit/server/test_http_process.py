@@ -32,7 +32,7 @@ TIMEOUT_MS = 30_000
 
 
 class Ring:
-    """The channels of an instance whose other processes are this test."""
+    """The channels of an instance. This test plays its other processes."""
 
     def __init__(self, run_dir: Path, port: int) -> None:
         self.ctx: zmq.Context[Any] = zmq.Context()
@@ -49,7 +49,7 @@ class Ring:
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def next_request(self) -> TokenizeReq:
-        """What HTTP sends to the tokenizer."""
+        """Return the next request that HTTP sends to the tokenizer."""
         [request] = self.tokenizer.recv(TIMEOUT_MS)
         assert isinstance(request, TokenizeReq)
         return request
@@ -64,7 +64,7 @@ class Ring:
 
 @contextmanager
 def ring(run_dir: Path, port: int) -> Iterator[Ring]:
-    """A ring that is closed again."""
+    """Make a ring that is closed again."""
     it = Ring(run_dir, port)
     try:
         yield it

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: whose they are, what they may be called, and what is asked of the engine for them."""
+"""Sessions over HTTP: their owners, their permitted names, and what is asked of the engine for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def knows(engine: FakeEngine, state: SessionState | None = STATE) -> None:
 
 
 async def run_one(engine: FakeEngine, rid: str, **headers: str) -> asyncio.Task:
-    """A request that runs until it is aborted."""
+    """Start a request that runs until it is aborted."""
 
     async def ask():
         async with engine.http(**headers) as client:
@@ -54,7 +54,7 @@ async def run_one(engine: FakeEngine, rid: str, **headers: str) -> asyncio.Task:
 
 
 async def saved(engine: FakeEngine, name: str, **headers: str) -> dict:
-    """A session of a request that has ended."""
+    """Save a session of a request that has ended."""
     knows(engine)
     async with engine.http(**headers) as client:
         await client.post("/generate", json={"text": "x", "rid": "done"})

@@ -11,7 +11,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def stream(path: str, body: dict[str, Any]) -> list[Any]:
-    """The chunks of an answer of two tokens."""
+    """Return the chunks of an answer of two tokens."""
 
     async def check(engine: FakeEngine) -> list[Any]:
         return events(await engine.post(path, {**body, "max_tokens": 2, "stream": True}))
@@ -26,6 +26,6 @@ def test_the_chunk_with_the_usage_has_the_timing_of_one_answer(path: str, body: 
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
     assert (last["timing"]["queue_ms"], last["timing"]["transfer_bytes"]) == (1.235, 4096)
     assert not [chunk for chunk in chunks if "timing" in chunk]
-    # Two answers have two timings, and no place to say which is whose.
+    # Two answers have two timings, and no field to tell them apart.
     assert "timing" not in stream(path, {**asked, "n": 2})[-1]
     assert not [chunk for chunk in stream(path, body) if "timing" in chunk]

@@ -1,4 +1,4 @@
-"""Keys: what their files may hold, whose request it is, and what it may do."""
+"""Keys: the format of their files, the caller of a request, and what it may do."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_every_command_that_listens_checks_that() -> None:
     check_options(ServerOptions(host="0.0.0.0", no_keys=True))
     RouterOptions(host="0.0.0.0", no_keys=True, worker=["http://127.0.0.1:1"]).check()
     ClusterOptions(host="0.0.0.0", no_keys=True).check()
-    # The other hosts of an instance answer nobody.
+    # The other hosts of an instance do not answer requests.
     check_options(ServerOptions(host="10.0.0.2", nnodes=2, node_rank=1, tp_size=2, dist_init_addr="10.0.0.1:5000"))
 
 
@@ -216,7 +216,7 @@ def test_a_router_with_the_admin_key_speaks_for_its_clients_and_nobody_else_does
     name = (b"x-pdserve-key-name", b"carol")
     assert caller(keys, bearer("the-admin"), name) == Caller("carol", is_admin=False)
     assert caller(keys, bearer("a-key"), name) == Caller("alice", is_admin=False)
-    # A client without a name is nobody: never the admin whose key its router shows.
+    # A client without a name has no identity: it is never the admin, even if its router shows the admin's key.
     for unfit in (b"", b"(admin)", b"\xff", b"n" * 65):
         assert caller(keys, bearer("the-admin"), (b"x-pdserve-key-name", unfit)) == Caller("", is_admin=False)
 

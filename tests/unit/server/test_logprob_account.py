@@ -44,7 +44,7 @@ def test_the_largest_ends_where_all_have_too_many() -> None:
     assert failures(large, small, last) == [429, None, None]
     assert "151 log-probabilities, the limit is 150" in str(large.failure)
     assert "most of them (90)" in str(large.failure)
-    # What ended holds its own until it is dropped, and nobody else ends for it.
+    # An ended request holds its own share until it is dropped, and no other request ends for it.
     account.add(last, 50)
     assert failures(large, small, last) == [429, None, None]
     assert account.held == 201

@@ -28,7 +28,7 @@ B = TypeVar("B", bound=Body)
 
 
 def validate(schema: type[B], body: dict[str, Any]) -> B:
-    """As a server with --unknown-fields refuse does."""
+    """Validate a body as a server with --unknown-fields refuse does."""
     FieldNames("refuse").check(schema, body)
     return validate_types(schema, body)
 
@@ -201,14 +201,14 @@ NESTED = {"sampling_params": SamplingParamsBody}
 
 
 def bodies(schema: type[Body]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with some of the known fields, whatever their values."""
+    """Draw objects with some of the known fields, whatever their values."""
     names = [*schema.model_fields, *schema.unserved]
     values = {name: bodies(NESTED[name]) | JSON if name in NESTED else JSON for name in names}
     return st.fixed_dictionaries({}, optional=values).map(lambda body: dict(list(body.items())[:6]))
 
 
 def status_of(check: Callable[[], object]) -> int:
-    """200, or the status of the refusal."""
+    """Return 200, or the status of the refusal."""
     try:
         check()
     except ApiError as e:

@@ -1,4 +1,4 @@
-"""Sessions as files: what was written comes back whole, and nothing that somebody did to a file is ever used."""
+"""Sessions as files: what was written comes back whole, and a file that was tampered with is never used."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_session_under_another_name_or_owner_or_with_another_state_is_none(tmp
     "junk", [b"", b"\x91" * 10_000, b"\xa2\xff\xff", b"\x80", msgspec.msgpack.encode({"running": 1})]
 )
 def test_content_that_no_session_has_is_refused_though_its_checksums_are_right(tmp_path, junk):
-    """As from a later version, or from somebody who can compute a checksum."""
+    """Such content comes from a later version, or from a user that can compute a checksum."""
     store = files(tmp_path)
     store.save(info("a"), STATE)
     path = path_of(tmp_path, "a")
@@ -263,4 +263,4 @@ def test_whoever_is_killed_while_it_writes_leaves_the_one_or_the_other(tmp_path)
         found = store.load("", "a")
         assert found.state.fingerprint == f"f{found.info.prompt_tokens}"
         assert found.state.running.output == running.output
-    store.save(info("b"), STATE)  # nobody holds the lock
+    store.save(info("b"), STATE)  # the lock is free

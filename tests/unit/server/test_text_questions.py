@@ -1,4 +1,6 @@
-"""Questions about text: how much one may ask, who answers it, and that nothing else waits for the answer."""
+"""Questions about text: the size of a question, the process that answers it, and that nothing else waits for the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ def test_a_text_that_a_tokenizer_fails_on_is_answered() -> None:
 
 
 class Client:
-    """A client whose body has been read. ``key``: the name of its API key."""
+    """A client with a body that has been read. ``key``: the name of its API key."""
 
     def __init__(self, key: str = "") -> None:
         self.scope = {SCOPE_KEY: Caller(key, is_admin=False)}

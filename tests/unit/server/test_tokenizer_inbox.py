@@ -33,7 +33,7 @@ def req(rid: str, text: str = "a", forks: Sequence[str] = ()) -> TokenizeReq:
 
 
 def long_req(rid: str, forks: Sequence[str] = ()) -> TokenizeReq:
-    """One that is a slice by itself."""
+    """Make a request that is a slice by itself."""
     return req(rid, "a" * (SLICE_WORK + 1), forks)
 
 

@@ -29,7 +29,7 @@ def delta(text: str, finish: str | None = None) -> dict[str, Any]:
 
 
 def say(*pieces: str) -> Callable[[Connection], None]:
-    """A good answer of these pieces, framed as our server does."""
+    """Return a script for a good answer of these pieces, framed as our server does."""
 
     def script(connection: Connection) -> None:
         connection.begin_stream()

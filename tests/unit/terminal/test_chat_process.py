@@ -57,7 +57,10 @@ class Endless:
 
 
 def hear_ctrl_c() -> None:
-    """In a child, before it starts: tests that run in the background were told to ignore it, and it is inherited."""
+    """Handle SIGINT in a child, before it starts.
+
+    A test run in the background ignores SIGINT, and its children inherit that.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -149,7 +152,7 @@ class Terminal:
         self._shown = self._shown.partition(text)[2]
 
     def shows(self, text: str, seconds: float) -> bool:
-        """Whether ``text`` is shown within so many seconds."""
+        """Return whether ``text`` is shown within ``seconds``."""
         deadline = time.monotonic() + seconds
         while text not in self._shown:
             if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -158,8 +161,11 @@ class Terminal:
         return True
 
     def press_ctrl_c_until(self, done: Callable[[], bool]) -> None:
-        """As somebody does whom nobody hears: a signal that comes just before Python begins to wait is noticed when the
-        wait ends, and a machine with other work can stop it there for as long as a test takes to type."""
+        """Press Ctrl-C again and again until ``done``, as a user does that sees no effect.
+
+        A signal just before Python begins to wait is noticed only when the wait ends. A machine with other work can
+        stop it there for as long as a test takes to type.
+        """
         deadline = time.monotonic() + limit(SECONDS)
         self.type("\x03")
         while not done():

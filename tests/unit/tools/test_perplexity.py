@@ -1,10 +1,14 @@
 """What the CPU engine's types and quantisations cost on a real text, against transformers on the same weights.
 
-The bounds come from ten texts as long as this one (the first 3840 tokens): there the divergence was at most 1.6e-11 in
-float32, 2.6e-4 in bfloat16 (a fifth of that of transformers), 4.6e-3 with the file's blocks and activations of 8 bits,
-6.5e-3 in int8 with such activations. A ratio of
-perplexities over so few tokens scatters around its mean, where weights are quantised by half a percent and once by
-1.2 %: those bounds are wide, and it is the divergence that judges.
+The bounds come from ten texts as long as this one (the first 3840 tokens). The divergence there was at most
+
+- 1.6e-11 in float32,
+- 2.6e-4 in bfloat16, a fifth of that of transformers,
+- 4.6e-3 with the file's blocks and activations of 8 bits,
+- 6.5e-3 in int8 with such activations.
+
+A ratio of perplexities over so few tokens scatters around its mean, with quantised weights by half a percent and once
+by 1.2 %. Those bounds are wide, and the divergence is what judges.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class SlowBackend(TransferBackend):
 
 @pytest.fixture
 def slow(make_node, monkeypatch):
-    """An engine with slices of 4 pages and a window of 8, over a backend whose writes land when told."""
+    """An engine with slices of 4 pages and a window of 8. Writes of its backend land on demand."""
     monkeypatch.setattr(push_queue, "SLICE_BYTES", 4 * PAGE)
     monkeypatch.setattr(push_queue, "WINDOW_BYTES", 8 * PAGE)
     node = make_node(SlowBackend(), "P")
