@@ -182,7 +182,7 @@ class Profiler:
                 status=400,
                 error=f"activities: this instance records {', '.join(can)} alone, as it computes without a GPU",
             )
-        told = StartProfile(command.name, activities, command.with_stack, command.record_shapes)
+        order = StartProfile(command.name, activities, command.with_stack, command.record_shapes)
         folder = self._rank.folder / command.name
         try:
             self._make(folder)
@@ -193,9 +193,9 @@ class Profiler:
             return ProfileStarted(status=409, error=str(e))
         except OSError as e:
             return ProfileStarted(status=503, error=f"{e.filename or folder}: {e.strerror or e}")
-        errors = self._tell(told)
+        errors = self._tell(order)
         try:
-            self._rank.start(told)
+            self._rank.start(order)
         except ProfileError as e:
             errors.append(str(e))
         if errors:

@@ -28,7 +28,7 @@ class ClientAnswer:
         """True from just before the first byte of an answer is sent. From then on there is no retry."""
         self.finished = False
         """True from just before the last byte is sent."""
-        self.told_error = False
+        self.sent_error = False
         """Whether an error event was passed on after the answer had started."""
         self._opened = False
 

@@ -156,7 +156,7 @@ class Dispatcher:
 
     async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Note a success. A stream that ended with an error event is none."""
-        if answer.told_error:
+        if answer.sent_error:
             return
         for instance in legs(target):
             instance.breaker.succeeded()
@@ -327,7 +327,7 @@ class Dispatcher:
                     begun()
                     await answer.start(head.status, back)
                 if ERROR_EVENT in events:
-                    answer.told_error = True
+                    answer.sent_error = True
                     if FAILED_CODE in events:
                         self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
                 if events:

@@ -31,7 +31,7 @@ class RefusalLog:
         self._clock = clock
         self._until = 0.0
         self._lines = 0
-        self._untold = 0
+        self._suppressed = 0
         self.total = 0
 
     def add(self, reason: str) -> None:
@@ -39,14 +39,16 @@ class RefusalLog:
         self.total += 1
         now = self._clock()
         if now >= self._until:
-            if self._untold:
-                self._log.log(self._level, "%s: %d more like these, %d in all", self._what, self._untold, self.total)
-            self._until, self._lines, self._untold = now + SECONDS, 0, 0
+            if self._suppressed:
+                self._log.log(
+                    self._level, "%s: %d more like these, %d in all", self._what, self._suppressed, self.total
+                )
+            self._until, self._lines, self._suppressed = now + SECONDS, 0, 0
         if self._lines < LINES:
             self._lines += 1
             self._log.log(self._level, "%s: %s", self._what, shown(reason))
         else:
-            self._untold += 1
+            self._suppressed += 1
 
 
 class LogQuota(logging.Filter):

@@ -54,8 +54,8 @@ def main() -> None:
         with uncollected():
             process = import_module(module)
         if fork_orphan():
-            with os.fdopen(int(started), "w") as told:
-                told.write(f"{number} {os.getpid()}\n")
+            with os.fdopen(int(started), "w") as report:
+                report.write(f"{number} {os.getpid()}\n")
             sys.argv[1:] = [spec]
             process.main()
             return

@@ -203,19 +203,19 @@ class KVDebug:
         size = sum(self._row_bytes)
         # This comes from a peer: hashes of the wrong length are ignored.
         ends = range(size, len(theirs) + 1, size) if size and len(theirs) == size * len(pages) else ()
-        told = [self._split(theirs[end - size : end]) for end in ends]
+        rows = [self._split(theirs[end - size : end]) for end in ends]
         names = self._names.of(req, last * self._names.page_size, first)
-        self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=told, done=done), planned=False)
+        self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=rows, done=done), planned=False)
 
     def _split(self, row: bytes) -> Row:
         ends = list(itertools.accumulate(self._row_bytes))
         return tuple(row[end - size : end] for end, size in zip(ends, self._row_bytes, strict=True))
 
-    def told(self, req: Req, first: int, last: int) -> bytes:
+    def hashes_of(self, req: Req, first: int, last: int) -> bytes:
         """Return what pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
-        return self.told_of(self._names.of(req, last * self._names.page_size, first))
+        return self.named_hashes(self._names.of(req, last * self._names.page_size, first))
 
-    def told_of(self, names: Sequence[bytes]) -> bytes:
+    def named_hashes(self, names: Sequence[bytes]) -> bytes:
         """Return what the pages of these names held, as in ``TransferDone``; b"" if they are too many."""
         none = bytes(sum(self._row_bytes))
         if len(none) * len(names) > MAX_HASH_BYTES:
@@ -224,14 +224,14 @@ class KVDebug:
         known = [self._table.get(name) for name in names]
         return b"".join(none if page is None else b"".join(page.row) for page in known)
 
-    def expect(self, names: Sequence[bytes], told: bytes) -> None:
-        """Take in what pages held according to a session's snapshot, as in ``told_of``: they may come back.
+    def expect(self, names: Sequence[bytes], hashes: bytes) -> None:
+        """Take in what pages held according to a session's snapshot, as in ``named_hashes``: they may come back.
 
         Hashes that were seen here take precedence.
         """
         size = sum(self._row_bytes)
-        for i, name in enumerate(names[: len(told) // size if size else 0]):
-            row = told[i * size : (i + 1) * size]
+        for i, name in enumerate(names[: len(hashes) // size if size else 0]):
+            row = hashes[i * size : (i + 1) * size]
             if any(row) and name not in self._table:
                 self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
@@ -423,15 +423,15 @@ class NoDebug:
         """Raise ``AssertionError``: the worker checks what has landed."""
         raise AssertionError(f"hashes of {req.rid} were to be compared without --kv-debug")
 
-    def told(self, req: Req, first: int, last: int) -> bytes:
+    def hashes_of(self, req: Req, first: int, last: int) -> bytes:
         """Return no hashes."""
         return b""
 
-    def told_of(self, names: Sequence[bytes]) -> bytes:
+    def named_hashes(self, names: Sequence[bytes]) -> bytes:
         """Return no hashes."""
         return b""
 
-    def expect(self, names: Sequence[bytes], told: bytes) -> None:
+    def expect(self, names: Sequence[bytes], hashes: bytes) -> None:
         """Do nothing."""
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:

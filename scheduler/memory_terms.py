@@ -70,7 +70,7 @@ def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool)
         len(table.table),
         allocator.windows,
     )
-    told = {
+    terms = {
         "total": allocator.size,
         "most": allocator.most_pages * size,
         "free": max(0, available),
@@ -79,7 +79,7 @@ def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool)
         "rows_total": rows,
         "rows_in_use": rows - table.available_size(),
     }
-    return told | windows.usage()
+    return terms | windows.usage()
 
 
 METRICS: Metrics[Mapping[str, int]] = (

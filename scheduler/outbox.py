@@ -54,7 +54,7 @@ def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
         cached_tokens=req.cached_tokens,
         timing=timing_at(req, now),
         retractions=req.retractions,
-        route=req.route_told,
+        route=req.reported_route,
         cached_beyond=req.cached_beyond or (NOTHING_BEYOND if has_tiers else None),
         held=req.held,
     )

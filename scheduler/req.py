@@ -232,7 +232,7 @@ class Req:
             self.input_logprobs, self.scored = first.input_logprobs, self.prompt_len
 
     @property
-    def route_told(self) -> str:
+    def reported_route(self) -> str:
         """Route reported to the client: the one of its hand-over, even if it was retracted and is computed here now."""
         return str(Route.INCOMING if self.timing.timeline is not None else self.route)
 
@@ -284,7 +284,7 @@ class Req:
         return self.total_len - self.prompt_len < self.max_new_tokens
 
     @property
-    def has_news(self) -> bool:
+    def has_output_to_send(self) -> bool:
         """Whether pending output should be sent now, after a token that is not the last."""
         if len(self.pending_output) >= self.send_interval or (self.msg.stream and not self.announced):
             return True

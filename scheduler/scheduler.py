@@ -167,7 +167,7 @@ class Scheduler:
             return
         self.send_output(req)
         self.leave(req, ReqState.FAILED)
-        self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.route_told))
+        self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.reported_route))
 
     def leave(self, req: Req, state: ReqState) -> None:
         """Remove a request from every queue and release its memory; nothing is sent.
@@ -321,7 +321,7 @@ class Scheduler:
             finish = FinishReason(FinishType.LENGTH)
         if finish is not None:
             self.end(req, ReqState.FINISHED, finish)
-        elif req.has_news:
+        elif req.has_output_to_send:
             self.send_output(req)
 
     def send_output(self, req: Req) -> None:

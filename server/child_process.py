@@ -136,8 +136,10 @@ def _start_together(
     starter = _spawn(argv, child_environment(TOGETHER), output, (*descriptors, write))
     os.close(write)
     try:
-        with os.fdopen(read) as told:
-            while select.select([told], [], [], max(0.0, deadline - time.monotonic()))[0] and (line := told.readline()):
+        with os.fdopen(read) as stream:
+            while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0] and (
+                line := stream.readline()
+            ):
                 number, pid = map(int, line.split())
                 yield Child.of(starts[number].name, AdoptedProcess(pid))
         if starter.wait(max(0.0, deadline - time.monotonic())) != 0:

@@ -49,8 +49,8 @@ class LeaseKeeper:
         self._ended = threading.Event()
         self._withdraw = False
         self._paused = False
-        self._news = threading.Event()
-        """Something was said that is to be looked at."""
+        self._changed = threading.Event()
+        """Set when the registration changed, or is to be paused or withdrawn."""
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
 
     def start(self) -> None:
@@ -63,12 +63,12 @@ class LeaseKeeper:
         self._registration = registration
         if self._paused:
             self._renewed_at, self._paused = time.monotonic(), False
-            self._news.set()
+            self._changed.set()
 
     def pause(self) -> None:
         """Take the registration out until ``change``."""
         self._paused = True
-        self._news.set()
+        self._changed.set()
 
     def withdraw(self) -> None:
         """Renew no more and take the registration out."""
@@ -78,10 +78,10 @@ class LeaseKeeper:
     def stop(self) -> None:
         """Renew no more; the lease runs out by itself."""
         self._ended.set()
-        self._news.set()
+        self._changed.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait until the thread has done what it was told; False after ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for the thread to end, and return whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -118,11 +118,11 @@ class LeaseKeeper:
                 self._take_out(client)
 
     def _sleep(self, seconds: float | None) -> None:
-        self._news.wait(seconds)
-        self._news.clear()
+        self._changed.wait(seconds)
+        self._changed.clear()
 
     def _register(self, client: httpx.Client) -> tuple[int | None, str]:
-        """Ask for the lease; the answer's status (None for no answer), and what is wrong with it, "" for nothing."""
+        """Ask for the lease. Return the answer's status (None for no answer), and what is wrong with it, or ""."""
         asked_at, port = time.monotonic(), self._port()
         if port is None:
             return None, "this instance's bootstrap server has not started yet"

@@ -50,19 +50,19 @@ class KVDirections:
             peer.reading = Reading.ADMITTING
             self._tell(peer, AdmitPeer(peer.epoch, peer.number), now)
         if peer.reading is Reading.ADMITTED and peer.connection is not None:
-            peer.reading, peer.told_at = Reading.INVITED, now
+            peer.reading, peer.last_step_at = Reading.INVITED, now
             self._port.take_long_frames(peer.connection)
             peer.send(Invite(peer.epoch, self._metadata))
         if peer.writing is Writing.WANTED:
             peer.writing = Writing.CONNECTING
             self._tell(peer, ConnectPeer(peer.epoch, peer.number, peer.invitation), now)
         waiting = peer.reading in (Reading.ADMITTING, Reading.INVITED) or peer.writing is Writing.CONNECTING
-        if waiting and now - peer.told_at > WORKER_SECONDS:
+        if waiting and now - peer.last_step_at > WORKER_SECONDS:
             return f"the workers did not open a link within {WORKER_SECONDS:.0f} s"
         return None
 
     def _tell(self, peer: Peer, command: AdmitPeer | ConnectPeer, now: float) -> None:
-        peer.told_at, peer.down = now, False
+        peer.last_step_at, peer.down = now, False
         self._to_worker(command)
 
     def on_admitted(self, peer: Peer) -> bool:

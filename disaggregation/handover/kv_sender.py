@@ -69,7 +69,7 @@ class PromptTransfer:
     """Pages of the prompt that the decode asked for, by group."""
     next_page: int
     """First page that is not pushed yet."""
-    told_at: float
+    reported_at: float
     """Time at which the peer last got a progress report, or asked for the KV."""
     hold: KVHold | None = None
     """The request's memory, pinned from its first push to the worker's ``SendEnded``."""
@@ -105,7 +105,7 @@ class KVSender:
     """Whether the store was asked, for the forecast, which pages it has."""
     withdrawn: bool = False
     """Whether the decode withdrew its request. It will ask again with a later attempt."""
-    foretold: Load = NOTHING
+    expected_load: Load = NOTHING
     """Load that the decode may still bring, since it got a forecast."""
     failure: Failure | None = None
     """Why the hand-over failed. Set in DRAINING."""
@@ -158,11 +158,11 @@ def mismatch(req: Req, request: TransferRequest, run: PageRun, page_size: int) -
     offered = [len(pages) // 4 for pages in request.dst_pages]
     bad_prefix = request.decode_prefix_len % page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
     if bad_prefix or offered != run.counts:
-        return f"the decode instance offers {_told(offered)} pages where {_told(run.counts)} are needed"
+        return f"the decode instance offers {_counts_text(offered)} pages where {_counts_text(run.counts)} are needed"
     return None
 
 
-def _told(counts: list[int]) -> str:
+def _counts_text(counts: list[int]) -> str:
     """Format the page counts of all groups for a log line or an error message."""
     return " and ".join(map(str, counts))
 

@@ -73,9 +73,9 @@ def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
     """Return the differences between two layouts, as texts for each side."""
     if len(theirs.groups) != len(ours.groups):
         return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
-    told = [("page_size", theirs.page_size, ours.page_size)]
+    values = [("page_size", theirs.page_size, ours.page_size)]
     for one, other in zip(theirs.groups, ours.groups, strict=True):
-        told += [(name, getattr(one, name), getattr(other, name)) for name in KVGroup.__struct_fields__]
-    unlike = [(f"{name}={a}", f"{name}={b}") for name, a, b in told if a != b]
+        values += [(name, getattr(one, name), getattr(other, name)) for name in KVGroup.__struct_fields__]
+    unlike = [(f"{name}={a}", f"{name}={b}") for name, a, b in values if a != b]
     first, second = (", ".join(texts) for texts in zip(*unlike, strict=True))
     return first, second

@@ -68,7 +68,7 @@ class Peer:
     """Number of the worker's link to this peer."""
     wanted_at: float = 0.0
     """Time at which its KV was first wanted, or at which the peer became OPEN."""
-    told_at: float = 0.0
+    last_step_at: float = 0.0
     """Time of the last step in opening a direction: a command to the worker or an invitation to the peer."""
     host: str = ""
     """Host of the bootstrap server that it was found by. Empty if the peer dialled."""

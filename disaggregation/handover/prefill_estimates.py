@@ -44,8 +44,8 @@ class PrefillEstimates:
             if brought or fetch_ms:
                 uncached -= brought
                 ms = fetch_ms + self._estimator.first_token_ms(req, uncached, now, self.expected)
-            sender.foretold = Load(1, uncached)
-            self.expected += sender.foretold
+            sender.expected_load = Load(1, uncached)
+            self.expected += sender.expected_load
         sender.asks = False
         decode.peer.send(Forecast(decode.peer.epoch, decode.handover, min(ms, MAX_DURATION_MS)))
 
@@ -65,5 +65,5 @@ class PrefillEstimates:
 
     def is_decided(self, sender: KVSender) -> None:
         """Drop the expected load of a room: its decode has decided, or the room has ended."""
-        self.expected -= sender.foretold
-        sender.foretold = NOTHING
+        self.expected -= sender.expected_load
+        sender.expected_load = NOTHING

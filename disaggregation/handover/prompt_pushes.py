@@ -87,9 +87,9 @@ class PromptPushes:
         """
         now, run, peer = self._rooms.now, transfer.run, transfer.decode.peer
         sender.deadline = now + (self._limits.transfer if transfer.computed else self._limits.piece)
-        if now - transfer.told_at < PROGRESS_SECONDS:
+        if now - transfer.reported_at < PROGRESS_SECONDS:
             return
-        transfer.told_at = now
+        transfer.reported_at = now
         computed = run.end if transfer.computed else transfer.req.computed // self._page_size
         pages = computed + delivered_pages(self._scheduler.worker.layout, run, transfer.landed)
         peer.send(Progress(peer.epoch, transfer.decode.handover, pages))
@@ -126,7 +126,9 @@ class PromptPushes:
                 transfer.looks = debug.newest
                 if not debug.when_past(transfer.looks, lambda: self._finish_if_whole(sender, transfer)):
                     return
-            hashes = debug.told(req, request.decode_prefix_len // self._page_size, req.prompt_len // self._page_size)
+            hashes = debug.hashes_of(
+                req, request.decode_prefix_len // self._page_size, req.prompt_len // self._page_size
+            )
         req.timing.transfer_bytes = sent.nbytes
         req.timing.push_ms = sent.seconds * 1000
         timing = timing_for_decode(req, sent, self._scheduler.now)

@@ -251,7 +251,7 @@ class SenderTable:
             return
         ahead = sender.state is SenderState.AHEAD
         sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
-        sender.transfer = PromptTransfer(req, decode, request, run, next_page=run.begin, told_at=now)
+        sender.transfer = PromptTransfer(req, decode, request, run, next_page=run.begin, reported_at=now)
         if not ahead:
             self._scheduler.enqueue(req, now)
             req.phases.mark(now)

@@ -114,7 +114,7 @@ class OutgoingPages:
         self.cancelled = False
         self.lost = False
         """Whether the state of a slice can't be known. It is over when its link ends."""
-        self.told_at = clock()
+        self.reported_at = clock()
         """Time of the last progress report."""
         self._queues = [_Queue(i, pool) for i, pool in enumerate(pools) if pool is not None]
         self._summed = summed

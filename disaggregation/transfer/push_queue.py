@@ -175,8 +175,8 @@ class PushQueue:
             window = self._windows[outgoing.handover.epoch]
             window.slices -= slices
             window.nbytes -= nbytes
-            if self.moved_at - outgoing.told_at >= PROGRESS_SECONDS:
-                outgoing.told_at = self.moved_at
+            if self.moved_at - outgoing.reported_at >= PROGRESS_SECONDS:
+                outgoing.reported_at = self.moved_at
                 self._emit(SendProgress(outgoing.handover, outgoing.nbytes))
         if outgoing.lost and outgoing.handover.epoch in self._writing:
             # Only the end of the link guarantees that nothing more is read here or lands there.

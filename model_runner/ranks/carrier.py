@@ -24,14 +24,14 @@ class Carrier:
         ``identity``: equal on all hosts that serve the same. Raises ``UnsupportedModel`` if it differs.
         """
         own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
-        told = [answer.tolist() for answer in self._world.gather(own)]
-        for node, (_, theirs) in enumerate(told):
-            if theirs != told[0][1]:
+        answers = [answer.tolist() for answer in self._world.gather(own)]
+        for node, (_, theirs) in enumerate(answers):
+            if theirs != answers[0][1]:
                 raise UnsupportedModel(
                     f"--node-rank {node} serves something else than --node-rank 0: start all hosts with the same model "
                     "and the same options; a processor that lacks what the CPU kernels need is a difference, too"
                 )
-        return int(min(answer[0] for answer in told))
+        return int(min(answer[0] for answer in answers))
 
     def carry(self, memory: NativeRanks, what: Exchange, exchange: int, count: int) -> None:
         """See ``cpu_engine/ranks.py``; called by the engine in mid-pass."""

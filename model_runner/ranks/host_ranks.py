@@ -168,10 +168,10 @@ class LeadRank(HostRanks):
 
     def _host_bytes(self, weight_bytes: int) -> int:
         """Return the bytes of the weights of all ranks on this host, after waiting until they are loaded."""
-        told = [weight_bytes]
-        while self._loaded is not None and len(told) < self.place.local_size:
-            told += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
-        return sum(told)
+        sizes = [weight_bytes]
+        while self._loaded is not None and len(sizes) < self.place.local_size:
+            sizes += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
+        return sum(sizes)
 
 
 class FollowerRank(HostRanks):

@@ -31,11 +31,11 @@ class LeadingSteps(StepRunner):
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """See the base class."""
         # Pages are pushed by rank 0, which sees every rank's heads.
-        told = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
+        own_step = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
         for follower in self._lead.followers:
-            follower.send(told)
+            follower.send(own_step)
         if self._world is not None:
-            self._send(self._world, told)
+            self._send(self._world, own_step)
         return super().launch(step, done)
 
     def capture_graphs(self) -> None:

@@ -89,15 +89,15 @@ class World:
         ``identity`` is equal if all serve the same. Raises ``UnsupportedModel`` if it differs.
         """
         own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
-        told = [torch.empty_like(own) for _ in range(self.place.size)]
-        dist.all_gather(told, own, group=self.model)
-        for rank, (_, theirs) in enumerate(answer.tolist() for answer in told):
-            if theirs != int(told[0][1]):
+        answers = [torch.empty_like(own) for _ in range(self.place.size)]
+        dist.all_gather(answers, own, group=self.model)
+        for rank, (_, theirs) in enumerate(answer.tolist() for answer in answers):
+            if theirs != int(answers[0][1]):
                 raise UnsupportedModel(
                     f"rank {rank} of --tp-size {self.place.size} serves something else than rank 0: its GPU is another "
                     "model of GPU; name alike ones by CUDA_VISIBLE_DEVICES and --base-gpu-id"
                 )
-        return min(int(answer[0]) for answer in told)
+        return min(int(answer[0]) for answer in answers)
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Gather ``own`` from the lead of each host. All have one size. Only leads call it."""

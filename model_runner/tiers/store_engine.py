@@ -55,8 +55,8 @@ class StoreEngine:
     ) -> None:
         self._store, self._pool, self._emit, self._clock = store, pool, emit, clock
         self._breaker = Breaker()
-        self._told: StoreState | None = None
-        self._told_at = float("-inf")
+        self._reported: StoreState | None = None
+        self._reported_at = float("-inf")
         self._commands: queue.SimpleQueue[StoreCommand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
 
@@ -96,12 +96,12 @@ class StoreEngine:
         to recover.
         """
         self._ask(self._store.probe, None)
-        self._tell_state()
+        self._report_state()
 
     def obey(self, command: StoreCommand) -> None:
         """Carry out one command and emit its answer, and the state of the store if that has changed."""
         self._obey(command)
-        self._tell_state()
+        self._report_state()
 
     def _obey(self, command: StoreCommand) -> None:
         began = self._clock()
@@ -156,15 +156,15 @@ class StoreEngine:
             log.warning("the KV store is left alone for a while: %s", reason)
         return reason
 
-    def _tell_state(self) -> None:
+    def _report_state(self) -> None:
         now = self._clock()
         breaker = self._breaker.state(now)
-        if self._told is not None and self._told.breaker == breaker and now - self._told_at < USAGE_SECONDS:
+        if self._reported is not None and self._reported.breaker == breaker and now - self._reported_at < USAGE_SECONDS:
             return
         usage = self._store.usage()
         pages, nbytes = (-1 if value is None else value for value in usage[:2])
         reason = "" if breaker is BreakerState.CLOSED else self._breaker.reason
         state = StoreState(str(breaker), reason, pages, nbytes, usage.bad_pages, usage.evicted_pages)
-        if state != self._told:
+        if state != self._reported:
             self._emit(state)
-        self._told, self._told_at = state, now
+        self._reported, self._reported_at = state, now

@@ -74,7 +74,7 @@ ERROR_GAIN = 1.1
 MIN_ERROR, MAX_ERROR = 0.02, 1.0
 EAGER_STEPS, REFIT_STEPS = 16, 16
 """Number of first steps that each refit the model, and number of steps between later fits in ``catch_up``."""
-MAX_NEWS = 4 * REFIT_STEPS
+MAX_OUTCOMES = 4 * REFIT_STEPS
 """Maximum steps outside the model: with more, it is fitted at once."""
 CHANGE, KNOWN = 0.2, 8
 """Condition for a change of the whole machine's speed.
@@ -184,7 +184,7 @@ class CostModel:
         """Sums of products of features and outcome by region; the outcome is the last of each axis."""
         self._seen = [0] * (2 * SEGMENTS)
         """Number of steps of each region that the moments have held."""
-        self._news: list[_Outcome] = []
+        self._outcomes: list[_Outcome] = []
         """Outcomes that are not in the moments yet."""
         self._weights = np.zeros(COUNT)
         self._weights[CONSTANT] = PRIOR_MS
@@ -192,7 +192,7 @@ class CostModel:
         for step in measured:
             shape = StepShape(step.decodes, step.kv_tokens, step.prompt_tokens, step.prompt_pairs)
             ms = max(step.forward_ms, MIN_MS)
-            self._news.append(_Outcome(shape, ms, ms / self.estimate(shape) - 1, 1.0))
+            self._outcomes.append(_Outcome(shape, ms, ms / self.estimate(shape) - 1, 1.0))
             self._fit()
 
     def estimate(self, shape: StepShape) -> float:
@@ -238,15 +238,15 @@ class CostModel:
         self._recent_errors.append(forward_ms / foreseen_ms - 1)
         ms, typical = max(forward_ms, MIN_MS), self._typical_error
         error = ms / self.estimate(shape) - 1
-        self._news.append(_Outcome(shape, ms, error, min(1.0, HUBER * typical / max(abs(error), MIN_ERROR))))
+        self._outcomes.append(_Outcome(shape, ms, error, min(1.0, HUBER * typical / max(abs(error), MIN_ERROR))))
         typical = typical * ERROR_GAIN if abs(error) > typical else typical / ERROR_GAIN
         self._typical_error = min(max(typical, MIN_ERROR), MAX_ERROR)
-        if self.steps < EAGER_STEPS or len(self._news) >= MAX_NEWS:
+        if self.steps < EAGER_STEPS or len(self._outcomes) >= MAX_OUTCOMES:
             self._fit()
 
     def catch_up(self) -> None:
         """Refit the model if that is due. It takes half a millisecond, so call it when no message waits."""
-        if len(self._news) >= REFIT_STEPS:
+        if len(self._outcomes) >= REFIT_STEPS:
             self._fit()
 
     def learn_overhead(self, ms: float) -> None:
@@ -275,7 +275,7 @@ class CostModel:
         }
 
     def _fit(self) -> None:
-        self._take_news()
+        self._take_outcomes()
         total = self._moments.sum(axis=0)
         a, b = total[:COUNT, :COUNT], total[:COUNT, COUNT]
         self._assume(a, b)
@@ -287,18 +287,18 @@ class CostModel:
         self._per_kv_token = float(w[KV]) / KV_UNIT
         self._per_pair = float(w[PAIRS]) / PAIR_UNIT
 
-    def _take_news(self) -> None:
-        if not self._news:
+    def _take_outcomes(self) -> None:
+        if not self._outcomes:
             return
         self._follow_the_machine()
-        z = np.empty((len(self._news), COUNT + 1))
-        z[:, :COUNT] = _features([o.shape for o in self._news])
-        z[:, COUNT] = [o.ms for o in self._news]
-        z /= np.array([[o.scale] for o in self._news])
+        z = np.empty((len(self._outcomes), COUNT + 1))
+        z[:, :COUNT] = _features([o.shape for o in self._outcomes])
+        z[:, COUNT] = [o.ms for o in self._outcomes]
+        z /= np.array([[o.scale] for o in self._outcomes])
         regions: dict[int, list[int]] = {}
-        for i, outcome in enumerate(self._news):
+        for i, outcome in enumerate(self._outcomes):
             regions.setdefault(outcome.region, []).append(i)
-        weights = np.array([o.weight for o in self._news])
+        weights = np.array([o.weight for o in self._outcomes])
         forget = 1 - max(1 / MEMORY_STEPS, IMPATIENCE * self._typical_error)
         for region, members in regions.items():
             count = len(members)
@@ -306,11 +306,11 @@ class CostModel:
             self._seen[region] += count
             self._moments[region] *= forget**count
             self._moments[region] += rows.T @ (rows * faded[:, None])
-        self._news = []
+        self._outcomes = []
 
     def _follow_the_machine(self) -> None:
         """Scale all regions if the whole machine has become slower or faster."""
-        errors = sorted(o.error for o in self._news if self._seen[o.region] >= KNOWN)
+        errors = sorted(o.error for o in self._outcomes if self._seen[o.region] >= KNOWN)
         middle = errors[len(errors) // 2] if len(errors) >= REFIT_STEPS // 2 else 0.0
         if abs(middle) > CHANGE:
             self._moments[:, COUNT] *= 1 + middle

@@ -137,7 +137,7 @@ class SessionFeature(Feature):
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
         """Return the state with the hashes of its pages, as far as they are known, if ``--kv-debug`` is on."""
-        return msgspec.structs.replace(state, kv_hashes=self._scheduler.memory.debug.told_of(names))
+        return msgspec.structs.replace(state, kv_hashes=self._scheduler.memory.debug.named_hashes(names))
 
     def _expect(self, state: SessionState, tokens: I32) -> None:
         """Let ``--kv-debug`` expect the pages of the session's first ``tokens``: they may come back."""

@@ -161,7 +161,7 @@ class MigrationRooms:
             timing, hashes = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes), b""
             if asked.hashes:
                 first = asked.decode_prefix_len // self._page_size
-                hashes = self._scheduler.memory.debug.told(move.req, first, move.kv_len // self._page_size)
+                hashes = self._scheduler.memory.debug.hashes_of(move.req, first, move.kv_len // self._page_size)
             move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing, hashes))
             move.owner.on_sent(move)
 

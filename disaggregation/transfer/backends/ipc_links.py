@@ -250,18 +250,18 @@ class IpcWriter(OutgoingLink):
 
     def welcomed(self, means: bytes) -> None:
         try:
-            told = decode(_MEANS, means, MAX_MEANS)
+            peer_means = decode(_MEANS, means, MAX_MEANS)
         except UndeclaredMessage as e:
             raise LinkLost(f"the peer does not say where its pools are: {e}") from e
-        if len(told.pools) != len(self.offer.groups):
+        if len(peer_means.pools) != len(self.offer.groups):
             raise LinkLost("the peer has other pools than it said")
-        if why_not := self._driver.why_not(told.device):
+        if why_not := self._driver.why_not(peer_means.device):
             raise LinkLost(why_not)
         self._say_that_it_maps()
-        for pool in told.pools:
+        for pool in peer_means.pools:
             if pool.handle not in self._mapped:  # pools may lie in one allocation
                 self._mapped[pool.handle] = self._driver.open(pool.handle)
-        there = [self._mapped[pool.handle] + pool.offset for pool in told.pools]
+        there = [self._mapped[pool.handle] + pool.offset for pool in peer_means.pools]
         self._write_requests = _PoolWriter(self, self._groups, self._copies, there)
         self._write_requests.read()
 

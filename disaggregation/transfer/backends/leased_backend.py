@@ -205,13 +205,13 @@ class LeasedBackend(SocketBackend):
         contact = self.slabs.address + self.slabs.nbytes
         return msgspec.msgpack.encode(EndpointInfo(endpoint.end, addresses, contact, self.slabs.nbytes))
 
-    def initiator_to(self, offer: Offer, told: bytes) -> tuple[Initiator, EndpointInfo]:
+    def initiator_to(self, offer: Offer, packed: bytes) -> tuple[Initiator, EndpointInfo]:
         """Create the initiator to a peer, and return it with the decoded ``EndpointInfo``.
 
-        ``told`` is the ``EndpointInfo`` that the peer sent. Raises ``LinkLost``.
+        ``packed`` is the ``EndpointInfo`` that the peer sent. Raises ``LinkLost``.
         """
         try:
-            means = decode(_MEANS, told, MAX_MEANS)
+            means = decode(_MEANS, packed, MAX_MEANS)
         except UndeclaredMessage as e:
             raise LinkLost(f"the peer does not say how {self.name} reaches it: {e}") from e
         if len(means.addresses) != (1 if means.slab_bytes else len(offer.groups)):
@@ -343,10 +343,12 @@ class LeaseWriter(OutgoingLink):
         self._not_taken: list[WriteHandle] = []
 
     def welcomed(self, means: bytes) -> None:
-        self._initiator, told = self._backend.initiator_to(self.offer, means)
-        self.lands_on_device = told.device is not None
-        if told.slab_bytes:
-            self._slabs = SlabWriter(self, self._initiator, self._backend.groups, told.addresses[0], told.slab_bytes)
+        self._initiator, endpoint = self._backend.initiator_to(self.offer, means)
+        self.lands_on_device = endpoint.device is not None
+        if endpoint.slab_bytes:
+            self._slabs = SlabWriter(
+                self, self._initiator, self._backend.groups, endpoint.addresses[0], endpoint.slab_bytes
+            )
             self._slabs.read()
         else:
             expect_end(self.stream)

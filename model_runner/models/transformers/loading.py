@@ -125,7 +125,7 @@ def _load(how: LoadRequest, config: Any, model_class: Any) -> Any:
 
 def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str, Any]) -> Any:
     try:
-        model, told = model_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **common
         )
     except Exception as e:
@@ -133,7 +133,7 @@ def _load_weights(folder: Path, config: Any, model_class: Any, common: dict[str,
         raise InvalidWeights(f"transformers can't load {folder}: {e.__class__.__name__}: {_first_line(e)}") from e
     # Transformers draws at random what a checkpoint lacks, and goes on.
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        names = sorted(str(name) for name in told.get(what) or () if not is_not_needed(str(name)))
+        names = sorted(str(name) for name in report.get(what) or () if not is_not_needed(str(name)))
         if names:
             raise InvalidWeights(
                 f"the checkpoint in {folder} has {len(names)} {what.replace('_', ' ')}, {names[0]!r} among them"

@@ -72,7 +72,7 @@ class ClientResponse:
     async def head(self) -> None:
         """Wait until the answer begins; raises ``ClientError``."""
         while not self.status and not self._ended:
-            await self._news()
+            await self._next_change()
         if not self.status and self._error:
             raise self._error
 
@@ -87,7 +87,7 @@ class ClientResponse:
                 if self._error:
                     raise self._error
                 return b""
-            await self._news()
+            await self._next_change()
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -124,7 +124,7 @@ class ClientResponse:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _news(self) -> asyncio.Future[None]:
+    def _next_change(self) -> asyncio.Future[None]:
         """Make a future that is done when something arrives.
 
         One timer serves the whole body, and is moved only when it fires. A timer for each wait would cost more than

@@ -161,13 +161,13 @@ class _Search:
         if neutral is not None:
             if not is_neutral(value, neutral):
                 raise bad_request(place + name, "this server does not serve this field; leave it out")
-            is_told = neutral is IGNORED
+            is_reported = neutral is IGNORED
         elif self._refuse or schema.refuses_unknown:
             hint = find_hint(schema, name).words
             raise bad_request(place + shown(name, MAX_NAME), f"there is no such field{hint}")
         else:
-            is_told = True
-        if not is_told or value is None:
+            is_reported = True
+        if not is_reported or value is None:
             return
         if len(self.found) < MAX_NAMED:
             self.found.append(IgnoredField(place, schema, name, is_unknown=neutral is None))

@@ -69,7 +69,7 @@ class RequestMetrics:
             # The usual case, one more token of a stream. The general code below would do the same.
             if count := len(item.token_ids):
                 self.generation_tokens += count
-                self._on_news(choice, count, now)
+                self._on_tokens(choice, count, now)
             return
         if item.meta is not None:
             choice.goes_by(item.meta.route)
@@ -77,14 +77,14 @@ class RequestMetrics:
         if count and choice.kind is not Kind.LEG:
             self.generation_tokens += count
             if choice.kind is Kind.STREAM:
-                self._on_news(choice, count, now)
+                self._on_tokens(choice, count, now)
         if item.finish is not None:
             if choice.kind is Kind.LEG:
                 self._leg_ended(item.finish.type, item.meta)
             else:
                 self._ended(choice, item, count, now)
 
-    def _on_news(self, choice: Choice, count: int, now: float) -> None:
+    def _on_tokens(self, choice: Choice, count: int, now: float) -> None:
         if choice.last_token_at:
             self.inter_token.observe((now - choice.last_token_at) / count, count)
         else:

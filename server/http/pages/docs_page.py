@@ -77,8 +77,8 @@ def render(page: Schema) -> str:
 
 def _operation(method: str, path: str, operation: Schema) -> str:
     parameters = [
-        _row(f"{told['name']} ({told['in']})", told["schema"], required=told["required"])
-        for told in operation.get("parameters", ())
+        _row(f"{one['name']} ({one['in']})", one["schema"], required=one["required"])
+        for one in operation.get("parameters", ())
     ]
     body = operation.get("requestBody")
     taken = f"<p>Body: {_contents(body['content'])}{'' if body['required'] else ', or none'}</p>" if body else ""
@@ -91,18 +91,18 @@ def _operation(method: str, path: str, operation: Schema) -> str:
 
 def _object(name: str, schema: Schema) -> str:
     required = schema.get("required", ())
-    rows = [_row(field, told, required=field in required) for field, told in schema.get("properties", {}).items()]
+    rows = [_row(field, kind, required=field in required) for field, kind in schema.get("properties", {}).items()]
     shown = "" if "properties" in schema else f"<p>{_type(schema)}</p>"
     return f'<h2 id="{escape(name)}">{escape(name)}</h2>{_text(schema.get("description", ""))}{shown}{_table(rows)}'
 
 
 def _row(name: str, schema: Schema, *, required: bool) -> str:
-    told = _text(schema.get("description", ""))
+    notes = _text(schema.get("description", ""))
     if required:
-        told = f"required{told}"
+        notes = f"required{notes}"
     elif schema.get("default") is not None:
-        told = f"default <code>{escape(orjson.dumps(schema['default']).decode())}</code>{told}"
-    return f"<tr><td><code>{escape(name)}</code></td><td>{_type(schema)}</td><td>{told}</td></tr>"
+        notes = f"default <code>{escape(orjson.dumps(schema['default']).decode())}</code>{notes}"
+    return f"<tr><td><code>{escape(name)}</code></td><td>{_type(schema)}</td><td>{notes}</td></tr>"
 
 
 def _table(rows: list[str]) -> str:
@@ -110,7 +110,7 @@ def _table(rows: list[str]) -> str:
 
 
 def _contents(content: Schema) -> str:
-    return " or ".join(f"{_type(told['schema'])} (<code>{escape(kind)}</code>)" for kind, told in content.items())
+    return " or ".join(f"{_type(one['schema'])} (<code>{escape(kind)}</code>)" for kind, one in content.items())
 
 
 def _type(schema: Schema) -> str:
@@ -134,7 +134,7 @@ def _plain(schema: Schema) -> str:
     if "items" in schema:
         return f"array of [{_type(schema['items'])}]"
     if fields := schema.get("properties"):
-        return "{ " + ", ".join(f"<code>{escape(name)}</code>: {_type(told)}" for name, told in fields.items()) + " }"
+        return "{ " + ", ".join(f"<code>{escape(name)}</code>: {_type(kind)}" for name, kind in fields.items()) + " }"
     if isinstance(of := schema.get("additionalProperties"), Mapping):
         return f"object of [{_type(of)}]"
     return kind

@@ -61,14 +61,14 @@ async def health(request: Request) -> Response:
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
         raise ApiError(503, verdict.reason, code="hangs" if verdict.hangs else None)
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if verdict.identity is not None:
-        told |= msgspec.structs.asdict(verdict.identity)
+        fields |= msgspec.structs.asdict(verdict.identity)
     if verdict.pace is not None:
-        told["pace"] = PaceAnswer(**msgspec.structs.asdict(verdict.pace))
+        fields["pace"] = PaceAnswer(**msgspec.structs.asdict(verdict.pace))
     if verdict.reason:
-        told["warning"] = verdict.reason
-    return respond(HealthAnswer(status="ready", **told))
+        fields["warning"] = verdict.reason
+    return respond(HealthAnswer(status="ready", **fields))
 
 
 @endpoint(LivenessAnswer)

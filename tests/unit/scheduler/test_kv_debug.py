@@ -348,7 +348,7 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
     debug = debug_of(sim)
     req = Req.create(make_generate("x", prompt(1)), Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
     told: list[str] = []
-    row = debug.told(req, 0, 1)
+    row = debug.hashes_of(req, 0, 1)
     for theirs in (b"", row, row + row[:5], row * 2 + b"1", row * 3, bytes(len(row) * 2)):
         hold = KVHold(0, "", make_root(), 0, 0)
         debug.landed(req, hold, 0, np.array([1, 2], dtype=np.int32), theirs, lambda problem, now: told.append(problem))
