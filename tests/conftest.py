@@ -55,8 +55,8 @@ LEVEL = "kernels_level"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--slow-quarter``, which CI runs beside ``make test``, and ``--record-answers`` (see the Makefile)."""
-    told = f"run the tests that are not slow, and those slow ones whose name's CRC-32 modulo {QUARTERS} is this"
-    parser.addoption("--slow-quarter", type=int, choices=range(QUARTERS), help=told)
+    text = f"run the tests that are not slow, and those slow ones whose name's CRC-32 modulo {QUARTERS} is this"
+    parser.addoption("--slow-quarter", type=int, choices=range(QUARTERS), help=text)
     parser.addoption("--record-answers", action="store_true", help="write tests/e2e/recorded_answers.jsonl anew")
 
 

@@ -95,7 +95,7 @@ class NoStandstill(Judge):
         """See ``Judge``."""
         nodes, now = self.case.nodes, self.case.world.now
         steps = sum(n.scheduler.completed_step for n in nodes)
-        tokens = sum(len(told) for n in nodes for told in n.tokens.values())
+        tokens = sum(len(listed) for n in nodes for listed in n.tokens.values())
         seen = (len(nodes), steps, tokens, len(self.case.world.ends))
         if seen != self._seen or not self.case.is_calm:
             self._seen, self._since = seen, now
@@ -268,9 +268,9 @@ def state_of(node: Node) -> str:
     kinds = Counter(
         f"{req.route} {req.state}{' with memory' if req.hold is not None else ''}" for req in scheduler.reqs.values()
     )
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     obtainable, most = scheduler.memory.pool.obtainable, scheduler.memory.pool.max_total_tokens
-    return f"{node.epoch} ({scheduler.role}) has {obtainable} of {most} tokens, {told or 'idle'}"
+    return f"{node.epoch} ({scheduler.role}) has {obtainable} of {most} tokens, {listed or 'idle'}"
 
 
 JUDGES: tuple[type[Judge], ...] = (NoStandstill, MemoryLeftIdle, FirstClaimIsServed, WaitsAreBounded)

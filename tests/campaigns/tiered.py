@@ -168,9 +168,9 @@ class TieredCampaign:
             raise Violation(f"pages are not what they were: {debug.info()}")
 
     def _check_end(self, rid: str, prompt: list[int], output: int) -> None:
-        end, told = self.sim.ends[rid], self.sim.tokens.get(rid, [])
-        if told != reference_output(prompt, output)[: len(told)]:
-            raise Violation(f"wrong KV was used for {rid}: {told}")
+        end, output_ids = self.sim.ends[rid], self.sim.tokens.get(rid, [])
+        if output_ids != reference_output(prompt, output)[: len(output_ids)]:
+            raise Violation(f"wrong KV was used for {rid}: {output_ids}")
         if isinstance(end, ReqError):
             # 429 and 408: too many requests, and a deadline.
             if end.status not in (408, 429) and not (end.status == 500 and self.events["bad logits"]):
@@ -179,9 +179,9 @@ class TieredCampaign:
             return
         assert end.finish is not None
         # A pool that gets smaller cuts what a request may come to.
-        cut = len(prompt) + len(told) >= min(SIZES) - self.sim.options.page_size
-        if end.finish.type is FinishType.LENGTH and len(told) != output and not cut:
-            raise Violation(f"{rid} ended with {len(told)} of {output} tokens")
+        cut = len(prompt) + len(output_ids) >= min(SIZES) - self.sim.options.page_size
+        if end.finish.type is FinishType.LENGTH and len(output_ids) != output and not cut:
+            raise Violation(f"{rid} ended with {len(output_ids)} of {output} tokens")
         self.outcomes["timed out" if end.finish.type is FinishType.TIMEOUT else "finished"] += 1
 
 

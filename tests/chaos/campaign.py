@@ -33,9 +33,9 @@ class Logs:
     def __init__(self, cluster: Cluster) -> None:
         self._paths = {name: server.log_path for name, server in cluster.servers.items()}
         self._seen = dict.fromkeys(self._paths, 0)
-        self.news()
+        self.fresh_lines()
 
-    def news(self) -> dict[str, str]:
+    def fresh_lines(self) -> dict[str, str]:
         """Return what each instance has logged since the last call."""
         found = {}
         for name, path in self._paths.items():
@@ -97,10 +97,10 @@ def left(cluster: Cluster) -> str:
         return repr(e)
 
 
-def traces(news: dict[str, str]) -> list[str]:
+def traces(logged: dict[str, str]) -> list[str]:
     """Return errors that a server did not expect: the last lines of each."""
     found = []
-    for name, text in news.items():
+    for name, text in logged.items():
         found += [f"{name}: {TRACE}{rest[:2500]}" for rest in text.split(TRACE)[1:]]
     return found
 
@@ -123,7 +123,7 @@ def campaign(backend: str, count: int, seed: int, inside: bool, tmp: Path, resul
         for number, fault in enumerate(drawn(seed, count, left_out(backend, inside))):
             began = time.monotonic()
             verdict = play(cluster, fault, asked, seed + number)
-            verdict.notes += traces(logs.news())
+            verdict.notes += traces(logs.fresh_lines())
             print(json.dumps(asdict(verdict)), file=lines, flush=True)
             print(line(backend, number, verdict, time.monotonic() - began), flush=True)
             for note in verdict.notes:

@@ -60,21 +60,21 @@ class Cluster:
                 psutil.wait_procs(family, timeout=stretched(5))
                 server.process.wait(stretched(5))
 
-    def told(self) -> dict[str, dict]:
+    def reports(self) -> dict[str, dict]:
         """Return the router's record of each instance; ``info`` is the instance's own report."""
         found = {instance["url"]: instance for instance in self.servers[ROUTER].info()["instances"]}
         return {name: found[self.servers[name].url] for name in INSTANCES}
 
     def is_whole(self) -> bool:
         """Return whether the router finds all instances healthy."""
-        return all(told["state"] == "healthy" and "info" in told for told in self.told().values())
+        return all(report["state"] == "healthy" and "info" in report for report in self.reports().values())
 
     def handed_over(self) -> dict[str, tuple[str, int]]:
         """Return for each instance its epoch, and how many hand-overs it has done since it started."""
         return {
-            name: (told["epoch"], told["info"]["disaggregation"][HANDOVERS[name[:-1]]]["done"])
-            for name, told in self.told().items()
-            if "info" in told and told["info"]["disaggregation"]
+            name: (report["epoch"], report["info"]["disaggregation"][HANDOVERS[name[:-1]]]["done"])
+            for name, report in self.reports().items()
+            if "info" in report and report["info"]["disaggregation"]
         }
 
     def all_moved_on(self, since: dict[str, tuple[str, int]]) -> bool:
@@ -122,9 +122,9 @@ class Cluster:
         run("ss", "--kill", "state", "connected", "( dport = " + port + " or sport = " + port + " )")
 
 
-def faulty(told: Path) -> dict[str, str]:
-    """Return the environment of a prefill with writes that go wrong as the file ``told`` says."""
-    return {**os.environ, "PYTHONPATH": with_inherited(FAULTY), "PDSERVE_CHAOS_WRITES": str(told)}
+def faulty(report: Path) -> dict[str, str]:
+    """Return the environment of a prefill with writes that go wrong as the file ``report`` says."""
+    return {**os.environ, "PYTHONPATH": with_inherited(FAULTY), "PDSERVE_CHAOS_WRITES": str(report)}
 
 
 def _is_later(now: tuple[str, int], since: tuple[str, int] | None) -> bool:

@@ -39,7 +39,7 @@ class Kind(Enum):
 
 LINKS = frozenset({Kind.RESET, Kind.LOSE, Kind.UNPLUG, Kind.SLOW})
 """Faults that need hosts of their own."""
-WRITES = {Kind.WRITE_WRONG: "another page", Kind.WRITE_TWICE: "twice", Kind.WRITE_LATE: "told late"}
+WRITES = {Kind.WRITE_WRONG: "another page", Kind.WRITE_TWICE: "twice", Kind.WRITE_LATE: "reported late"}
 """What the prefill's backend is told."""
 LASTING = frozenset({Kind.FREEZE, Kind.FREEZE_INSTANCE, Kind.FREEZE_ROUTER, Kind.LOSE, Kind.UNPLUG, Kind.SLOW, *WRITES})
 

@@ -65,10 +65,10 @@ def judge(episode: Episode, answers: Sequence[Answer]) -> Verdict:
     for answer in answers:
         for note in complaints(episode, answer):
             verdict.wrong += 1
-            verdict.notes.append(f"wrong: {note}; {told(episode, answer)}")
+            verdict.notes.append(f"wrong: {note}; {described(episode, answer)}")
         for note in delays(episode, answer):
             verdict.late += 1
-            verdict.notes.append(f"late: {note}; {told(episode, answer)}")
+            verdict.notes.append(f"late: {note}; {described(episode, answer)}")
         if answer.error:
             errors[error_name(answer)] += 1
             verdict.slowest_error = max(verdict.slowest_error, answer.end - max(answer.asked, episode.struck))
@@ -124,16 +124,17 @@ def delays(episode: Episode, answer: Answer) -> Iterator[str]:
     took = answer.end - max(answer.asked, episode.struck)
     if took > most:
         yield f"it took {took:.1f} s, of {most:.1f}"
-    moments = [answer.asked, *answer.told, answer.end]
+    moments = [answer.asked, *answer.event_times, answer.end]
     gap = max((b - max(a, episode.back) for a, b in pairwise(moments)), default=0.0)
     if gap > stretched(STALL_SECONDS):
         yield f"no progress for {gap:.1f} s after all instances were back"
 
 
-def told(episode: Episode, answer: Answer) -> str:
+def described(episode: Episode, answer: Answer) -> str:
     """Describe one answer for people."""
     at = [
-        f"{moment - episode.struck:+.2f}" for moment in (answer.asked, *answer.told[:1], *answer.told[-1:], answer.end)
+        f"{moment - episode.struck:+.2f}"
+        for moment in (answer.asked, *answer.event_times[:1], *answer.event_times[-1:], answer.end)
     ]
     return (
         f"prompt {len(answer.question.prompt)}, {len(answer.tokens)} of {answer.wanted} tokens, "

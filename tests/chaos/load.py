@@ -26,8 +26,8 @@ AFTER_ERROR_SECONDS = 0.2
 class Answer:
     """The course of one request; times are of ``time.monotonic``.
 
-    ``told`` has the time of each event, ``status`` that of HTTP (None: the connection broke before). ``reason`` is the
-    server's finish reason, and ``error`` the error of the server or of the connection.
+    ``event_times``: of each event. ``status``: that of HTTP, None if the connection broke before. ``reason``: the
+    server's finish reason. ``error``: that of the server or of the connection.
     """
 
     question: Question
@@ -35,7 +35,7 @@ class Answer:
     streaming: bool
     asked: float
     tokens: list[int] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)
+    event_times: list[float] = field(default_factory=list)
     status: int | None = None
     reason: str = ""
     error: str = ""
@@ -111,7 +111,7 @@ def hear(answer: Answer, line: str) -> None:
 
 def take(answer: Answer, event: dict) -> None:
     """Take in an event: tokens, the end, or an error."""
-    answer.told.append(time.monotonic())
+    answer.event_times.append(time.monotonic())
     if "error" in event:
         answer.error = json.dumps(event["error"])
         return

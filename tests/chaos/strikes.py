@@ -104,15 +104,15 @@ def slow_down(cluster: Cluster, fault: Fault) -> None:
 
 def write_wrong(cluster: Cluster, fault: Fault) -> None:
     """Let the victim's backend write something else than it is given."""
-    told = cluster.writes[fault.victim]
-    made = told.with_suffix(".made")
+    orders = cluster.writes[fault.victim]
+    made = orders.with_suffix(".made")
     made.unlink(missing_ok=True)
-    told.write_text(WRITES[fault.kind])
+    orders.write_text(WRITES[fault.kind])
     try:
         wait_until(made.exists, EXIT_SECONDS, "a write went wrong")
         time.sleep(fault.seconds)
     finally:
-        told.write_text("")
+        orders.write_text("")
 
 
 def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None:
@@ -129,8 +129,8 @@ def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None
         if leaving:
             return
         named = [f"storm-{i}" for i in range(ABORTED - BY_NAME, ABORTED)]
-        told = [{"rid": rid} for rid in named] + [{"abort_all": True}]
-        count = sum(server.post("/abort_request", what).raise_for_status().json()["aborted"] for what in told)
+        orders = [{"rid": rid} for rid in named] + [{"abort_all": True}]
+        count = sum(server.post("/abort_request", what).raise_for_status().json()["aborted"] for what in orders)
         assert count, "nothing was aborted: the storm was over too soon"
         # A request that waits at the router is at no instance yet, so aborting once is not enough.
         deadline = time.monotonic() + stretched(EXIT_SECONDS)

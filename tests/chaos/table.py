@@ -32,8 +32,8 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'|'.join('---' if column in WORDS else '--
 def rendered(verdicts: Mapping[str, Sequence[Verdict]], left_out: Mapping[str, str], facts: Sequence[str]) -> str:
     """Return all tables. ``left_out``: by backend what was not done, and why. ``facts`` come first."""
     parts = ["\n".join(f"- {fact}" for fact in facts)]
-    for backend, told in verdicts.items():
-        parts.append(f"### {backend}\n\n{table(told)}")
+    for backend, results in verdicts.items():
+        parts.append(f"### {backend}\n\n{table(results)}")
         if backend in left_out:
             parts.append(left_out[backend])
     return "\n\n".join(parts)

@@ -39,9 +39,9 @@ def test_sglang_bench_serving(pair: Pair, model_folder: Path, tmp_path: Path, ba
             *("--warmup-requests", "1", "--output-file", out, "--disable-tqdm"),
         ]
     )
-    told = json.loads(out.read_text().splitlines()[-1])
-    assert told["completed"] == PROMPTS
-    assert told["total_output_tokens"] == PROMPTS * TOKENS
+    report = json.loads(out.read_text().splitlines()[-1])
+    assert report["completed"] == PROMPTS
+    assert report["total_output_tokens"] == PROMPTS * TOKENS
     after = counters(pair)
     # Its warm-up is a request too, of at most as many tokens.
     made = after["generation_tokens"] - before["generation_tokens"]
@@ -62,9 +62,9 @@ def test_vllm_bench_serve(pair: Pair, model_folder: Path, tmp_path: Path, backen
         ]
     )
     [result] = tmp_path.glob("*.json")
-    told = json.loads(result.read_text())
-    assert told["completed"] == PROMPTS
-    assert told["total_output_tokens"] == PROMPTS * TOKENS
+    report = json.loads(result.read_text())
+    assert report["completed"] == PROMPTS
+    assert report["total_output_tokens"] == PROMPTS * TOKENS
     after = counters(pair)
     made = after["generation_tokens"] - before["generation_tokens"]
     assert 0 <= made - PROMPTS * TOKENS <= 4 * TOKENS

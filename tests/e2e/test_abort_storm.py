@@ -134,8 +134,8 @@ class States:
     def _look(self) -> None:
         while not self._over.wait(0.02):
             for server in self._servers:
-                told = json.loads(server.client.get(server.url + "/transfers").raise_for_status().text)
-                self.seen |= {transfer["state"] for transfer in told["transfers"]}
+                answer_body = json.loads(server.client.get(server.url + "/transfers").raise_for_status().text)
+                self.seen |= {transfer["state"] for transfer in answer_body["transfers"]}
 
 
 def test_requests_that_end_early(small_pair):

@@ -135,7 +135,7 @@ def outlive(pair, expected: list[int]) -> None:
     ) as one_token:
         # It ends with its first token: that is all that it was asked for, and its KV is not waited for.
         assert "[DONE]" in one_token.read().decode()
-    told: list[dict] = []
+    received: list[dict] = []
     first = threading.Event()
 
     def read() -> None:
@@ -143,20 +143,20 @@ def outlive(pair, expected: list[int]) -> None:
         with httpx.stream("POST", pair.router.url + "/generate", json=asked, timeout=limit(60)) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: {"):
-                    told.append(json.loads(line[6:]))
+                    received.append(json.loads(line[6:]))
                     first.set()
 
     client = threading.Thread(target=read)
     client.start()
     try:
         assert first.wait(limit(20))
-        assert len(told[0]["output_ids"]) == 1
+        assert len(received[0]["output_ids"]) == 1
         pair.prefill.process.kill()
         wait_until(lambda: " is gone: " in pair.decode.log(), 10, "the decode knows")
     finally:
         worker.resume()
     client.join(limit(60))
-    assert told[-1]["output_ids"] == expected
+    assert received[-1]["output_ids"] == expected
     page = Page(pair.decode.client.get(pair.decode.url + "/metrics").text)
     assert page.total("pdserve_handovers_recomputed_total") == 1
 
@@ -197,7 +197,7 @@ def moved_stream(router) -> list[int]:
     reader.start()
     reader.met(3)
     decodes = [i["url"] for i in router.info()["instances"] if i["role"] == "decode"]
-    told = [httpx.get(url + "/health").json() for url in decodes]
+    received = [httpx.get(url + "/health").json() for url in decodes]
     answers = [
         httpx.post(
             url + "/migrate",
@@ -205,7 +205,7 @@ def moved_stream(router) -> list[int]:
             timeout=limit(30),
             auth=as_admin(),
         )
-        for url, other in zip(decodes, reversed(told), strict=True)
+        for url, other in zip(decodes, reversed(received), strict=True)
     ]
     # One of them has it, or both have had it, if the second was asked when it had just come.
     assert 200 in {answer.status_code for answer in answers}, [answer.text for answer in answers]

@@ -36,7 +36,7 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
     quit_after = rng.randrange(0, 40)
     seen = 0
     reason = None
-    told = False
+    is_aborted = False
     async with client.stream("POST", "/generate", json=body) as response:
         if response.status_code != 200:
             tally.unexpected.append(f"{response.status_code} {await response.aread()!r}")
@@ -45,7 +45,7 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
             if fate == "disconnect":
                 tally.disconnected += 1
                 return
-            told = True
+            is_aborted = True
             await client.post("/abort_request", json={"rid": f"r{number}"})
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -61,8 +61,8 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
                     tally.disconnected += 1
                     return
                 # Once, as a client does; the events that were under way go on arriving.
-                if fate == "abort" and not told:
-                    told = True
+                if fate == "abort" and not is_aborted:
+                    is_aborted = True
                     await client.post("/abort_request", json={"rid": f"r{number}"})
     if reason is None:
         tally.unexpected.append(f"r{number} ended without a reason")

@@ -68,11 +68,11 @@ def test_a_pair_with_a_secret_serves_through_its_router(pair, expected):
     answer = asked(pair.router)
     assert answer.json()["output_ids"] == expected
     assert answer.json()["meta_info"]["timing"]["transfer_bytes"] > 0
-    told = pair.decode.info()
-    assert [peer["state"] for peer in told["disaggregation"]["peers"]] == ["open"]
-    assert told["disaggregation"]["bootstrap_port"] != pair.prefill.info()["disaggregation"]["bootstrap_port"]
-    assert "cluster_secret_file" in told["options"]
-    assert "oooo" not in str(told)
+    reported = pair.decode.info()
+    assert [peer["state"] for peer in reported["disaggregation"]["peers"]] == ["open"]
+    assert reported["disaggregation"]["bootstrap_port"] != pair.prefill.info()["disaggregation"]["bootstrap_port"]
+    assert "cluster_secret_file" in reported["options"]
+    assert "oooo" not in str(reported)
 
 
 def test_a_client_may_not_send_a_decode_anywhere(pair):
@@ -104,8 +104,8 @@ def test_open_handovers_are_shown_until_they_end(pair, secrets):
     signed = signature.sign(*fields.values(), time.time())
 
     def shown(server: Launched) -> dict[str, str]:
-        told = server.client.get(server.url + "/transfers").json()
-        return {t["direction"]: t["state"] for t in told["transfers"] if t["room"] == 99}
+        reported = server.client.get(server.url + "/transfers").json()
+        return {t["direction"]: t["state"] for t in reported["transfers"] if t["room"] == 99}
 
     with ThreadPoolExecutor(1) as pool:
         leg = pool.submit(asked, pair.decode, rid="alone", **fields, bootstrap_signature=signed)
@@ -160,9 +160,9 @@ def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_pa
             assert points["allocate"] <= points["queue"]
             assert max(points["prefill"], points["last_byte"]) <= points["verify"] < points["first_step"]
         for server, done in ((a, 2), (b, 1)):
-            told = server.info()["disaggregation"]
-            assert (told["sent"]["done"], told["received"]["done"]) == (done, 3 - done)
-            assert [(p["state"], p["reading"], p["writing"]) for p in told["peers"]] == [("open", "ready", "ready")]
+            reported = server.info()["disaggregation"]
+            assert (reported["sent"]["done"], reported["received"]["done"]) == (done, 3 - done)
+            assert [(p["state"], p["reading"], p["writing"]) for p in reported["peers"]] == [("open", "ready", "ready")]
         # Each instance counts its leg as one, and the client's answer where that was given: once.
         for server, sent_legs in ((a, 2), (b, 1)):
             page = Page(server.client.get(server.url + "/metrics").text)

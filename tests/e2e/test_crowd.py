@@ -310,7 +310,7 @@ def test_clients_that_never_read(pair: Pair, clients: int, seconds: int, capsys:
         readers.close()
     starts = range(0, int(passed), 20)
     parts = [[gap for at, gap in during.gaps if start <= at - started < start + 20] for start in starts]
-    told = [
+    reported = [
         f"{w.tokens} tokens, first after {max(w.waits):.1f} s at most, gaps of {_gaps([gap for _, gap in w.gaps])}"
         for w in (before, during)
     ]
@@ -319,7 +319,7 @@ def test_clients_that_never_read(pair: Pair, clients: int, seconds: int, capsys:
     middle, last = settled[: len(settled) // 2], settled[len(settled) // 2 :]
     growth = statistics.mean(last) - statistics.mean(middle)
     with capsys.disabled():
-        print(f"\nbefore: {told[0]}\nduring: {told[1]}; {during.checks} checks of health")
+        print(f"\nbefore: {reported[0]}\nduring: {reported[1]}; {during.checks} checks of health")
         print(f"{readers.disconnected} disconnected; each 20 s: gaps, their median (ms), memory (MiB)")
         print([len(part) for part in parts])
         print([round(1000 * statistics.median(part), 1) if part else None for part in parts])

@@ -113,8 +113,8 @@ def are_two_legs(out: str, folder: Path) -> None:
 
 def session(**expected: Any) -> Callable[[str, Path], None]:
     def check(out: str, folder: Path) -> None:
-        told = json.loads(out)
-        assert {name: told[name] for name in expected} == expected
+        parsed = json.loads(out)
+        assert {name: parsed[name] for name in expected} == expected
 
     return check
 

@@ -203,8 +203,8 @@ def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(t
             ]
             for leg in legs:
                 leg.start()
-            told = lambda: pair.decode.client.get(pair.decode.url + "/transfers").json()["transfers"]  # noqa: E731
-            wait_until(lambda: [t["state"] for t in told()] == ["transferring"], 10, "the prefill may write")
+            open_transfers = lambda: pair.decode.client.get(pair.decode.url + "/transfers").json()["transfers"]  # noqa: E731
+            wait_until(lambda: [t["state"] for t in open_transfers()] == ["transferring"], 10, "the prefill may write")
             for process in family.values():
                 freeze(process.pid)
             try:

@@ -115,6 +115,8 @@ def test_every_request_of_a_burst_is_answered(tmp_path, tiny_args, args, swaps, 
             swapper.result()
         for instance in cluster.instances:
             wait_until(lambda one=instance: one.info()["pool"]["in_use"] == 0, 15, "its memory is free")
-        told = {priority: f"{sorted(took)[len(took) // 2]:.2f} / {max(took):.2f}" for priority, took in seconds.items()}
+        summary = {
+            priority: f"{sorted(took)[len(took) // 2]:.2f} / {max(took):.2f}" for priority, took in seconds.items()
+        }
         withdrawn = sum(i.info()["disaggregation"]["received"]["withdrawn"] for i in cluster.instances)
-        print(f"\n{args}, swaps {swaps}: seconds by priority, median / longest: {told}; withdrawn {withdrawn}")
+        print(f"\n{args}, swaps {swaps}: seconds by priority, median / longest: {summary}; withdrawn {withdrawn}")

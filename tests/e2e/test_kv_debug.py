@@ -77,10 +77,14 @@ def test_kv_is_the_same_wherever_it_goes_and_a_store_that_lies_is_named(tmp_path
             ask(prefill, tokens)
         assert mismatches(prefill) == {"store": 1}
         lines = [line for line in prefill.log().splitlines() if " E " in line and "KV differs" in line]
-        told = r"page \d+ \(tokens \d+ to \d+\), layer \d+, V: \w{16} back from the store, \w{16} when it was computed"
-        assert [bool(re.search(told, line)) for line in lines] == [True]
+        pattern = (
+            r"page \d+ \(tokens \d+ to \d+\), layer \d+, V: \w{16} back from the store, \w{16} when it was computed"
+        )
+        assert [bool(re.search(pattern, line)) for line in lines] == [True]
         # The health check says for a while what it said last.
-        wait_until(lambda: ", V: " in prefill.client.get(prefill.url + "/health").json().get("warning", ""), 10, "told")
+        wait_until(
+            lambda: ", V: " in prefill.client.get(prefill.url + "/health").json().get("warning", ""), 10, "reported"
+        )
         metrics = prefill.client.get(prefill.url + "/metrics").text
         assert 'pdserve_kv_debug_mismatches_total{place="store",role="prefill"} 1.0' in metrics
 

@@ -100,8 +100,8 @@ def test_a_moved_stream_has_the_tokens_of_one_that_stays(pair, way):
     scores, right = (answer["meta_info"]["output_token_logprobs"] for answer in (last, expected))
     assert [token for _, token, _ in scores] == last["output_ids"]
     assert [score for score, _, _ in scores] == pytest.approx([score for score, _, _ in right], abs=1e-4)
-    told = [len(event["output_ids"]) for event in reader.events]
-    assert told == sorted(told)
+    counts = [len(event["output_ids"]) for event in reader.events]
+    assert counts == sorted(counts)
     pair.assert_all_returned()
 
 

@@ -27,9 +27,9 @@ def answer(server: Launched, prompt: list[int]) -> list[int]:
 
 
 def resize(server: Launched, tokens: int, wait_s: float = 10.0) -> dict:
-    told = server.post("/kv/resize", {"max_total_tokens": tokens, "wait_s": wait_s})
-    assert told.status_code == 200, told.text
-    return told.json()
+    resized = server.post("/kv/resize", {"max_total_tokens": tokens, "wait_s": wait_s})
+    assert resized.status_code == 200, resized.text
+    return resized.json()
 
 
 # The simulated world of tests/unit/harness/test_world.py has resized pools in make test.
@@ -70,9 +70,9 @@ def memory_goes_back(server: Launched, is_right: Callable[[], bool]) -> None:
     # It commits all of its 64 MiB ahead of use, by and by.
     assert is_right()
     wait_until(lambda: worker.memory_info().rss > least + 48 * MIB, 20, "the larger pool is committed")
-    told = resize(server, 1000)
-    assert told["max_total_tokens"] == 992
-    assert told["freed_bytes"] > 44 * MIB
+    resized = resize(server, 1000)
+    assert resized["max_total_tokens"] == 992
+    assert resized["freed_bytes"] > 44 * MIB
     assert worker.memory_info().rss < least + 8 * MIB
     assert is_right()
     assert server.post("/kv/resize", {"max_total_tokens": LIMIT + 16}).status_code == 400

@@ -38,7 +38,7 @@ def test_answers_are_those_of_the_recording(pair: Pair, request: pytest.FixtureR
         FILE.write_text("\n".join(found) + "\n")
     recorded = FILE.read_text().splitlines()
     assert len(recorded) == len(found)
-    assert not (told := differences(recorded, found)), "\n".join(told)
+    assert not (reported := differences(recorded, found)), "\n".join(reported)
 
 
 def test_only_the_last_digits_of_numbers_may_differ() -> None:

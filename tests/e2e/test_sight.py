@@ -27,10 +27,10 @@ def scrape(server: Launched) -> Page:
 
 def load(pair: Pair) -> Counter[str]:
     """Send requests of many kinds, and return the sums of the counts in their answers."""
-    told: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
 
     def add(prompt: int, cached: int, output: int) -> None:
-        told.update(prompt=prompt, cached=cached, output=output, requests=1)
+        counted.update(prompt=prompt, cached=cached, output=output, requests=1)
 
     def add_meta(answer: dict) -> None:
         meta = answer["meta_info"]
@@ -53,30 +53,30 @@ def load(pair: Pair) -> Counter[str]:
     add(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
     # A decode that a client asks directly, with no prefill named.
     add_meta(pair.decode.generate(input_ids=[3] * 50, sampling_params=greedy))
-    return told
+    return counted
 
 
 def test_counters_add_up_and_an_id_is_found_everywhere(tmp_path, tiny_args):
     flags = [*tiny_args, "--log-level", "debug", "--log-format", "json"]
     with pd_pair(tmp_path, "shm", *flags, router_args=["--log-level", "debug"]) as pair:
-        told = load(pair)
+        counted = load(pair)
         traced = stream(pair.router, "/generate", {"input_ids": PREFIX}, **{"x-request-id": "find-me-again"})
         meta = traced[-1]["meta_info"]
-        told.update(prompt=meta["prompt_tokens"], cached=meta["cached_tokens"], output=meta["completion_tokens"])
-        told.update(requests=1)
+        counted.update(prompt=meta["prompt_tokens"], cached=meta["cached_tokens"], output=meta["completion_tokens"])
+        counted.update(requests=1)
         pair.assert_all_returned()
         prefill, decode = scrape(pair.prefill), scrape(pair.decode)
 
         def both(name: str, **labels: str) -> float:
             return prefill.total(name, **labels) + decode.total(name, **labels)
 
-        assert told["cached"] > 0
-        assert both("pdserve_prompt_tokens_total", source="cached") == told["cached"]
-        assert both("pdserve_prompt_tokens_total") == told["prompt"]
-        assert both("pdserve_generation_tokens_total") == told["output"]
-        assert both("pdserve_requests_finished_total") == told["requests"]
-        assert both("pdserve_e2e_request_latency_seconds_count") == told["requests"]
-        assert prefill.total("pdserve_prefill_legs_finished_total", outcome="handed_over") == told["requests"] - 1
+        assert counted["cached"] > 0
+        assert both("pdserve_prompt_tokens_total", source="cached") == counted["cached"]
+        assert both("pdserve_prompt_tokens_total") == counted["prompt"]
+        assert both("pdserve_generation_tokens_total") == counted["output"]
+        assert both("pdserve_requests_finished_total") == counted["requests"]
+        assert both("pdserve_e2e_request_latency_seconds_count") == counted["requests"]
+        assert prefill.total("pdserve_prefill_legs_finished_total", outcome="handed_over") == counted["requests"] - 1
         assert prefill.total("pdserve_kv_sent_bytes_total") == decode.total("pdserve_kv_received_bytes_total") > 0
         assert prefill.total("pdserve_requests_finished_total") == 0
         router = scrape(pair.router)

@@ -77,5 +77,5 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
         assert page.total("pdserve_handover_fetches_total", outcome="came") == counts["came"]
         assert page.total("pdserve_handover_fetched_tokens_total") == counts["tokens"]
         details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
-        assert sum(told.get("decode", told)["storage"] for told in details) >= counts["tokens"]
+        assert sum(cached.get("decode", cached)["storage"] for cached in details) >= counts["tokens"]
         pair.assert_all_returned()

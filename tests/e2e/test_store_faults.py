@@ -64,12 +64,12 @@ class Campaign:
             for one in before:
                 one.result()
             # In a namespace of its own a prompt has pages that the store has yet to get.
-            news = [clients.submit(self.ask, server, kind, f"{self.struck.total()}-{i}") for i in range(2)]
-            for one in [*news, clients.submit(self.ask, server, kind)]:
+            fresh = [clients.submit(self.ask, server, kind, f"{self.struck.total()}-{i}") for i in range(2)]
+            for one in [*fresh, clients.submit(self.ask, server, kind)]:
                 one.result()
         if kind in self.faults.dead and self.struck[kind] % 4 == 1:
             # A failed command is tried three times, even without requests, before the circuit breaker opens.
-            wait_until(lambda: not self.is_well(server), 10, f"{kind} is told", every=0.1)
+            wait_until(lambda: not self.is_well(server), 10, f"{kind} is reported", every=0.1)
         health = server.client.get(server.url + "/health")
         assert health.status_code == 200, health.text
         self.opened += "KV store" in health.json().get("warning", "")
@@ -95,9 +95,9 @@ class Campaign:
     def ended(self, server: Launched) -> None:
         """Check an instance that is about to end."""
         wait_until(lambda: server.info()["invariants_steps_ago"] == 0, 15, "checked while idle")
-        told = server.info()
-        assert told["invariants"] == "ok"
-        self.from_store += told["tiers"]["hit_store"]
+        report = server.info()
+        assert report["invariants"] == "ok"
+        self.from_store += report["tiers"]["hit_store"]
 
     def verdict(self) -> str:
         return (

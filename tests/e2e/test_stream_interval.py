@@ -24,7 +24,7 @@ def stream(server: Launched, request: dict) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def told(answer: dict) -> dict:
+def comparable(answer: dict) -> dict:
     """Return the parts of an answer that do not depend on the run: text, tokens, counts, logprobs."""
     drawn = ("id", "e2e_latency", "timing", "retractions")
     return {**answer, "meta_info": {k: v for k, v in answer["meta_info"].items() if k not in drawn}}
@@ -34,10 +34,10 @@ def told(answer: dict) -> dict:
 def test_a_pair_with_an_interval_gives_the_answers_of_a_server_without(tmp_path, tiny_args):
     with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as unified:
         unified.wait_healthy()
-        plain = [told(unified.generate(**body(prompt))) for prompt in PROMPTS]
+        plain = [comparable(unified.generate(**body(prompt))) for prompt in PROMPTS]
         stops = [answer["text"][20:24] for answer in plain]
         stopped = [
-            told(unified.generate(**body(prompt, sampling={"stop": stop})))
+            comparable(unified.generate(**body(prompt, sampling={"stop": stop})))
             for prompt, stop in zip(PROMPTS, stops, strict=True)
         ]
     with pd_pair(tmp_path, "shm", *tiny_args, "--stream-interval", str(INTERVAL)) as pair:
@@ -47,7 +47,7 @@ def test_a_pair_with_an_interval_gives_the_answers_of_a_server_without(tmp_path,
             # Events that a slow reader finds together are one, so some may be missing, but none is in between.
             assert {count % INTERVAL for count in counts[:-1]} == {1}
             assert counts[-1] == TOKENS
-            assert told(events[-1]) == whole
-            assert told(stream(pair.router, body(prompt, sampling={"stop": stop}))[-1]) == cut
-            assert told(pair.router.generate(**body(prompt))) == whole
+            assert comparable(events[-1]) == whole
+            assert comparable(stream(pair.router, body(prompt, sampling={"stop": stop}))[-1]) == cut
+            assert comparable(pair.router.generate(**body(prompt))) == whole
         pair.assert_all_returned()

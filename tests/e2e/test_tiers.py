@@ -92,7 +92,7 @@ def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
         second.wait_healthy()
         found = ask(second, PROMPT)
         assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (answer["output_ids"], 0)
-        wait_until(lambda: tiers(second)["store"]["bad_pages"] > 0, 10, "it is told")
+        wait_until(lambda: tiers(second)["store"]["bad_pages"] > 0, 10, "it is reported")
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_store_that_comes_back_is_given_what_it_missed_while_nobody_asks(tmp_p
             def warning() -> str:
                 return server.client.get(server.url + "/health").raise_for_status().json().get("warning", "")
 
-            wait_until(lambda: "KV store" in warning(), 10, "it is told")
+            wait_until(lambda: "KV store" in warning(), 10, "it is reported")
             metrics = server.client.get(server.url + "/metrics").text
             assert 'pdserve_kv_store_state{role="unified",state="open"} 1.0' in metrics
             redis.start()

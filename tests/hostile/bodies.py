@@ -48,8 +48,8 @@ def operations(page: dict[str, Any]) -> list[Operation]:
 
 def _operations(page: dict[str, Any]) -> Iterator[Operation]:
     for path, methods in page["paths"].items():
-        for method, told in methods.items():
-            content = told.get("requestBody", {}).get("content", {})
+        for method, described in methods.items():
+            content = described.get("requestBody", {}).get("content", {})
             yield Operation(method.upper(), path, content.get("application/json", {}).get("schema"))
 
 

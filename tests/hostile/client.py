@@ -291,5 +291,5 @@ def attack(
 def clean_up(cluster: Cluster) -> None:
     """Delete the attacker's sessions."""
     with cluster.client(MALLORY) as client:
-        for told in client.get(cluster.url + "/kv/sessions").raise_for_status().json().get("sessions", []):
-            client.delete(f"{cluster.url}/kv/sessions/{told['name']}")
+        for session in client.get(cluster.url + "/kv/sessions").raise_for_status().json().get("sessions", []):
+            client.delete(f"{cluster.url}/kv/sessions/{session['name']}")

@@ -45,9 +45,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.admin = self.client("admin")
-        for told in self.info()["instances"]:
-            self.instances[told["info"]["role"]] = told["url"]
-            self.bootstraps[told["info"]["role"]] = told["info"]["disaggregation"]["bootstrap_port"]
+        for report in self.info()["instances"]:
+            self.instances[report["info"]["role"]] = report["url"]
+            self.bootstraps[report["info"]["role"]] = report["info"]["disaggregation"]["bootstrap_port"]
 
     @property
     def url(self) -> str:
@@ -70,8 +70,8 @@ class Cluster:
 
     def info(self) -> dict[str, Any]:
         """Return the admin's ``/server_info`` of the router."""
-        told: dict[str, Any] = self.admin.get(self.url + "/server_info").raise_for_status().json()
-        return told
+        report: dict[str, Any] = self.admin.get(self.url + "/server_info").raise_for_status().json()
+        return report
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return every living process of the cluster, by its name and the name of its parent."""
@@ -103,10 +103,10 @@ class Cluster:
         checks agree.
         """
         found = {}
-        for told in self.info()["instances"]:
-            info = told.get("info")
+        for report in self.info()["instances"]:
+            info = report.get("info")
             if info is None:
-                return {told["url"]: told.get("error")}
+                return {report["url"]: report.get("error")}
             sides = info["disaggregation"]
             held = {
                 "requests": info["requests"]["total"],
@@ -118,7 +118,7 @@ class Cluster:
                 "steps since the check": info["invariants_steps_ago"],
             }
             if any(held.values()) or info["invariants"] != "ok":
-                found[told["url"]] = held | {"invariants": info["invariants"]}
+                found[report["url"]] = held | {"invariants": info["invariants"]}
         return found
 
     def wait_given_back(self, seconds: float) -> None:

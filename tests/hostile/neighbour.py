@@ -81,9 +81,9 @@ class Neighbour:
         text = f"{words} {i} {self.canary}"  # the first page is of this prompt alone
         tokens = self._client.post(f"{self._cluster.url}/tokenize", json={"prompt": text}).raise_for_status().json()
         answers = [self._client.post(f"{self._cluster.url}/generate", json=self._body(text)) for _ in range(2)]
-        told = [answer.raise_for_status().json()["output_ids"] for answer in answers]
-        assert told[0] == told[1], f"from the cache the answer is another: {told}"
-        return Question(text, tokens["tokens"], told[0])
+        outputs = [answer.raise_for_status().json()["output_ids"] for answer in answers]
+        assert outputs[0] == outputs[1], f"from the cache the answer is another: {outputs}"
+        return Question(text, tokens["tokens"], outputs[0])
 
     def _body(self, text: str) -> dict[str, Any]:
         params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}

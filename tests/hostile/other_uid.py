@@ -18,10 +18,10 @@ SECONDS = 60.0
 
 def intrusions(pids: Sequence[int], files: Sequence[Path]) -> list[str]:
     """Return what the uid ``nobody`` can do to processes and files; runs a child, as root."""
-    told = json.dumps([list(pids), [str(file) for file in files], unix_sockets(pids)])
+    facts = json.dumps([list(pids), [str(file) for file in files], unix_sockets(pids)])
     child = subprocess.run(
         [sys.executable, "-P", __file__],
-        input=told.encode(),
+        input=facts.encode(),
         stdout=subprocess.PIPE,
         timeout=SECONDS,
         check=True,

@@ -69,9 +69,9 @@ class Campaign:
         """Find out what kills a mutant: nothing, a test of ``make test``, or only one that was moved."""
         site = self.sites[number]
         reached = self.recording.reached.get(number, [])
-        told: dict[str, Any] = {"mutant": site.key, "before": site.before, "reached by": len(reached)}
+        entry: dict[str, Any] = {"mutant": site.key, "before": site.before, "reached by": len(reached)}
         if not reached:
-            return told | {"verdict": "not reached"}
+            return entry | {"verdict": "not reached"}
         ran = 0
         for kind, tests in (
             ("make test", [test for test in reached if test in self.now]),
@@ -80,8 +80,8 @@ class Campaign:
             chosen = selected(tests, self.recording)
             ran += len(chosen)
             if chosen and (killer := self.killer(number, chosen, tree)):
-                return told | {"verdict": f"killed by {kind}", "by": killer}
-        return told | {"verdict": "survived", "ran": ran}
+                return entry | {"verdict": f"killed by {kind}", "by": killer}
+        return entry | {"verdict": "survived", "ran": ran}
 
     def killer(self, number: int, tests: list[str], tree: Tree) -> str:
         """Return the first failure of ``tests`` with the mutant, or ""."""
@@ -97,7 +97,7 @@ class Campaign:
 
     def run(self, trees: list[Tree], minutes: float) -> None:
         """Judge the mutants that have no verdict yet."""
-        done = {told["mutant"] for told in read(self.results)}
+        done = {entry["mutant"] for entry in read(self.results)}
         todo = [number for number, site in enumerate(self.sites) if site.key not in done]
         free: SimpleQueue[Tree] = SimpleQueue()
         for tree in trees:
@@ -110,12 +110,12 @@ class Campaign:
             tree = free.get()
             begin = time.monotonic()
             try:
-                told = self.judge(number, tree) | {"seconds": round(time.monotonic() - begin, 1)}
+                entry = self.judge(number, tree) | {"seconds": round(time.monotonic() - begin, 1)}
             finally:
                 free.put(tree)
             with self.results.open("a") as file:
-                file.write(json.dumps(told) + "\n")
-            print(f"{told['verdict']:20} {told['mutant']}", flush=True)
+                file.write(json.dumps(entry) + "\n")
+            print(f"{entry['verdict']:20} {entry['mutant']}", flush=True)
 
         with ThreadPoolExecutor(len(trees)) as pool:
             list(pool.map(one, todo))
@@ -174,11 +174,11 @@ def main() -> int:
         Campaign(sites, recording, now, args.out / "results.jsonl").run(trees, args.minutes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    told = read(args.out / "results.jsonl")
-    for verdict, number in sorted(Counter(one["verdict"] for one in told).items()):
+    entry = read(args.out / "results.jsonl")
+    for verdict, number in sorted(Counter(one["verdict"] for one in entry).items()):
         print(f"{number:4} {verdict}")
-    print(f"{len(sites) - len(told):4} without a verdict yet")
-    return int(any(one["verdict"] == "killed by moved" for one in told))
+    print(f"{len(sites) - len(entry):4} without a verdict yet")
+    return int(any(one["verdict"] == "killed by moved" for one in entry))
 
 
 if __name__ == "__main__":

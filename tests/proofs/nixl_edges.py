@@ -98,10 +98,10 @@ def agents_cost(name: str, env: Env) -> None:
         threads, files, kib = ((after[i] - before[i]) / 16 for i in range(3))
         gone = [child.ask("drop", f"agent{number}") for number in range(16)]
         left = child.do("costs")
-        found = f"made in {spread([told.ms for told in made[1:]])} (first {made[0].ms:.0f}), GIL held "
-        found += f"{max(told.gap for told in made) * 1e3:.0f} ms; each {threads:.1f} threads, {files:.1f} fds, "
+        found = f"made in {spread([reply.ms for reply in made[1:]])} (first {made[0].ms:.0f}), GIL held "
+        found += f"{max(reply.gap for reply in made) * 1e3:.0f} ms; each {threads:.1f} threads, {files:.1f} fds, "
         found += f"{kib / 1024:.1f} MiB RSS; 16 idle for 2 s burn {idle * 1e3:.0f} ms of CPU; gone in "
-        found += f"{spread([told.ms for told in gone])}; left behind: {left[0] - before[0]} threads, "
+        found += f"{spread([reply.ms for reply in gone])}; left behind: {left[0] - before[0]} threads, "
         found += f"{left[1] - before[1]} fds, {(left[2] - before[2]) / 1024:.0f} MiB"
         row(name, f"4 and 9 agents, progress thread {'on' if thread else 'off'}", 16, found)
         child.close()
@@ -145,8 +145,8 @@ def strangers(name: str, env: Env) -> None:
     other = receiver.do("other_base")
     forged = metadata.replace(base.to_bytes(8, "little"), other.to_bytes(8, "little"))
     thief.do("ask", "thief", "remove_remote_agent", "r")
-    told = thief.ask("connect", "thief", forged, other)
-    state = told.raised or thief.do("write", "thief", "r", EVEN[:4], 5).state
+    reply = thief.ask("connect", "thief", forged, other)
+    state = reply.raised or thief.do("write", "thief", "r", EVEN[:4], 5).state
     reached = receiver.do("other_landed", 7)
     found = f"address edited to memory that was never registered: {state}, {reached} bytes landed there"
     row(name, "8 forged metadata", 1, f"{found}; receiver alive: {receiver.alive()}")
@@ -192,9 +192,9 @@ def notifications(name: str, env: Env, trials: int) -> None:
     row(name, "7 who sends it", 1, found)
     sizes = []
     for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26):
-        told = writer.ask("ask", "w", "send_notif", "r", b"x" * size)
+        reply = writer.ask("ask", "w", "send_notif", "r", b"x" * size)
         got = receiver.do("notified", "r", 2).get("w", [b""])[0]
-        sizes.append(f"{size >> 10} KiB: {told.raised or ('whole' if len(got) == size else f'{len(got)} bytes')}")
+        sizes.append(f"{size >> 10} KiB: {reply.raised or ('whole' if len(got) == size else f'{len(got)} bytes')}")
     row(name, "7 size", 1, "; ".join(sizes))
     writer.close()
     receiver.close()
@@ -230,11 +230,11 @@ def speed(name: str, env: Env) -> None:
     writer.do("fill", 1)
     out = writer.do("write", "w", "r", EVEN, 2)
     idle = receiver.landed(1)
-    told = receiver.ask("notified", "r", 1)
+    reply = receiver.ask("notified", "r", 1)
     found = (
         f"nobody polls there: {out.state} after {out.ended - out.began:.1f} s, {idle:.0%} landed; with get_new_notifs "
     )
-    found += f"for 1 s: {receiver.landed(1):.0%}, GIL held {told.gap * 1e3:.0f} ms at most"
+    found += f"for 1 s: {receiver.landed(1):.0%}, GIL held {reply.gap * 1e3:.0f} ms at most"
     row(name, "9 no progress thread on the receiver", 1, found)
     writer.close()
     receiver.close()

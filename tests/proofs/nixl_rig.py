@@ -51,14 +51,14 @@ class Child:
 
     def ask(self, method: str, *args: Any, limit: float = 60) -> Told:
         self.send(method, *args)
-        told: Told = self.get(limit)
-        return told
+        reply: Told = self.get(limit)
+        return reply
 
     def do(self, method: str, *args: Any) -> Any:
-        told = self.ask(method, *args)
-        if told.raised:
-            raise RuntimeError(f"{self.name}.{method}: {told.raised}")
-        return told.value
+        reply = self.ask(method, *args)
+        if reply.raised:
+            raise RuntimeError(f"{self.name}.{method}: {reply.raised}")
+        return reply.value
 
     def connect(self, receiver: Child, me: str = "", peer: str = "") -> None:
         self.do("connect", me or self.name, *receiver.do("hello", peer or receiver.name))

@@ -64,7 +64,7 @@ def writer_killed(name: str, env: Env, trials: int) -> None:
     receiver, rng = Child("r", env), random.Random(2)
     last: list[float] = []
     late: list[float] = []
-    told = middle = 0
+    notified = middle = 0
     for value in range(1, trials + 1):
         writer = Child(f"w{value}", env)
         writer.connect(receiver)
@@ -76,14 +76,14 @@ def writer_killed(name: str, env: Env, trials: int) -> None:
         mib, ms = receiver.settle(value, dead)
         late.append(mib)
         last.append(ms)
-        told += bool(receiver.do("notified", "r", 0.02))
+        notified += bool(receiver.do("notified", "r", 0.02))
         writer.close()
     moved = sum(mib > 0 for mib in late)
     found = (
         f"{middle} cut in the middle; bytes came after the death in {moved}: last change at most {max(last):.1f} ms,"
     )
     row(name, "2 writer killed", trials, f"{found} at most {max(late):.2f} MiB; receiver alive: {receiver.alive()}")
-    row(name, "2 receiver learns", trials, f"no call fails and nothing is told; notifications: {told}")
+    row(name, "2 receiver learns", trials, f"no call fails and nothing is told; notifications: {notified}")
     receiver.close()
 
 
@@ -132,11 +132,11 @@ def writer_aborts(name: str, env: Env, trials: int) -> None:
                 # Without a progress thread nothing need move until the next check.
                 receiver.until(value, 0.15, 0.3)
                 calls = {"release": ("release", "w", "r"), "remove_remote_agent": ("ask", "w", how, "r")}
-                told = writer.ask(*calls.get(how, (how, "w")))
-                mib, ms = receiver.settle(value, told.ended, 0.4)
-                outcome[f"{state}, {told.raised or 'no error'}"] += 1
-                took.append(told.ms)
-                gap, last = max(gap, told.gap * 1e3), max(last, ms)
+                reply = writer.ask(*calls.get(how, (how, "w")))
+                mib, ms = receiver.settle(value, reply.ended, 0.4)
+                outcome[f"{state}, {reply.raised or 'no error'}"] += 1
+                took.append(reply.ms)
+                gap, last = max(gap, reply.gap * 1e3), max(last, ms)
                 late.append(mib)
                 if not thread and how != "drop":
                     before = receiver.landed(value)
@@ -189,9 +189,9 @@ def frozen(name: str, env: Env, seconds: float) -> None:
         receiver.signal(signal.SIGSTOP)
         state = writer.ask("start", "w", "r", EVEN)
         try:
-            told = writer.ask(*how, limit=20)
-            found = f"transfer() {state.value} in {state.ms:.0f} ms, then {told.raised or told.value or 'ok'} in "
-            found += f"{told.ms:.0f} ms, GIL held {told.gap * 1e3:.0f} ms"
+            reply = writer.ask(*how, limit=20)
+            found = f"transfer() {state.value} in {state.ms:.0f} ms, then {reply.raised or reply.value or 'ok'} in "
+            found += f"{reply.ms:.0f} ms, GIL held {reply.gap * 1e3:.0f} ms"
             if how[0] == "release":
                 found += f"; closing the agent then took {writer.ask('drop', 'w', limit=20).ms:.0f} ms"
         except TimeoutError:
@@ -228,8 +228,8 @@ def restarted(name: str, env: Env) -> None:
         for fresh in (False, True):
             epoch = f"r#{number}" if fresh else "r"
             _ = second.do("make", epoch) if fresh else writer.do("ask", "w", "remove_remote_agent", "r")
-            told = writer.ask("connect", "w", *second.do("hello", epoch))
-            state = told.raised or writer.do("write", "w", epoch, EVEN[:32], 5).state
+            reply = writer.ask("connect", "w", *second.do("hello", epoch))
+            state = reply.raised or writer.do("write", "w", epoch, EVEN[:32], 5).state
             again[f"{'a name of its own' if fresh else 'removed, added at once'}: {state}"] += 1
             if fresh:
                 second.do("drop", epoch)

@@ -265,11 +265,11 @@ class Pair:
         """Assert that nothing is in use on either instance, and that their own checks agree."""
 
         def idle() -> bool:
-            told = [server.info() for server in (self.prefill, self.decode)]
+            reported = [server.info() for server in (self.prefill, self.decode)]
             return all(
                 info["requests"]["total"] == info["pool"]["in_use"] == info["invariants_steps_ago"] == 0
                 and not info["pool"].get("window_in_use")
-                for info in told
+                for info in reported
             )
 
         wait_until(idle, 15, "both instances idle with no slot in use")
@@ -317,6 +317,6 @@ def pd_pair(
 
 def ignored_signals(pid: int) -> set[int]:
     """Return the signals that a process ignores."""
-    told = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    bits = int(re.findall(r"SigIgn:\s*(\w+)", told)[0], 16)
+    reported = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    bits = int(re.findall(r"SigIgn:\s*(\w+)", reported)[0], 16)
     return {number for number in signal.valid_signals() if bits >> (number - 1) & 1}

@@ -89,9 +89,9 @@ class ThreadRank(HostRanks):
 
     def agree(self, pages: int, identity: str) -> int:
         """See the base class; of ranks that are made at the same time."""
-        told = self._table.exchange((pages, identity), self.place.rank)
-        assert len({identity for _, identity in told}) == 1
-        return min(pages for pages, _ in told)
+        given = self._table.exchange((pages, identity), self.place.rank)
+        assert len({identity for _, identity in given}) == 1
+        return min(pages for pages, _ in given)
 
     def share(self, own: Own) -> Shared:
         """See the base class."""

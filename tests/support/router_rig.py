@@ -36,7 +36,7 @@ class FakeInstance:
     """An HTTP server that answers by script: the script's name says what happens to a generation."""
 
     def __init__(self, script="ok", health=200):
-        self.script, self.health, self.told = script, health, {}
+        self.script, self.health, self.health_report = script, health, {}
         self.requests, self.questions = [], []
         self.answers = {}
         """Status and body of what is asked at a path."""
@@ -92,7 +92,7 @@ class FakeInstance:
         headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if path == "/health":
-            self.reply(writer, self.health, self.told)
+            self.reply(writer, self.health, self.health_report)
         elif path in ("/generate", "/v1/completions"):
             seen = Seen(path, headers, json.loads(body))
             self.requests.append(seen)
@@ -223,7 +223,7 @@ class FakeInstance:
     async def do_die(self, seen, reader, writer):
         writer.transport.abort()
 
-    async def do_die_when_told(self, seen, reader, writer):
+    async def do_die_on_request(self, seen, reader, writer):
         await self.go_on.wait()
         writer.transport.abort()
 

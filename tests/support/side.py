@@ -33,12 +33,12 @@ def make_worker(metadata: bytes = b"mine") -> WorkerReady:
 
 
 class Side:
-    """Peers of the instance ``epoch``. ``told``: what its worker was; ``heard``: what hand-overs were."""
+    """Peers of the instance ``epoch``. ``commands``: to its worker; ``heard``: messages about hand-overs."""
 
     def __init__(self, epoch: str = "P") -> None:
         self.epoch = epoch
         self.port = ControlPort("127.0.0.1")
-        self.told: list[Message] = []
+        self.commands: list[Message] = []
         self.heard: list[Any] = []
         self.gone: list[tuple[str, str]] = []
         self.lost: list[Peer] = []
@@ -51,7 +51,7 @@ class Side:
             (0.3, 1.5),
             self.port,
             lambda host, port: self.asked.append((host, port)),
-            self.told.append,
+            self.commands.append,
             self,
         )
 
@@ -89,8 +89,8 @@ class Side:
 
     def work(self, *, down: bool = True) -> None:
         """Let the worker carry out its commands since the last time. ``down``: also report that links end."""
-        told, self.told[:] = self.told[:], []
-        for command in told:
+        sent, self.commands[:] = self.commands[:], []
+        for command in sent:
             if isinstance(command, AdmitPeer):
                 self.peers.on_event(PeerAdmitted(command.peer, command.link), self.now)
             elif isinstance(command, ConnectPeer):
@@ -100,8 +100,8 @@ class Side:
 
     def links(self, epoch: str, metadata: bytes | None = None) -> list[int]:
         """Return the numbers of links that the worker was told to connect since ``work``."""
-        told = [m for m in self.told if isinstance(m, ConnectPeer)]
-        return [m.link for m in told if m.peer == epoch and metadata in (None, m.metadata)]
+        sent = [m for m in self.commands if isinstance(m, ConnectPeer)]
+        return [m.link for m in sent if m.peer == epoch and metadata in (None, m.metadata)]
 
     def registration(self, **changes) -> Registration:
         fields = {"epoch": self.epoch, "control_port": self.port.port, "fingerprint": "f", "layout": LAYOUT}

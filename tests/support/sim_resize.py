@@ -48,9 +48,9 @@ class Resized:
     def order(self: Any, tokens: int, wait_s: float = 0.0) -> Any:
         """Ask, and let the worker do what there is; the answer, None: not yet."""
         self.ask(ResizeReq(tokens, wait_s, id=3))
-        return self.told()
+        return self.resize_answer()
 
-    def told(self: Any) -> Any:
+    def resize_answer(self: Any) -> Any:
         """Return the answer to a resize, if there is one by now."""
         self.outbox.flush()
         if any(isinstance(m, TrimPool) for m in self.to_worker.messages):

@@ -48,7 +48,7 @@ class SimulatedWorker:
         self._arrivals = [0.0] * IN_FLIGHT
         self._sent = 0
         self.starts: list[float] = []
-        self.told: list[int] = []
+        self.sent_ids: list[int] = []
         prefault = SimpleNamespace(wait_ms=-1, used=lambda slot: None)
         steps = StepQueue(self, NoPageMover(), ahead=1)
         self._worker = SimpleNamespace(steps=steps, prefault=prefault, compiles=CompileWatch())
@@ -74,7 +74,7 @@ class SimulatedWorker:
 
     def send(self, result: StepResult) -> None:
         self._now += self._times.tell
-        self.told.append(result.step_id)
+        self.sent_ids.append(result.step_id)
         self._scheduler_free = max(self._scheduler_free, self._now) + self._times.answer
         self._arrivals.append(self._scheduler_free)
 

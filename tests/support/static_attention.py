@@ -31,8 +31,8 @@ class StaticAttention(AttentionBackend):
                 self._eager.plan(batch)
             return
         with torch._C.DisableTorchFunction():
-            told = (batch.starts, batch.host_rows.tolist())
-            assert told == (batch.positions.tolist(), batch.rows.tolist()), "host and device disagree"
+            known = (batch.starts, batch.host_rows.tolist())
+            assert known == (batch.positions.tolist(), batch.rows.tolist()), "host and device disagree"
         slots = batch.req_to_token[batch.rows]
         hidden = torch.arange(slots.shape[1]) >= batch.positions[:, None] + 1
         plan = (self._pool.token_rows(batch.out_cache_loc), slots.long().masked_fill(hidden, 0), hidden)

@@ -65,13 +65,15 @@ def main() -> None:
     skip = CalibrateOptions().tokens
     windows = read_windows(options, args.windows * args.window, args.window, skip)
     ways = [Way(0, 0), *(Way(chosen, label) for chosen in args.chosen for label in args.label)]
-    told = args.window // 2 * len(windows)
-    print(f"{args.model_path}: {told} tokens behind as many, in {len(windows)} windows of {args.window}")
+    scored = args.window // 2 * len(windows)
+    print(f"{args.model_path}: {scored} tokens behind as many, in {len(windows)} windows of {args.window}")
     print(f"\n{'':28} {'perplexity':>11} {'ratio':>9} {'KL (nats per token)':>20} {'same':>8}")
     scores = measure(args.model_path, args.channels, ways, windows)
     for way, score in scores.items():
-        perplexity, ratio = math.exp(score.loss / told), math.exp((score.loss - scores[ways[0]].loss) / told)
-        print(f"{way!s:28} {perplexity:11.4f} {ratio:9.5f} {score.divergence / told:20.2e} {score.same / told:8.4f}")
+        perplexity, ratio = math.exp(score.loss / scored), math.exp((score.loss - scores[ways[0]].loss) / scored)
+        print(
+            f"{way!s:28} {perplexity:11.4f} {ratio:9.5f} {score.divergence / scored:20.2e} {score.same / scored:8.4f}"
+        )
 
 
 def measure(model_path: str, channels: str, ways: list[Way], windows: Tensor) -> dict[Way, Score]:
@@ -80,8 +82,8 @@ def measure(model_path: str, channels: str, ways: list[Way], windows: Tensor) ->
     scores = {}
     for way in ways:
         found = expected if way is ways[0] else _logits(model_path, channels, way, windows)
-        told = [_compare(*three) for three in zip(found, expected, windows, strict=True)]
-        scores[way] = Score(*torch.stack(told).sum(0).tolist())
+        scored = [_compare(*three) for three in zip(found, expected, windows, strict=True)]
+        scores[way] = Score(*torch.stack(scored).sum(0).tolist())
     return scores
 
 

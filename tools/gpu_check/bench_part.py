@@ -61,10 +61,10 @@ class Bench:
         loaded = time.monotonic() - begin
         self._steps = steps = BenchSteps(model, max(self.shape.asked), self.shape.context)
         seconds, reserved, added = steps.captured
-        told = (
+        text = (
             f"{loaded:.1f} s; graphs of {len(model.engine.graph_sizes)} sizes in {seconds:.1f} s, for which torch took "
         )
-        return Finding("", f"{told}{added / 2**20:.0f} MiB; {reserved / 2**30:.2f} GiB in all after it")
+        return Finding("", f"{text}{added / 2**20:.0f} MiB; {reserved / 2**30:.2f} GiB in all after it")
 
     def unload(self) -> Finding:
         """Give its memory back."""

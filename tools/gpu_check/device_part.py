@@ -68,8 +68,8 @@ def judge(report: Path, status: int, log: Path) -> Finding:
         if case.find("failure") is not None or case.find("error") is not None
     ]
     named = f": {', '.join(failed[:5])}{' …' if len(failed) > 5 else ''}" if failed else ""
-    told = f"{total - skipped - len(failed)} passed, {skipped} skipped, {len(failed)} failed{named}"
-    return Finding("", told, "none failed", not failed and status == 0)
+    text = f"{total - skipped - len(failed)} passed, {skipped} skipped, {len(failed)} failed{named}"
+    return Finding("", text, "none failed", not failed and status == 0)
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ def measure(part: Part, backend: str, decode_options: list[str]) -> Finding:
             hand_over(room)
         spent = Totals(*(now - then for now, then in zip(totals(pair), before, strict=True)))
     rate = spent.nbytes / max(spent.push_seconds, 1e-9) / 1e9
-    told = (
+    figure = (
         f"{rate:.2f} GB/s, {spent.push_seconds / rounds * 1e3:.2f} ms for {spent.nbytes / rounds / 2**20:.1f} MiB of "
     )
-    told += f"{tokens} tokens; {spent.added_seconds / rounds * 1e3:.2f} ms more until the first token"
-    return Finding("", told)
+    figure += f"{tokens} tokens; {spent.added_seconds / rounds * 1e3:.2f} ms more until the first token"
+    return Finding("", figure)
 
 
 def totals(pair: Pair) -> Totals:

@@ -106,8 +106,8 @@ def check_killed_writer(device: torch.device) -> Finding:
         time.sleep(AFTER_SECONDS)
         changed = int((pool != MARK).sum().item()) * pool.itemsize
     driver.close()
-    told = f"{changed} bytes in {AFTER_SECONDS:g} s" if is_over else f"it has not ended in {SECONDS:.0f} s"
-    return Finding("", told, "none", is_over and not changed)
+    reported = f"{changed} bytes in {AFTER_SECONDS:g} s" if is_over else f"it has not ended in {SECONDS:.0f} s"
+    return Finding("", reported, "none", is_over and not changed)
 
 
 def check_killed_owner(device: torch.device) -> Finding:
@@ -117,11 +117,11 @@ def check_killed_owner(device: torch.device) -> Finding:
     """
     with _started("bereft", device) as bereft:
         try:
-            told = bereft.communicate(timeout=SECONDS)[0].strip().splitlines()
+            reported = bereft.communicate(timeout=SECONDS)[0].strip().splitlines()
         except subprocess.TimeoutExpired:
             bereft.kill()
-            told = [f"silent for {SECONDS:.0f} s"]
-    last = told[-1] if told else f"ended with {bereft.returncode}"
+            reported = [f"silent for {SECONDS:.0f} s"]
+    last = reported[-1] if reported else f"ended with {bereft.returncode}"
     return Finding("", last, "alive", last.startswith("alive"))
 
 
@@ -170,7 +170,7 @@ def _outlive(device: torch.device) -> None:
         first = driver.copy(pieces)
         owner.kill()
         owner.wait()
-        told = "alive"
+        reported = "alive"
         try:
             for ticket in (first, driver.copy(pieces)):
                 until = time.monotonic() + SECONDS / 3
@@ -178,15 +178,15 @@ def _outlive(device: torch.device) -> None:
                     pass
             driver.shut(base)
         except LinkLost as e:
-            told = f"alive, but: {e}"
+            reported = f"alive, but: {e}"
     _synchronize(device)
     assert int(torch.ones(1000, device=device).sum().item()) == 1000
-    print(told, flush=True)
+    print(reported, flush=True)
 
 
-def _pieces(driver: IpcDriver, mine: Tensor, told: str, size: Size) -> tuple[list[DeviceCopy], int]:
+def _pieces(driver: IpcDriver, mine: Tensor, reported: str, size: Size) -> tuple[list[DeviceCopy], int]:
     """Return copies from each page of ours to its place in the owner's pool, and the address where that is mapped."""
-    handle, offset = told.split()
+    handle, offset = reported.split()
     base = driver.open(bytes.fromhex(handle))
     there, here = base + int(offset), mine.data_ptr()
     places = enumerate(_order(mine.device).tolist())

@@ -158,8 +158,8 @@ def check_checksum(part: Part) -> Finding:
     same = before == host_checksum(pool[pages].ravel())
     pool[8, 2, 77] ^= 4
     noticed = found() != before
-    told = f"{'the same' if same else 'another'}, a changed bit {'told' if noticed else 'not told'}"
-    return Finding("", told, "the same, a changed bit told", same and noticed)
+    text = f"{'the same' if same else 'another'}, a changed bit {'noticed' if noticed else 'not noticed'}"
+    return Finding("", text, "the same, a changed bit noticed", same and noticed)
 
 
 def check_transfer(part: Part) -> Finding:

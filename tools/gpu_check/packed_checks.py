@@ -106,11 +106,11 @@ def measure(part: Part, kind: Kind, tokens: int) -> Finding:
     nbytes = weights[0].nbytes + x.nbytes + tokens * outputs * x.element_size()
     floats = [torch.randn(outputs, inputs, device=part.device, dtype=torch.bfloat16) for _ in range(count)]
     plain = median_seconds(part, [lambda w=weight: torch.nn.functional.linear(x, w) for weight in floats])  # type: ignore[misc]
-    told = f"{seconds * 1e6:.1f} µs, {nbytes / seconds / read_rate(part):.0%} of the read rate; "
-    told += f"F.linear of bfloat16 {plain * 1e6:.1f} µs"
+    text = f"{seconds * 1e6:.1f} µs, {nbytes / seconds / read_rate(part):.0%} of the read rate; "
+    text += f"F.linear of bfloat16 {plain * 1e6:.1f} µs"
     if kind.eight:
-        told += f"; {_scaled(part, x, floats)}"
-    return Finding("", told)
+        text += f"; {_scaled(part, x, floats)}"
+    return Finding("", text)
 
 
 def _scaled(part: Part, x: Tensor, floats: list[Tensor]) -> str:

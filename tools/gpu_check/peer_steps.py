@@ -56,13 +56,13 @@ def linear(part: Part, outputs: int, inputs: int) -> Finding:
     """Multiply 1, 4 and 16 tokens with several matrices in turn."""
     count = 2 if part.dry_run else max(2, LEAST_BYTES // (2 * outputs * inputs))
     weights = [torch.randn(outputs, inputs, device=part.device, dtype=torch.bfloat16) for _ in range(count)]
-    told = []
+    text = []
     for tokens in (1, 4, 16):
         x = torch.randn(tokens, inputs, device=part.device, dtype=torch.bfloat16)
         seconds = median_seconds(part, [lambda w=weight: F.linear(x, w) for weight in weights])  # type: ignore[misc] # noqa: B023
         share = weights[0].nbytes / seconds / read_rate(part)
-        told.append(f"{tokens}: {seconds * 1e6:.1f} µs, {share:.0%} of the read rate")
-    return Finding("", "; ".join(told))
+        text.append(f"{tokens}: {seconds * 1e6:.1f} µs, {share:.0%} of the read rate")
+    return Finding("", "; ".join(text))
 
 
 def prompt_checks(part: Part) -> Iterator[Check]:
@@ -92,11 +92,11 @@ def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> F
         part, [lambda: F.scaled_dot_product_attention(across, keys, values, is_causal=True, enable_gqa=True)]
     )
     operations = 2 * heads * dim * tokens**2
-    told = ", ".join(
+    text = ", ".join(
         f"{name} {seconds * 1e6:.0f} µs ({operations / seconds / matmul_rate(part):.0%} of the multiplying rate)"
         for name, seconds in (("triton", ours), ("SDPA", theirs))
     )
-    return Finding("", f"{told}: {theirs / ours:.2f} times as fast")
+    return Finding("", f"{text}: {theirs / ours:.2f} times as fast")
 
 
 def compiled_checks(part: Part) -> Iterator[Check]:
@@ -140,8 +140,8 @@ def compare(bench: Bench, times: dict[str, float]) -> Finding:
     if "torch.compile" not in times:
         return Finding("", f"{ours:.3f} ms; torch.compile was not measured")
     ratio = times["torch.compile"] * 1e3 / ours
-    told = f"{ours:.3f} ms, {ratio:.2f} times as fast"
-    return Finding("", told) if bench.part.dry_run else Finding("", told, "at least as fast", ratio >= 1)
+    text = f"{ours:.3f} ms, {ratio:.2f} times as fast"
+    return Finding("", text) if bench.part.dry_run else Finding("", text, "at least as fast", ratio >= 1)
 
 
 def _time_steps(part: Part, step: Step, token: Tensor, position: Tensor, count: int) -> float:

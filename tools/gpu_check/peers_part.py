@@ -85,8 +85,8 @@ def compare(part: Part, rates: dict[str, float]) -> Finding:
     if len(rates) < 2:
         return Finding("", "nothing to compare")
     ours, theirs = rates.values()
-    told = f"{ours / theirs:.2f} times as many tokens a second"
-    return Finding("", told) if part.dry_run else Finding("", told, "at least 1", ours >= theirs)
+    text = f"{ours / theirs:.2f} times as many tokens a second"
+    return Finding("", text) if part.dry_run else Finding("", text, "at least 1", ours >= theirs)
 
 
 def time_ours(part: Part, load: Load) -> float:

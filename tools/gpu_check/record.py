@@ -134,8 +134,8 @@ class Recorder:
         finding.name = name
         self.record.findings.append(finding)
         self.record.pending, self.record.is_checking = self.record.pending[1:], False
-        told = {True: "ok", False: "FAILED", None: "-"}[finding.ok]
-        print(f"{told:6} {name}: {finding.figure} ({time.monotonic() - begin:.1f} s)", flush=True)
+        verdict = {True: "ok", False: "FAILED", None: "-"}[finding.ok]
+        print(f"{verdict:6} {name}: {finding.figure} ({time.monotonic() - begin:.1f} s)", flush=True)
         self._write()
         return alive
 

@@ -73,8 +73,8 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
         for i, history in states.histories(which, sampled.params):
             history.append(int(tokens[i]))
     total = rows * steps
-    told = f"{same} of {total} tokens are those of the CPU"
-    return Finding("", told, f"at least {total - total // 100}", same >= total - total // 100)
+    text = f"{same} of {total} tokens are those of the CPU"
+    return Finding("", text, f"at least {total - total // 100}", same >= total - total // 100)
 
 
 def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
@@ -92,8 +92,8 @@ def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
     right = torch.equal(torch.from_numpy(ids), expected.topk(most).indices)
     errors = (chosen - expected.numpy()[np.arange(rows), targets], best - expected.topk(most).values.numpy())
     error = max(float(np.abs(each).max()) for each in errors)
-    told = f"off by {error:.1e} at most, {'the best tokens' if right else 'OTHER TOKENS'}"
-    return Finding("", told, "at most 1e-04, the best tokens", right and error <= 1e-4)
+    text = f"off by {error:.1e} at most, {'the best tokens' if right else 'OTHER TOKENS'}"
+    return Finding("", text, "at most 1e-04, the best tokens", right and error <= 1e-4)
 
 
 def time_both(part: Part, rows: int, change: dict[str, float]) -> Finding:

@@ -63,11 +63,11 @@ class Served:
         else:
             options += ["--dtype", "bfloat16", "--attention-backend", "triton"]
         self._address = self._open.enter_context(serve(options, self.part.log(f"served {self.shape.name}")))
-        told = f"ready after {time.monotonic() - begin:.1f} s"
+        summary = f"ready after {time.monotonic() - begin:.1f} s"
         if not self.part.dry_run:
             free, total = torch.cuda.mem_get_info()
-            told += f", {(total - free) / 2**30:.2f} GiB of the GPU in use"
-        return Finding("", told)
+            summary += f", {(total - free) / 2**30:.2f} GiB of the GPU in use"
+        return Finding("", summary)
 
     def stop(self) -> Finding:
         """Stop it: memory for the bare steps is free then."""
@@ -81,8 +81,8 @@ class Served:
         report = self._load(self.shape.context, length, batch, batch)
         itl = report["itl"]
         self.itl_ms[batch] = itl["median"]
-        told = f"ITL {itl['median']:.3f} ms (median), {itl['p99']:.3f} ms (p99)"
-        return Finding("", f"{told}, {report['output_throughput']:.0f} tokens/s")
+        text = f"ITL {itl['median']:.3f} ms (median), {itl['p99']:.3f} ms (p99)"
+        return Finding("", f"{text}, {report['output_throughput']:.0f} tokens/s")
 
     def first_token(self, tokens: int) -> Finding:
         """Send prompts of ``tokens`` one at a time, and tell when the first token of each came."""

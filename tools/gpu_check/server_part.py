@@ -141,8 +141,8 @@ def check_memory(asked: Asked, args: Sequence[str]) -> Finding:
         ask(f"{address}/resume_memory_occupation", {}, 60.0, admin)
         found = judge([generate(address, prompt, LENGTH) for prompt in asked.prompts], asked.reference, 1.0, "")
     share = freed / (use["weights"] + use["kv_pool"])
-    told = f"{share:.0%} of weights and pool given back, then {found.figure}"
-    return Finding("", told, f"90%, then {SAME}", bool(found.ok) and share >= 0.9)
+    summary = f"{share:.0%} of weights and pool given back, then {found.figure}"
+    return Finding("", summary, f"90%, then {SAME}", bool(found.ok) and share >= 0.9)
 
 
 if __name__ == "__main__":

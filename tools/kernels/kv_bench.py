@@ -92,11 +92,11 @@ def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
             model.engine.forward(batch)
             if turn > 0:
                 seconds[name].append(time.perf_counter() - begin)
-    told = []
+    texts = []
     for name, times in seconds.items():
         ratio = statistics.median(ours / theirs for ours, theirs in zip(times, seconds[first], strict=True))
-        told.append(f"{name} {min(times) * 1e3:.2f} ms ({ratio:.2f})")
-    print(f"{case.rows} streams of {case.context} tokens: {', '.join(told)}")
+        texts.append(f"{name} {min(times) * 1e3:.2f} ms ({ratio:.2f})")
+    print(f"{case.rows} streams of {case.context} tokens: {', '.join(texts)}")
 
 
 def _batch(case: Decodes, model: LoadedModel) -> ForwardBatch:

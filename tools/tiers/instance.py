@@ -51,29 +51,29 @@ class Instance:
         """Ask for ``count`` greedy tokens, whatever they are."""
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
-        told = self._client.post("/generate", json={"input_ids": tokens, "sampling_params": sampling})
+        response = self._client.post("/generate", json={"input_ids": tokens, "sampling_params": sampling})
         seconds = time.perf_counter() - began
-        if told.status_code != 200:
-            raise ServerError(f"/generate answers {told.status_code}: {told.text[:200]}")
-        answer = told.json()
+        if response.status_code != 200:
+            raise ServerError(f"/generate answers {response.status_code}: {response.text[:200]}")
+        answer = response.json()
         meta = answer["meta_info"]
         return Answer(answer["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details", {}), seconds)
 
     def post(self, body: dict[str, Any]) -> None:
         """Send a leg of a request that another instance answers."""
-        told = self._client.post("/generate", json=body)
-        if told.status_code != 200:
-            raise ServerError(f"/generate answers {told.status_code}: {told.text[:200]}")
+        response = self._client.post("/generate", json=body)
+        if response.status_code != 200:
+            raise ServerError(f"/generate answers {response.status_code}: {response.text[:200]}")
 
     def stream(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Return the answer's tokens, and the seconds until each of them came."""
         tokens: list[int] = []
         times: list[float] = []
         began = time.perf_counter()
-        with self._client.stream("POST", "/generate", json=body | {"stream": True}) as told:
-            if told.status_code != 200:
-                raise ServerError(f"/generate answers {told.status_code}: {told.read().decode()[:200]}")
-            for line in told.iter_lines():
+        with self._client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            if response.status_code != 200:
+                raise ServerError(f"/generate answers {response.status_code}: {response.read().decode()[:200]}")
+            for line in response.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
@@ -84,8 +84,8 @@ class Instance:
 
     def info(self) -> dict[str, Any]:
         """Return ``/server_info``."""
-        told: dict[str, Any] = self._client.get("/server_info", headers=self._admin).raise_for_status().json()
-        return told
+        response: dict[str, Any] = self._client.get("/server_info", headers=self._admin).raise_for_status().json()
+        return response
 
     def flush(self) -> None:
         """Forget what pool and host memory have; the store keeps its own."""

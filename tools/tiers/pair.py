@@ -77,9 +77,9 @@ class _Pair:
 
     def counts(self) -> tuple[int, int, int]:
         """Return the tokens computed, the tokens that the decode fetched, and the bytes handed over."""
-        told = [self.prefill.info(), self.decode.info()]
-        computed = sum(info["counters"]["prompt_tokens"] for info in told)
-        handovers = told[1]["disaggregation"]
+        infos = [self.prefill.info(), self.decode.info()]
+        computed = sum(info["counters"]["prompt_tokens"] for info in infos)
+        handovers = infos[1]["disaggregation"]
         return computed, handovers["store_first"]["tokens"], handovers["received"]["bytes"]
 
 

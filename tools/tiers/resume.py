@@ -75,9 +75,9 @@ def measure_resume(options: TierBenchOptions, folder: Path) -> ResumeResult:
         asked = [random_tokens(rng, length) for length in options.tokens for _ in range(options.repeat)]
         talks = [Conversation(prompt, first.ask(prompt, ANSWER).tokens) for prompt in asked]
         first.wait_stored()
-        told = first.info()["tiers"]
+        counters = first.info()["tiers"]
         page_bytes = _page_bytes(first)
-        store_rate = told["stored"] * page_bytes / told["store_seconds"]
+        store_rate = counters["stored"] * page_bytes / counters["store_seconds"]
         kv_bytes = page_bytes / first.info()["kv_layout"]["page_size"]
         first.kill()
     seconds: dict[str, list[float]] = {}
@@ -95,8 +95,8 @@ def measure_resume(options: TierBenchOptions, folder: Path) -> ResumeResult:
             seconds[place] = [answer.seconds for answer in answers]
             cached[place] = [answer.cached / len(turn) for answer, turn in zip(answers, turns, strict=True)]
             if place != "computed":
-                told = server.info()["tiers"]
-                rates[place] = told["fetched"] * page_bytes / told["fetch_seconds"]
+                counters = server.info()["tiers"]
+                rates[place] = counters["fetched"] * page_bytes / counters["fetch_seconds"]
     rows = [
         Resumed(length, _medians(seconds, i, options.repeat), _medians(cached, i, options.repeat))
         for i, length in enumerate(options.tokens)

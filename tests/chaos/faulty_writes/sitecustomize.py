@@ -24,9 +24,9 @@ HELD_SECONDS = 0.3
 class Faulty:
     """A transfer backend with writes that go wrong; everything else is the backend's own."""
 
-    def __init__(self, backend, told: Path) -> None:
+    def __init__(self, backend, mode_file: Path) -> None:
         self._backend = backend
-        self._told = told
+        self._mode_file = mode_file
         self._second: dict[int, tuple] = {}
         """Handles by id, each with another one that must have landed too, and the time until which it is held."""
 
@@ -35,9 +35,9 @@ class Faulty:
 
     def write(self, pages):
         """Write a wrong page, write everything twice, or report the write too late."""
-        mode = self._told.read_text()
+        mode = self._mode_file.read_text()
         if mode:
-            self._told.with_suffix(".made").touch()
+            self._mode_file.with_suffix(".made").touch()
         if mode == "another page":
             src = pages.src.copy()
             src[-1] = src[-1] - 1 if src[-1] > 1 else src[-1] + 1
@@ -45,7 +45,7 @@ class Faulty:
         handle = self._backend.write(pages)
         if mode == "twice":
             self._second[id(handle)] = (handle, self._backend.write(pages), 0.0)
-        elif mode == "told late":
+        elif mode == "reported late":
             self._second[id(handle)] = (handle, handle, time.monotonic() + HELD_SECONDS)
         return handle
 
@@ -60,7 +60,7 @@ class Faulty:
             return state
         _, second, until = pair
         pending, done = type(state).PENDING, type(state).DONE
-        # What has failed is told at once: its link is down.
+        # What has failed is mode_file at once: its link is down.
         if state is pending or (state is done and (self._backend.poll(second) is pending or time.monotonic() < until)):
             return pending
         del self._second[id(handle)]

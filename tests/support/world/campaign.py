@@ -136,7 +136,10 @@ class Campaign:
     def sizes(self) -> list[int]:
         """Return the sizes that pools of living instances have got since they began."""
         return [
-            told.max_total_tokens for node in self._nodes() for told in node.sizes if isinstance(told, ResizeResult)
+            answer.max_total_tokens
+            for node in self._nodes()
+            for answer in node.sizes
+            if isinstance(answer, ResizeResult)
         ]
 
     def places(self) -> tuple[int, int]:
@@ -400,8 +403,8 @@ class Campaign:
         Raises ``Violation`` if one did not end, or failed without a reason.
         """
         alive = {node.epoch for node in self._nodes()}
-        for told in (told for node in self._nodes() for told in node.told):
-            self.moves[told.text if isinstance(told, RefusedAnswer) else "moved"] += 1
+        for answer in (answer for node in self._nodes() for answer in node.move_answers):
+            self.moves[answer.text if isinstance(answer, RefusedAnswer) else "moved"] += 1
         # The prompt is computed again then, so that nothing else tells.
         if self._is_calm and any(node.mismatches for node in self._nodes()):
             raise Violation("KV that landed was not what was sent, although nothing went wrong")

@@ -101,7 +101,7 @@ class CrowdedRooms:
 
     def moves(self) -> list[str]:
         """See ``Scene``."""
-        moves = [self._told(channel) for channel in self.world.ready()]
+        moves = [self._describe(channel) for channel in self.world.ready()]
         return [*moves, "time passes"] if self._next_moment() < math.inf else moves
 
     def make(self, move: int) -> None:
@@ -183,7 +183,7 @@ class CrowdedRooms:
         self._touched |= self._parties(channel)
         self.world.step(channel)
 
-    def _told(self, channel: Channel) -> str:
+    def _describe(self, channel: Channel) -> str:
         """Return what tells the move from all others: an instance may say the same to several."""
         what = self.world.channels[channel][0].what
         if channel[0] == "control":

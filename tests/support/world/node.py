@@ -187,8 +187,8 @@ class Node:
             clock=lambda: world.now,
         )
         ready = msgspec.structs.replace(said, backend_metadata=self.engine.metadata)
-        self._told = Sent()
-        outbox = Outbox(Pipe(world, self, "worker"), self._told, Pipe(world, self, "transfer"))
+        self._to_detokenizer = Sent()
+        outbox = Outbox(Pipe(world, self, "worker"), self._to_detokenizer, Pipe(world, self, "transfer"))
         # Without a machine nothing is estimated, and the first fit takes longer than most worlds.
         make = scheduler_module.make_cost_model if machine is not None else lambda worker: COST_MODEL
         with patch.object(scheduler_module, "make_cost_model", make):
@@ -208,7 +208,7 @@ class Node:
         """Sizes of the KV pool in tokens, each with the time from which it holds."""
         self.sizes: list[ResizeResult | RefusedAnswer] = []
         """What became of the sizes that were asked for here."""
-        self.told: list[MigrateResult | RefusedAnswer] = []
+        self.move_answers: list[MigrateResult | RefusedAnswer] = []
         """How moves that were asked for here went."""
         self._moves: set[int] = set()
         """Numbers of the questions about them."""
@@ -377,7 +377,7 @@ class Node:
             idle = 0
             while idle < 2:
                 self.engine.turn(wait=False)
-                idle = 0 if self.engine.working or self.backend.has_news else idle + 1
+                idle = 0 if self.engine.working or self.backend.has_events else idle + 1
 
     def _emit(self, event: Any) -> None:
         what = f"{self.epoch} hears {type(event).__name__}"
@@ -395,8 +395,8 @@ class Node:
             self.world.forget(channel)
 
     def _hear(self) -> None:
-        while self._told.messages:
-            message = self._told.messages.popleft()
+        while self._to_detokenizer.messages:
+            message = self._to_detokenizer.messages.popleft()
             if isinstance(message, ReqError):
                 self._ended(message.rid, message)
             elif isinstance(message, ReqMoved):
@@ -409,7 +409,7 @@ class Node:
             elif isinstance(message, MigrateResult) or (
                 isinstance(message, RefusedAnswer) and message.id in self._moves
             ):
-                self.told.append(message)
+                self.move_answers.append(message)
             elif isinstance(message, ResizeResult | RefusedAnswer):
                 self.sizes.append(message)
             elif isinstance(message, TokenBatch):
@@ -439,7 +439,7 @@ class Node:
         if item.meta is not None:
             age = self.world.now - self.arrivals[item.rid]
             takes_time = age > 0 and not self.computes_in_no_time
-            problem = phases_problem(item.meta, age, computed=bool(tokens) and takes_time, told_later=self._hung)
+            problem = phases_problem(item.meta, age, computed=bool(tokens) and takes_time, reported_later=self._hung)
             if problem is not None:
                 raise Violation(f"{self.epoch}: {item.rid}: {problem}")
         self._ended(item.rid, item)

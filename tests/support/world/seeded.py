@@ -99,7 +99,7 @@ def checksum_is_not_looked_at(patch: Patch) -> None:
     patch.setattr(ReceiverTable, "on_verified", on_verified)
 
 
-def late_legs_are_not_told(patch: Patch) -> None:
+def late_legs_get_no_answer(patch: Patch) -> None:
     """Let a room that is over leave no record for the leg that comes late."""
     patch.setattr(Tombstones, "add", lambda self, room, reason, now: None)
 
@@ -296,7 +296,7 @@ MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
     what_was_refused_is_taken: {"fault": "abort"},
     pages_offered_before_steps_are_done: {"fault": "abort"},
     checksum_is_not_looked_at: {"fault": "corrupt"},
-    late_legs_are_not_told: {"fault": "abort"},
+    late_legs_get_no_answer: {"fault": "abort"},
     done_before_it_has_landed: {},
     pages_pushed_before_they_are_computed: {},
     memory_goes_back_with_its_first_user: {"fault": "abort"},

@@ -79,7 +79,7 @@ SKIPPED = frozenset(
         "_attempts",
         "_peer_at",
         "_world",
-        "_on_news",
+        "_on_ready",
         "pool",
         "group",
         "_refusals",

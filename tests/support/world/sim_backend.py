@@ -66,10 +66,10 @@ class Record:
 
 
 class SimBackend(TransferBackend):
-    """See the module. ``on_news``: there are events, or writes have ended."""
+    """See the module. ``on_ready``: there are events, or writes have ended."""
 
     def __init__(
-        self, world: World, epoch: str, on_news: Callable[[], None], *, lets_go: bool, hostile: bool = False
+        self, world: World, epoch: str, on_ready: Callable[[], None], *, lets_go: bool, hostile: bool = False
     ) -> None:
         self.epoch = epoch
         self.alive = True
@@ -83,7 +83,7 @@ class SimBackend(TransferBackend):
         self.granted: dict[tuple[int, int], tuple[str, HandoverId]] = {}
         """Peer and hand-over that may write each page, by group and page."""
         self._world = world
-        self._on_news = on_news
+        self._on_ready = on_ready
         self._lets_go = lets_go
         self._hostile = hostile
         self.can = Capabilities(revokes=not lets_go, checks_grants=not lets_go and not hostile)
@@ -158,7 +158,7 @@ class SimBackend(TransferBackend):
         return events
 
     @property
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Whether ``progress`` would return something."""
         return bool(self._events)
 
@@ -180,7 +180,7 @@ class SimBackend(TransferBackend):
         record = next((r for r in self._peers.values() if link in (r.outgoing, r.incoming)), None)
         if self.alive and record is not None:
             self._lost(link, record, reason)
-            self._on_news()
+            self._on_ready()
 
     def die(self, keep: Callable[[int], int]) -> None:
         """Kill the process. Of ``n`` pages that it has sent by a link, the first ``keep(n)`` arrive."""
@@ -232,7 +232,7 @@ class SimBackend(TransferBackend):
         if not left and link.written and self.alive and handle.state is WriteState.PENDING:
             handle.state = WriteState.DONE
             link.handles.remove(handle)
-            self._on_news()
+            self._on_ready()
 
     def _introduce(self, link: Link, metadata: bytes) -> None:
         owner = self._world.pools.get(metadata)
@@ -247,7 +247,7 @@ class SimBackend(TransferBackend):
         if record is not None and record.incoming is not None and record.reason is None:
             self._lost(record.incoming, record, "the peer opened another link")
         if writer in self._fenced:
-            self._on_news()
+            self._on_ready()
             return "its link went down; this instance has to register with it again"
         self._peers.setdefault(writer, Record()).incoming = link
         link.owned = True
@@ -264,7 +264,7 @@ class SimBackend(TransferBackend):
         else:
             link.written = True
             self._events.append(LinkUp(peer))
-        self._on_news()
+        self._on_ready()
 
     def _connect_failed(self, peer: str, record: Record, error: str) -> None:
         if record.incoming is None and record.outgoing is None and record.reason is None:

@@ -63,17 +63,17 @@ class Connection:
 
 
 class SimPort:
-    """See the module. ``on_news``: something is there to be read; ``port`` and ``address`` are where it listens."""
+    """See the module. ``on_ready``: something is there to be read; ``port`` and ``address`` are where it listens."""
 
     is_sealed = False
 
-    def __init__(self, world: World, address: str, on_news: Callable[[], None]) -> None:
+    def __init__(self, world: World, address: str, on_ready: Callable[[], None]) -> None:
         self.refusals = RefusalLog(log, "at the control port", logging.DEBUG, lambda: world.now)
         self.address = address
         self.port = 10_000 + world.number()
         self.alive = True
         self._world = world
-        self._on_news = on_news
+        self._on_ready = on_ready
         self._connections: dict[int, tuple[Connection, int]] = {}
         self._inbox: deque[tuple[int, list[Any]]] = deque()
         self._ended: list[Ended] = []
@@ -140,7 +140,7 @@ class SimPort:
             del self._connections[end.identity]
             if end.kept:
                 self._ended.append(Ended(end.identity, reason))
-            self._on_news()
+            self._on_ready()
 
     def die(self) -> None:
         """Kill the process. The world may cut what it has sent anywhere."""
@@ -181,4 +181,4 @@ class SimPort:
     def take(self, identity: int, frame: bytes) -> None:
         """Receive a frame."""
         self._inbox.append((identity, CODEC.decode(frame)))
-        self._on_news()
+        self._on_ready()

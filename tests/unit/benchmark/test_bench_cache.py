@@ -30,9 +30,9 @@ SMALL = {
 def test_every_part_is_measured(tmp_path, capsys):
     out = tmp_path / "out.json"
     assert run_cache_bench(CacheBenchOptions(**SMALL, output_json=out)) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in ("match 1,024 tokens, 8 nodes", "evict 1,600 tokens", "300 requests wait", "brute force"):
-        assert words in told
+        assert words in printed
     results = json.loads(out.read_text())
     assert {name: min(times) > 0 for name, times in results["pdserve"].items()} == dict.fromkeys(
         ("match", "insert", "store", "decode", "evict"), True

@@ -76,9 +76,9 @@ def test_without_a_gpu_it_says_what_it_can_not_measure(tmp_path: Path, capsys: p
     options = KernelBenchOptions(kernel="int4", shape=["tokens=16"], tile=["N=64"], capability=90, output_json=out)
     options.check()
     assert run_kernel_bench(options) == 0
-    told = capsys.readouterr().out
-    assert "not measured: without a GPU" in told
-    assert "N=64*" in told
+    shown = capsys.readouterr().out
+    assert "not measured: without a GPU" in shown
+    assert "N=64*" in shown
     results = json.loads(out.read_text())
     assert (results["mode"], results["tile"]["N"], results["tile"]["M"]) == ("on_paper", 64, 16)
     assert results["bytes"] > 4096 * 28672 // 2
@@ -97,18 +97,18 @@ def test_a_tile_that_no_gpu_has_room_for_fails(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "shown"),
     [
         (CompileError("Traceback\n  …\nValueError: no such thing\n"), "does not compile: ValueError: no such thing"),
         (subprocess.TimeoutExpired("triton", 300), "not compiled within 300 s"),
     ],
 )
-def test_what_does_not_compile_is_told_in_a_line(monkeypatch, error: Exception, told: str) -> None:
+def test_what_does_not_compile_is_told_in_a_line(monkeypatch, error: Exception, shown: str) -> None:
     def fail(requests: Any) -> Any:
         raise error
 
     monkeypatch.setattr(resources, "compile_kernels", fail)
-    with pytest.raises(BenchError, match=told):
+    with pytest.raises(BenchError, match=shown):
         resources_of([])
 
 
@@ -142,7 +142,7 @@ def test_a_measurement_is_told_with_its_interval_and_share(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "shown"),
     [
         ({"shape": ["Q=3"]}, "Q=3: write NAME=NUMBER with one of rows, context"),
         ({"shape": ["rows"]}, "the number is 1 to"),
@@ -157,13 +157,13 @@ def test_a_measurement_is_told_with_its_interval_and_share(monkeypatch) -> None:
         ({"seconds": 0.0}, "above 0"),
     ],
 )
-def test_options_that_can_not_work_are_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(BenchOptionsError, match=told):
+def test_options_that_can_not_work_are_refused(fields: dict[str, Any], shown: str) -> None:
+    with pytest.raises(BenchOptionsError, match=shown):
         KernelBenchOptions(**fields).check()
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tile", "told"),
+    ("kernel", "tile", "shown"),
     [
         ("int4", {"K": 24}, "power of two"),
         ("int4", {"K": 128}, "must divide 64 and the group of 128"),
@@ -171,8 +171,8 @@ def test_options_that_can_not_work_are_refused(fields: dict[str, Any], told: str
         ("decode", {"block_n": 48}, "power of two"),
     ],
 )
-def test_tiles_that_would_give_other_results_are_refused(kernel: str, tile: dict[str, int], told: str) -> None:
-    with pytest.raises(BenchOptionsError, match=told):
+def test_tiles_that_would_give_other_results_are_refused(kernel: str, tile: dict[str, int], shown: str) -> None:
+    with pytest.raises(BenchOptionsError, match=shown):
         on_paper_case(kernel, **tile)
 
 

@@ -33,7 +33,7 @@ from pdserve.server.options import ServerOptions
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = limit(20.0)
-SECRET = "told to this instance only"
+SECRET = "known to this instance only"
 OWN = {"Authorization": f"Bearer {SECRET}"}
 
 

@@ -122,7 +122,7 @@ def test_a_forged_hello_does_not_end_the_link_of_its_victim(port):
     honest.send(encode([RoomQueued("P", named(7))]))
     port.until(lambda: port.heard == [RoomQueued("P", named(7))])
     assert port.gone == []
-    assert not [m for m in port.told if isinstance(m, DisconnectPeer)]
+    assert not [m for m in port.commands if isinstance(m, DisconnectPeer)]
 
 
 def test_the_same_instance_may_connect_anew(port):
@@ -160,10 +160,10 @@ def harmless(port, stranger, data):
     """Assert that ``data`` causes one refusal, and nothing else."""
     honest = port.socket()
     connect(port, honest)
-    told = list(port.told)
+    sent_before = list(port.commands)
     stranger.send_bytes(data)
     port.until(lambda: port.peers.refused == 1)
-    assert (port.heard, port.gone, port.told) == ([], [], told)
+    assert (port.heard, port.gone, port.commands) == ([], [], sent_before)
     assert epochs(port) == ["D"]
 
 
@@ -296,7 +296,7 @@ def test_a_peer_whose_connection_ends_is_gone_at_once(port):
     honest.close()
     port.until(lambda: port.gone)
     assert port.gone == [("D", "the peer closed the connection")]
-    assert port.told[-1] == DisconnectPeer("D", 1)
+    assert port.commands[-1] == DisconnectPeer("D", 1)
 
 
 def arrived(port):

@@ -162,7 +162,7 @@ class Stranger:
         word = WRITER_MESSAGE.pack(kind, number, 1, 1, group, *layers, len(pages) if count is None else count)
         self.sock.sendall(word + np.array(pages, "<i4").tobytes())
 
-    def told(self):
+    def reply(self):
         return OWNER_MESSAGE.unpack(self.sock.recv(OWNER_MESSAGE.size, socket.MSG_WAITALL))
 
 
@@ -200,7 +200,7 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
     stranger = Stranger(owner)
     owner.grant("Q", [1, 2, 3])
     stranger.request(0, [1, 2, 3])
-    assert stranger.told() == (LeaseMessage.SLAB, 0, 0, 2)
+    assert stranger.reply() == (LeaseMessage.SLAB, 0, 0, 2)
     stranger.sock.close()
     assert owner.next() == PeerLinkDown("Q", 0)
     assert held(owner.engine) == 0

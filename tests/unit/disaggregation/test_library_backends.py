@@ -148,9 +148,9 @@ def test_a_killed_receiver_fails_its_rooms_and_no_others(start):
     writer.submit(send(1, ALL, ALL), send(2, ALL, ALL, peer="E"))
     assert writer.next() is not None
     owner.process.kill()
-    told = [writer.next(), writer.next()]
-    assert PeerLinkDown("D", 1) in told
-    assert any(isinstance(event, SendEnded) and event.error for event in told)
+    reported = [writer.next(), writer.next()]
+    assert PeerLinkDown("D", 1) in reported
+    assert any(isinstance(event, SendEnded) and event.error for event in reported)
     assert np.array_equal(healthy.pool[1:], writer.pool[1:])
     writer.submit(send(3, [7], [8], peer="E"))
     assert writer.next().error is None

@@ -168,9 +168,9 @@ def test_logprobs_of_the_output_are_told(target: Target) -> None:
     target.offer(logprobs=LogprobOptions(0, 1))
     target.commit(logprobs=list(GOOD), input_logprobs=SCORES)
     target.run_until_idle()
-    told = [score for item in target.items[HERE] for score in item.logprobs]
-    assert told[:3] == GOOD
-    assert len(told) == len(OUTPUT)
+    sent_scores = [score for item in target.items[HERE] for score in item.logprobs]
+    assert sent_scores[:3] == GOOD
+    assert len(sent_scores) == len(OUTPUT)
 
 
 def test_logprobs_that_were_not_asked_for_are_refused(target: Target) -> None:

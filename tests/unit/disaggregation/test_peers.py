@@ -124,7 +124,7 @@ def test_an_instance_with_two_names_is_one_peer(sides):
     first, second = a.ask_for(b, "p"), a.ask_for(b, "q")
     assert second.same_as is first is a.peers.peer_at("q", 1, a.now)
     until(sides, lambda: first.readable)
-    assert sum(isinstance(m, AdmitPeer) for m in a.told) == 0
+    assert sum(isinstance(m, AdmitPeer) for m in a.commands) == 0
     a.peers.on_event(PeerLinkDown("b", first.number), a.now)
     assert a.gone == [("b", "its worker closed the data link or died")]
     assert a.peers.peer_at("q", 1, a.now) is not first
@@ -169,15 +169,15 @@ def test_a_refusal_ends_both_ends(sides):
         for side in sides:
             side.turn()
         a.work()
-        for command in [m for m in b.told if isinstance(m, ConnectPeer)]:
-            b.told.remove(command)
+        for command in [m for m in b.commands if isinstance(m, ConnectPeer)]:
+            b.commands.remove(command)
             b.peers.on_event(PeerFailed(command.peer, command.link, "no route to host"), b.now)
         return peer.gone
 
-    wait_until(failed, LIMIT, "it was told")
+    wait_until(failed, LIMIT, "it was reported")
     assert (peer.status, peer.reason) == (409, "it refused this instance: no route to host")
     assert b.gone == [("a", "the workers can't reach each other: no route to host")]
-    assert [m for m in b.told if isinstance(m, DisconnectPeer)]
+    assert [m for m in b.commands if isinstance(m, DisconnectPeer)]
 
 
 def test_who_asks_for_one_that_does_not_let_go_is_told_soon(sides):
@@ -317,7 +317,7 @@ def test_a_stranger_is_not_asked_for_kv_in_the_name_of_another(sides, when, want
             peer = wants.ask_for(victim)
         until(everybody, lambda: peer.readable and (intruding.gone or when == "while it is dialled"))
         assert states(victim) == [(OPEN, Reading.CLOSED, WRITTEN)]
-        assert not any(isinstance(m, ConnectPeer) for m in stranger.told)
+        assert not any(isinstance(m, ConnectPeer) for m in stranger.commands)
         until(everybody, lambda: len(wants.peers.table.by_connection) == 1)
     finally:
         stranger.close()

@@ -210,11 +210,11 @@ def test_of_many_that_ask_at_once_each_is_told_of_those_before():
         pair.peer.unsent.clear()
         return forecast.ms
 
-    told = [ask(number) for number in range(1, 6)]
-    assert all(later > earlier for earlier, later in itertools.pairwise(told))
+    forecasts = [ask(number) for number in range(1, 6)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(forecasts))
     for number in range(2, 6):
         senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
-    assert ask(6) == pytest.approx(told[1])
+    assert ask(6) == pytest.approx(forecasts[1])
     for number in (1, 6):
         senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
     assert senders.estimates.expected == NOTHING

@@ -123,9 +123,9 @@ def test_a_decode_gives_up_a_prefill_that_tells_of_progress_and_makes_none(pages
     """The prompt has 16 pages, and as many are to land."""
     pair = begun(range(64))
     receiver, since = pair.decode.receivers.rooms[1], pair.now
-    told = itertools.chain(pages, itertools.repeat(pages[-1]))
+    reported = itertools.chain(pages, itertools.repeat(pages[-1]))
     while receiver.state.name == "TRANSFERRING" and pair.now < since + 10 * LIMITS.landing:
-        pair.decode.receivers.on_progress(pair.link, Progress("decode", receiver.handover, next(told)), pair.now)
+        pair.decode.receivers.on_progress(pair.link, Progress("decode", receiver.handover, next(reported)), pair.now)
         pair.now += LIMITS.landing / 4
         pair.decode.receivers.advance(pair.now)
     pair.collect()
@@ -229,7 +229,7 @@ def test_a_move_by_a_slow_link_goes_through(monkeypatch) -> None:
     assert links.there.tokens["a"]
     links.there.migrate("a", 9000)
     assert links.settle() > LANDING
-    assert [type(told) for told in links.there.told] == [MigrateResult]
+    assert [type(reported) for reported in links.there.move_answers] == [MigrateResult]
     assert links.here.manager.receivers.recomputed == 0
 
 

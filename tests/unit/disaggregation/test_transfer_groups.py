@@ -128,8 +128,8 @@ def test_each_group_lands_in_its_own_pool_and_is_checked_there(make_pair):
     swapped = [msgspec.structs.replace(piece, group=1 - piece.group) for piece in slices]
     unknown = [*slices[:-1], msgspec.structs.replace(slices[-1], group=2)]
     without = [piece for piece in slices if piece.group == 0]
-    for told, ok in ((slices, True), (slices[::-1], True), (swapped, False), (unknown, False), (without, False)):
-        assert owner.ask(VerifyPages(named(1), packed(DST), told)) == PagesVerified(named(1), ok)
+    for checked, ok in ((slices, True), (slices[::-1], True), (swapped, False), (unknown, False), (without, False)):
+        assert owner.ask(VerifyPages(named(1), packed(DST), checked)) == PagesVerified(named(1), ok)
     assert owner.ask(VerifyPages(named(1), packed(DST[:1]), slices)) == PagesVerified(named(1), ok=False)
     owner.pools[1][8, -1] ^= 1
     assert owner.ask(VerifyPages(named(1), packed(DST), slices)) == PagesVerified(named(1), ok=False)

@@ -29,7 +29,7 @@ def answer(**changes) -> Answer:
         "streaming": True,
         "asked": 99.0,
         "tokens": [10, 11, 12, 13],
-        "told": [99.5, 100.5],
+        "event_times": [99.5, 100.5],
         "status": 200,
         "reason": "length",
         "done": True,
@@ -83,10 +83,10 @@ def test_errors_that_should_not_be_are_wrong(changes, why):
 
 
 def test_late_and_stalled_requests_are_told():
-    assert judge(EPISODE, [answer(end=100.0 + REQUEST_SECONDS + 1, told=[])]).late >= 1
-    stalled = answer(asked=104.9, told=[105.5, 105.6 + STALL_SECONDS], end=105.7 + STALL_SECONDS)
+    assert judge(EPISODE, [answer(end=100.0 + REQUEST_SECONDS + 1, event_times=[])]).late >= 1
+    stalled = answer(asked=104.9, event_times=[105.5, 105.6 + STALL_SECONDS], end=105.7 + STALL_SECONDS)
     assert judge(EPISODE, [stalled]).late == 1
-    before_they_were_back = answer(asked=99.0, told=[105.5], end=106.0)
+    before_they_were_back = answer(asked=99.0, event_times=[105.5], end=106.0)
     assert judge(EPISODE, [before_they_were_back]).late == 0
 
 
@@ -98,8 +98,8 @@ def test_a_seed_stands_for_one_list_that_has_every_kind():
 
 
 def test_options_are_checked():
-    told = Options.of({"PDSERVE_CHAOS_BACKENDS": "tcp,shm", "PDSERVE_CHAOS_SEED": "5", "PDSERVE_CHAOS_FAULTS": "7"})
-    assert told == Options(("tcp", "shm"), 5, 7)
+    made = Options.of({"PDSERVE_CHAOS_BACKENDS": "tcp,shm", "PDSERVE_CHAOS_SEED": "5", "PDSERVE_CHAOS_FAULTS": "7"})
+    assert made == Options(("tcp", "shm"), 5, 7)
     for name, value in (("BACKENDS", "carrier pigeon"), ("BACKENDS", ""), ("SEED", "x"), ("FAULTS", "-1")):
         with pytest.raises(SystemExit, match=f"PDSERVE_CHAOS_{name}"):
             Options.of({f"PDSERVE_CHAOS_{name}": value})
@@ -108,8 +108,8 @@ def test_options_are_checked():
 def test_the_table_stands_between_the_markers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    told = [Verdict(FAULT.row, str(FAULT), 10, 8, errors={"503": 2}, recovery=1.25, slowest_error=0.5)] * 2
-    write(rendered({"tcp": told}, {"tcp": "A remark."}, ["a fact"]), page)
+    made = [Verdict(FAULT.row, str(FAULT), 10, 8, errors={"503": 2}, recovery=1.25, slowest_error=0.5)] * 2
+    write(rendered({"tcp": made}, {"tcp": "A remark."}, ["a fact"]), page)
     text = page.read_text()
     assert text.startswith(f"above\n{BEGIN}\n\n- a fact\n")
     assert text.endswith(f"A remark.\n\n{END}\nbelow\n")

@@ -34,12 +34,12 @@ def sample(pytester: pytest.Pytester, one_in: int) -> pytest.RunResult:
 
 
 def test_every_value_is_in_the_sample_by_turns(pytester: pytest.Pytester) -> None:
-    told = sample(pytester, one_in=2).stdout.str()
-    found = [line.partition("[")[2].partition("]")[0] for line in told.splitlines() if "PASSED" in line]
-    assert found == ["1-2-5", "1-2-text", "1-3-five"], told
+    result = sample(pytester, one_in=2).stdout.str()
+    found = [line.partition("[")[2].partition("]")[0] for line in result.splitlines() if "PASSED" in line]
+    assert found == ["1-2-5", "1-2-text", "1-3-five"], result
 
 
 def test_a_sample_that_would_leave_out_values_is_refused(pytester: pytest.Pytester) -> None:
-    told = sample(pytester, one_in=3)
-    assert told.ret == pytest.ExitCode.USAGE_ERROR
-    assert "one in 3 leaves out values" in told.stderr.str()
+    result = sample(pytester, one_in=3)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "one in 3 leaves out values" in result.stderr.str()

@@ -79,11 +79,11 @@ def test_a_seed_stands_for_one_draw_in_which_no_mutant_is_inside_another() -> No
 def test_a_recording_says_which_tests_reach_a_mutant_the_cheapest_in_the_same_process_first(tmp_path: Path) -> None:
     windows = tmp_path / "windows"
     windows.mkdir()
-    told = {
+    recorded = {
         "10": [("slow", 0, 9, True), ("quick", 9, 10, True), ("fails", 10, 11, False)],
         "20": [("other", 8, 9, True)],
     }
-    for pid, tests in told.items():
+    for pid, tests in recorded.items():
         (windows / pid).write_text("".join(json.dumps(test) + "\n" for test in tests))
     # 10 is a process of tests. 99 was started by one of several tests.
     (tmp_path / "log").write_text("10 0 5.0\n10 0 9.5\n10 0 10.5\n99 0 8.5\n99 1 20.0\n")

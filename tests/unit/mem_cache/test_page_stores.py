@@ -103,9 +103,9 @@ def test_what_cant_be_used_is_refused_by_name(name, url, words):
 def test_a_dead_redis_is_said_without_its_password():
     [port] = free_ports(1)
     store = make_store("redis", f"redis://user:secret@127.0.0.1:{port}/0", PAGE, 0, 1.0)
-    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as told:
+    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as raised:
         keep(store, 1)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_a_redis_that_hangs_is_given_up(tmp_path):

@@ -146,11 +146,11 @@ def test_a_sealed_page_that_was_changed_counts_as_not_there(sealed, forgery):
 def test_a_key_file_is_checked_before_anything_starts(tmp_path):
     path = tmp_path / "key"
     tiers = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_url": str(tmp_path)}
-    for content, told in (("short", "32 characters"), ("", "has 0 secrets"), (None, "No such file")):
+    for content, reason in (("short", "32 characters"), ("", "has 0 secrets"), (None, "No such file")):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_text(content)
-        with pytest.raises(OptionError, match=f"--hicache-storage-key-file .*{told}"):
+        with pytest.raises(OptionError, match=f"--hicache-storage-key-file .*{reason}"):
             check_options(ServerOptions(**tiers, hicache_storage_key_file=str(path)))
     path.write_bytes(OURS)
     check_options(ServerOptions(**tiers, hicache_storage_key_file=str(path)))

@@ -127,8 +127,8 @@ def test_code_that_comes_with_a_model_is_never_run() -> None:
                 continue
             of = node.func.value
             if isinstance(of, ast.Name) and of.id.startswith("Auto") and node.func.attr.startswith("from_"):
-                told = {keyword.arg: keyword.value for keyword in node.keywords}.get("trust_remote_code")
-                calls.append((f"{path.name}:{node.lineno}", isinstance(told, ast.Constant) and told.value is False))
+                given = {keyword.arg: keyword.value for keyword in node.keywords}.get("trust_remote_code")
+                calls.append((f"{path.name}:{node.lineno}", isinstance(given, ast.Constant) and given.value is False))
     assert len(calls) >= 8
     assert [place for place, is_safe in calls if not is_safe] == []
 

@@ -29,7 +29,7 @@ def test_what_triton_compiles_is_logged_with_kernel_and_variant(caplog: pytest.L
     watch = CompileWatch()
     with variants_asked_for(), caplog.at_level(logging.WARNING):
         # Triton calls this hook as it calls the one behind a compilation, of which a machine without a GPU has none.
-        knobs.runtime.jit_cache_hook = lambda **told: bool(watch.note(**told)) or True
+        knobs.runtime.jit_cache_hook = lambda **launch: bool(watch.note(**launch)) or True
         gate_and_mul(torch.zeros(2, 8), Activation.SILU)
     assert [record.message for record in caplog.records if "_gate_and_mul was compiled while serving" in record.message]
     assert "('*fp32', 'D')" in caplog.text

@@ -25,13 +25,13 @@ class BrokenCapture:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (torch.OutOfMemoryError("tried to allocate 2.00 GiB"), "tried to allocate 2.00 GiB"),
         (RuntimeError("an operation that no graph can hold"), "previous error during capture"),
     ],
 )
-def test_a_capture_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, told: str) -> None:
+def test_a_capture_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, message: str) -> None:
     fake = {"graph": BrokenCapture, "CUDAGraph": SimpleNamespace, "graph_pool_handle": lambda: (0, 1)}
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -42,5 +42,5 @@ def test_a_capture_without_memory_says_so(monkeypatch: pytest.MonkeyPatch, error
     def run() -> None:
         raise error
 
-    with pytest.raises(type(error), match=told):
+    with pytest.raises(type(error), match=message):
         device.capture(run)

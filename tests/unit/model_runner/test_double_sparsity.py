@@ -67,8 +67,8 @@ class Table(Rows):
     def attend(self, *entries: tuple[int, Row]) -> list[torch.Tensor]:
         """Return what each entry's tokens come to, [T, H * D]. They follow what the row holds."""
         self._next = [row for _, row in entries]
-        out = self.forward(*((row, [0] * len(told.q)) for row, told in entries))
-        return list(torch.split(out, [len(told.q) for _, told in entries]))
+        out = self.forward(*((row, [0] * len(given.q)) for row, given in entries))
+        return list(torch.split(out, [len(given.q) for _, given in entries]))
 
     def _attend(self, batch: ForwardBatch) -> torch.Tensor:
         self._attention.plan(batch)
@@ -223,12 +223,12 @@ def test_company_changes_no_bit() -> None:
 
 def test_many_tokens_choose_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, once, turns = [draw_row(90, 6), draw_row(60, 7)], sparse_table(), sparse_table()
-    told = [(i, part(row, 0, len(row.q) - 1)) for i, row in enumerate(rows)]
+    given = [(i, part(row, 0, len(row.q) - 1)) for i, row in enumerate(rows)]
     last = [(i, part(row, len(row.q) - 1, len(row.q))) for i, row in enumerate(rows)]
-    once.attend(*told)
+    once.attend(*given)
     expected = once.attend(*last)
     monkeypatch.setattr("pdserve.model_runner.attention.sparse.attention.MOST_LANES", 97)
-    turns.attend(*told)
+    turns.attend(*given)
     assert all(torch.equal(*pair) for pair in zip(turns.attend(*last), expected, strict=True))
 
 

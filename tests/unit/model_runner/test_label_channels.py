@@ -44,8 +44,8 @@ def spec(llama: Path) -> ModelSpec:
 
 
 def asked(path: Path | None, **options: object) -> ServerOptions:
-    told = {"enable_double_sparsity": True, "ds_channel_config_path": None if path is None else str(path)}
-    return ServerOptions(**{"attention_backend": "torch", **told, **options})
+    given = {"enable_double_sparsity": True, "ds_channel_config_path": None if path is None else str(path)}
+    return ServerOptions(**{"attention_backend": "torch", **given, **options})
 
 
 def shuffled(spec: ModelSpec) -> torch.Tensor:

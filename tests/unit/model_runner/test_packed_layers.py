@@ -107,9 +107,9 @@ def test_weights_and_fingerprint_are_those_of_a_dequantised_load(plain, tmp_path
     for each, tensor in theirs.items():
         assert torch.equal(loaded.weight(each), tensor), each
     assert loaded.fingerprint == mark
-    told = [record.getMessage() for record in caplog.records if "packed" in record.name or "safe" in record.name]
+    messages = [record.getMessage() for record in caplog.records if "packed" in record.name or "safe" in record.name]
     left = {each.split(".", 2)[2] for each in loaded.packed.left_out}
-    told = [line for line in told if not line.startswith("weights in")]  # of the dequantised load
+    messages = [line for line in messages if not line.startswith("weights in")]  # of the dequantised load
     if name == "deepseek-v3" and form != "fp8 blocks":
         assert {"q_a_proj.weight", "q_b_proj.weight", "kv_a_proj.weight", "o_proj.weight"} <= left
         assert {"shared.gate_proj.weight", "down_proj.weight"} <= left
@@ -118,15 +118,15 @@ def test_weights_and_fingerprint_are_those_of_a_dequantised_load(plain, tmp_path
         assert stacks
         assert not any("weight" in vars(stack) for stack in stacks)  # of floats, that would take memory
         assert 0 < loaded.model.idle_bytes < loaded.packed.nbytes
-        assert any("2 layers.*.k_b_proj" in line or "3 layers.*.k_b_proj" in line for line in told)
-        assert any("nothing multiplies them packed" in line for line in told)
+        assert any("2 layers.*.k_b_proj" in line or "3 layers.*.k_b_proj" in line for line in messages)
+        assert any("nothing multiplies them packed" in line for line in messages)
     elif form == "fp8 blocks":
         assert "q_proj.weight" not in left
-        assert any("blocks of 48 columns" in line for line in told)
+        assert any("blocks of 48 columns" in line for line in messages)
     else:
         assert len(loaded.packed.left_out) == 7 * 2
-        assert not any("dequantised" in line for line in told)
-        assert any(f"{7 * 2} in {'FP8' if form.startswith('fp8') else 'four bits'}" in line for line in told)
+        assert not any("dequantised" in line for line in messages)
+        assert any(f"{7 * 2} in {'FP8' if form.startswith('fp8') else 'four bits'}" in line for line in messages)
 
 
 def test_floats_take_no_memory_and_bits_are_counted(plain, tmp_path: Path) -> None:

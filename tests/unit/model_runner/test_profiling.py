@@ -67,7 +67,7 @@ class Rig:
         """Pass on a question or an event."""
         Handlers(self.outbox, self.profiling).handle(message, now)
 
-    def told(self) -> list[Any]:
+    def commands(self) -> list[Any]:
         """Return what the worker was told since the last call."""
         return self._take(self.worker.messages)
 
@@ -84,7 +84,7 @@ class Rig:
     def record(self) -> None:
         """Begin a profile at second 0."""
         self.tell(START, 0.0)
-        assert self.told() == [StartProfile("name", [], False, False)]
+        assert self.commands() == [StartProfile("name", [], False, False)]
         self.tell(STARTED, 0.0)
         [answer] = self.answers()
         assert (type(answer), answer.id, answer.files, answer.steps) == (ProfileResult, 1, STARTED.files, 4)
@@ -95,11 +95,11 @@ def test_a_profile_ends_by_itself_after_its_steps_and_tells_its_files_afterwards
     rig.record()
     rig.step += 3
     rig.profiling.tick(1.0)
-    assert rig.told() == []
+    assert rig.commands() == []
     rig.step += 1
     rig.profiling.tick(2.0)
     rig.profiling.tick(2.0)
-    assert rig.told() == [StopProfile()]
+    assert rig.commands() == [StopProfile()]
     rig.tell(WRITTEN, 2.5)
     assert rig.answers() == []
     for id_ in (7, 8):
@@ -107,7 +107,7 @@ def test_a_profile_ends_by_itself_after_its_steps_and_tells_its_files_afterwards
         [answer] = rig.answers()
         assert (type(answer), answer.id, answer.files) == (ProfileResult, id_, WRITTEN.files)
         assert (answer.steps, answer.seconds, answer.nbytes, answer.ended_by) == (4, 2.0, 12, "num_steps")
-    assert rig.told() == []
+    assert rig.commands() == []
 
 
 def test_a_profile_that_was_forgotten_ends_after_a_time_without_any_step() -> None:
@@ -116,9 +116,9 @@ def test_a_profile_that_was_forgotten_ends_after_a_time_without_any_step() -> No
     rig.record()
     assert rig.profiling.seconds_left(1.0) == MAX_SECONDS - 1.0
     rig.profiling.tick(MAX_SECONDS - 0.1)
-    assert rig.told() == []
+    assert rig.commands() == []
     rig.profiling.tick(MAX_SECONDS)
-    assert rig.told() == [StopProfile()]
+    assert rig.commands() == [StopProfile()]
     assert rig.profiling.seconds_left(MAX_SECONDS) == float("inf")
     rig.tell(WRITTEN, MAX_SECONDS)
     rig.tell(StopProfileReq(id=2), 100.0)
@@ -132,23 +132,23 @@ def test_a_second_start_is_refused_until_the_first_has_written() -> None:
     def refused(state: str) -> None:
         rig.tell(second, 0.5)
         [answer] = rig.answers()
-        assert (answer.id, answer.status, rig.told()) == (9, 409, [])
+        assert (answer.id, answer.status, rig.commands()) == (9, 409, [])
         assert state in answer.text
         assert '"name"' in answer.text
 
     rig.tell(START, 0.0)
-    rig.told()
+    rig.commands()
     refused("starting")
     rig.tell(STARTED, 0.0)
     rig.answers()
     refused("recording")
     rig.tell(StopProfileReq(id=2), 1.0)
-    rig.told()
+    rig.commands()
     refused("writing")
     rig.tell(WRITTEN, 1.0)
     rig.answers()
     rig.tell(second, 2.0)
-    assert rig.told() == [StartProfile("other", [], False, False)]
+    assert rig.commands() == [StartProfile("other", [], False, False)]
 
 
 def test_stops_are_answered_when_the_files_are_there() -> None:
@@ -157,7 +157,7 @@ def test_stops_are_answered_when_the_files_are_there() -> None:
     rig.step += 2
     rig.tell(StopProfileReq(id=2), 1.5)
     rig.tell(StopProfileReq(id=3), 1.6)
-    assert (rig.told(), rig.answers()) == ([StopProfile()], [])
+    assert (rig.commands(), rig.answers()) == ([StopProfile()], [])
     rig.tell(WRITTEN, 2.0)
     answers = rig.answers()
     assert [(answer.id, answer.steps, answer.ended_by) for answer in answers] == [(2, 2, "request"), (3, 2, "request")]
@@ -167,9 +167,9 @@ def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
     rig = Rig()
     rig.tell(START, 0.0)
     rig.tell(StopProfileReq(id=2), 0.1)
-    rig.told()
+    rig.commands()
     rig.tell(STARTED, 0.2)
-    assert rig.told() == [StopProfile()]
+    assert rig.commands() == [StopProfile()]
     rig.tell(WRITTEN, 0.3)
     assert [answer.id for answer in rig.answers()] == [1, 2]
 
@@ -177,12 +177,12 @@ def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
 def test_what_fails_is_told_and_the_next_profile_can_start() -> None:
     rig = Rig()
     rig.tell(StopProfileReq(id=1), 0.0)
-    assert (rig.answers()[0].status, rig.told()) == (409, [])
+    assert (rig.answers()[0].status, rig.commands()) == (409, [])
     rig.tell(START, 0.0)
     rig.tell(ProfileStarted(status=409, error="it is there already"), 0.1)
     [answer] = rig.answers()
     assert (answer.status, answer.text, rig.profiling.state) == (409, "it is there already", ProfileState.IDLE)
-    rig.told()
+    rig.commands()
     rig.record()
     rig.tell(StopProfileReq(id=5), 1.0)
     rig.tell(ProfileWritten([], 0, "the disk is full"), 2.0)
@@ -328,25 +328,25 @@ def test_http_asks_and_answers() -> None:
             await engine.wait_for(lambda: bool(engine.questions))
             question: Any = engine.questions.pop()
             engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
-            told = await answer
-            assert told.status_code == (result.status if isinstance(result, RefusedAnswer) else 200), told.text
-            return msgspec.structs.replace(question, id=0), told.json()
+            response = await answer
+            assert response.status_code == (result.status if isinstance(result, RefusedAnswer) else 200), response.text
+            return msgspec.structs.replace(question, id=0), response.json()
 
         good = ProfileResult("/f/a", ["/f/a/x"], ["CPU"], 5, 60.0, 9, "request")
         body = {"output_dir": "a", "num_steps": 5, "activities": ["CPU"], "record_shapes": True, "start_step": None}
-        asked, told = await ask("/start_profile", body, good)
+        asked, response = await ask("/start_profile", body, good)
         assert asked == StartProfileReq("a", 5, ["CPU"], record_shapes=True)
-        assert StartAnswer.model_validate(told).files == ["/f/a/x"]
+        assert StartAnswer.model_validate(response).files == ["/f/a/x"]
         # As SGLang's tools spell it out.
         asked, _ = await ask("/start_profile", {"profile_by_stage": False, "merge_profiles": False}, good)
         assert (asked.num_steps, asked.activities, asked.with_stack) == (MAX_STEPS, [], False)
         other, _ = await ask("/start_profile", {"with_stack": True}, good)
         assert other.num_steps == MAX_STACK_STEPS
         assert other.name != asked.name
-        asked, told = await ask("/stop_profile", {}, good)
-        assert (asked, StopAnswer.model_validate(told).bytes) == (StopProfileReq(), 9)
-        _, told = await ask("/start_profile", {}, RefusedAnswer(409, "a profile is recording"))
-        assert told["error"]["message"] == "a profile is recording"
+        asked, response = await ask("/stop_profile", {}, good)
+        assert (asked, StopAnswer.model_validate(response).bytes) == (StopProfileReq(), 9)
+        _, response = await ask("/start_profile", {}, RefusedAnswer(409, "a profile is recording"))
+        assert response["error"]["message"] == "a profile is recording"
 
     with_engine(run, mute=True)
 

@@ -110,11 +110,11 @@ class Told(list):
 def test_the_lead_says_when_graphs_are_captured_and_followers_are_one_step_behind(folder, devices) -> None:
     model = _one(folder)
     model.engine.graph_sizes = (1,)
-    told = Told()
-    lead: Any = SimpleNamespace(place=RankPlace(0, 2), followers=[told])
+    follower = Told()
+    lead: Any = SimpleNamespace(place=RankPlace(0, 2), followers=[follower])
     leading, following = LeadingSteps(model, ROWS, lead), FollowingSteps(model, ROWS)
     leading.capture_graphs()
-    assert told == [CaptureGraphs()]
+    assert follower == [CaptureGraphs()]
     following.capture_graphs()
     assert not following._graphs._graphs
     following.capture_with_lead()
@@ -128,7 +128,7 @@ def test_the_lead_says_when_graphs_are_captured_and_followers_are_one_step_behin
     following.settle()
     assert log.count("wait") == 3
     leading.launch(first)
-    assert isinstance(told[-1], ForwardStep)
+    assert isinstance(follower[-1], ForwardStep)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_all_agree_with_the_reference_in_the_interpreter() -> None:
 def check_resources(requests: list[CompileRequest]) -> list[Compiled]:
     results = compile_kernels(requests)
     for request, compiled in zip(requests, results, strict=True):
-        told = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
-        assert compiled.stack_bytes <= most_stack(), f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
+        described = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
+        assert compiled.stack_bytes <= most_stack(), f"{described}, and {compiled.stack_bytes} bytes of a thread spill"
         room = SHARED_BYTES[request.capability]
-        assert compiled.shared_bytes <= room, f"{told}, {compiled.shared_bytes} bytes shared"
-        assert compiled.registers * 32 * request.num_warps <= 65536, f"{told} do not fit"
+        assert compiled.shared_bytes <= room, f"{described}, {compiled.shared_bytes} bytes shared"
+        assert compiled.registers * 32 * request.num_warps <= 65536, f"{described} do not fit"
     return results
 
 

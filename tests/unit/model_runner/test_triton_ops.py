@@ -39,12 +39,12 @@ def test_all_agree_with_the_reference_in_the_interpreter() -> None:
 
 def check_resources(requests: list[CompileRequest]) -> None:
     for request, compiled in zip(requests, compile_kernels(requests), strict=True):
-        told = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
-        assert compiled.stack_bytes <= most_stack(), f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
+        described = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
+        assert compiled.stack_bytes <= most_stack(), f"{described}, and {compiled.stack_bytes} bytes of a thread spill"
         assert compiled.shared_bytes <= SHARED_BYTES[request.capability], (
-            f"{told}, {compiled.shared_bytes} bytes shared"
+            f"{described}, {compiled.shared_bytes} bytes shared"
         )
-        assert compiled.registers * 32 * request.num_warps <= 65536, f"{told} do not fit"
+        assert compiled.registers * 32 * request.num_warps <= 65536, f"{described} do not fit"
 
 
 def for_capability(requests: list[CompileRequest], capability: int) -> list[CompileRequest]:

@@ -12,7 +12,7 @@ from support.simulated_worker import SimulatedWorker, Times
 def test_the_gpu_never_waits_for_a_launch(step: float, launch: float, answer: float) -> None:
     worker = SimulatedWorker(Times(step, launch, answer))
     assert worker.idle_share() <= 0.01
-    assert worker.told == list(range(1, len(worker.told) + 1))
+    assert worker.sent_ids == list(range(1, len(worker.sent_ids) + 1))
 
 
 def test_a_host_that_is_slower_than_the_gpu_is_seen_to_be() -> None:

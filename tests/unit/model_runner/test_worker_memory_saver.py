@@ -199,14 +199,14 @@ class Ranks:
     numbers = (1,)
 
     def __init__(self, errors: list[str]) -> None:
-        self.told: list[object] = []
+        self.commands: list[object] = []
         self.errors = errors
 
     def tell(self, command: object) -> None:
-        self.told.append(command)
+        self.commands.append(command)
 
     def answers(self) -> list[str]:
-        return self.errors if isinstance(self.told[-1], ResumeMemory) else []
+        return self.errors if isinstance(self.commands[-1], ResumeMemory) else []
 
 
 def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
     ranks: Any = Ranks(["rank 1: no memory"])
     occupation = WorkerMemorySaver(rig.model, rig.steps, rig.prefault, ranks)
     before = rig.answer()
-    rig.steps.capture_graphs = lambda: captured.append(len(ranks.told))  # type: ignore[method-assign]
+    rig.steps.capture_graphs = lambda: captured.append(len(ranks.commands))  # type: ignore[method-assign]
     occupation.obey(ReleaseMemory(["weights"]))
     changed = occupation.obey(ResumeMemory(["weights"]))
     assert (changed.released, changed.error) == (["weights"], "rank 1: no memory")
-    assert ranks.told == [ReleaseMemory(["weights"]), ResumeMemory(["weights"]), ReleaseMemory(["weights"])]
+    assert ranks.commands == [ReleaseMemory(["weights"]), ResumeMemory(["weights"]), ReleaseMemory(["weights"])]
     assert captured == []
     ranks.errors = []
     assert occupation.obey(ResumeMemory(["weights"])).error == ""

@@ -68,8 +68,8 @@ def before_us(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     ``__future__`` is among them, because it must come first.
     """
     code = "import runpy, sys; print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
-    names = {"__future__", "sitecustomize", "usercustomize", *told.split()}
+    output = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    names = {"__future__", "sitecustomize", "usercustomize", *output.split()}
     # Others it asks for and does not find anywhere, as _winapi on Linux. Each one that is found here hides the next.
     while asked := asked_for_at_start(tmp_path_factory.mktemp("start"), names):
         names |= asked
@@ -102,10 +102,10 @@ def test_an_empty_entry_of_pythonpath_lets_nothing_in(tmp_path: Path, before_us:
     code = f"import sys; sys.argv[0] = 'pdserve'; from pdserve.runtime import {GUARD}; import queue, os; "
     folder = HostileFolder(tmp_path, without=before_us)
     command = [sys.executable, "-P", "-c", code + "print(sys.path, os.environ['PYTHONPATH'])"]
-    told = run(folder, command, PYTHONPATH=f"{os.pathsep}/opt/lib")
-    assert str(tmp_path) not in told
-    assert "'/opt/lib'" in told
-    assert told.split()[-1] == "/opt/lib"
+    output = run(folder, command, PYTHONPATH=f"{os.pathsep}/opt/lib")
+    assert str(tmp_path) not in output
+    assert "'/opt/lib'" in output
+    assert output.split()[-1] == "/opt/lib"
 
 
 def sources() -> Iterator[Path]:

@@ -38,10 +38,10 @@ SWITCHED_ON = [
 
 def file_of(*files: Path, section: str) -> dict:
     """Return a section of compose files that are merged in their order."""
-    told: dict = {}
+    merged: dict = {}
     for file in files:
-        told |= yaml.safe_load(file.read_text()).get(section, {})
-    return told
+        merged |= yaml.safe_load(file.read_text()).get(section, {})
+    return merged
 
 
 @COMPOSED

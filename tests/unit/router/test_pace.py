@@ -31,8 +31,8 @@ def pace(
 def make_fleet(prefill: ReportedPace | None, decode: ReportedPace | None, worker=(), streams: int = 4) -> Fleet:
     fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"], worker=list(worker)))
     fleet.instances[1].answers = streams
-    for instance, told in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
-        instance.learn(HealthReport(pace=told))
+    for instance, report in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
+        instance.learn(HealthReport(pace=report))
         fleet.set_state(instance, HealthState.HEALTHY, "test")
     return fleet
 
@@ -118,8 +118,8 @@ def test_what_came_while_it_was_asked_counts():
 @pytest.mark.parametrize("token_ms", ["null", "-1", "1e7", '"1"', "1e400"])
 def test_a_pace_that_makes_no_sense_is_none_and_the_rest_is_heard(token_ms):
     numbers = f'"decode_ms": 1, "stream_ms": 1, "budget_ms": 1, "max_tokens": 1, "token_ms": {token_ms}'
-    told = _read_report(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
-    assert (told.epoch, told.role, told.bootstrap_port, told.pace) == ("e", "decode", 9000, None)
+    report = _read_report(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
+    assert (report.epoch, report.role, report.bootstrap_port, report.pace) == ("e", "decode", 9000, None)
     assert _read_report(b"[]") == HealthReport()
 
 
@@ -135,15 +135,15 @@ def test_a_request_that_moves_counts_where_it_is():
 @scenario()
 async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.told = {"status": "ready", "pace": msgspec.structs.asdict(pace(10, 1, 40))}
-    d.told = {"status": "ready", "pace": msgspec.structs.asdict(pace(90, 1, 40))}
+    p.health_report = {"status": "ready", "pace": msgspec.structs.asdict(pace(10, 1, 40))}
+    d.health_report = {"status": "ready", "pace": msgspec.structs.asdict(pace(90, 1, 40))}
     client = await rig.route([p], [d])
     assert (await generate(client)).status_code == 200
     assert "bootstrap_room" not in p.requests[0].body
     assert not d.requests
     info = await rig.until_states("healthy", "healthy")
     assert [i["token_ms"] for i in info["instances"]] == [10, 90]
-    d.told["pace"] |= {"token_ms": 12, "decode_ms": 12}
+    d.health_report["pace"] |= {"token_ms": 12, "decode_ms": 12}
     async with asyncio.timeout(TIME_LIMIT):
         while not d.requests:
             await generate(client)
@@ -161,10 +161,10 @@ def test_more_requests_are_slower():
     for count in range(3):
         paces.append(sim.scheduler.estimator.pace(sim.now))
         sim.submit(f"r{count}", range(8), max_new_tokens=40)
-    first, second, third = (told.decode_ms for told in paces)
+    first, second, third = (report.decode_ms for report in paces)
     assert first < second < third
     assert 10 < first < 13
-    assert all(0.5 < told.stream_ms < 1.5 for told in paces)
+    assert all(0.5 < report.stream_ms < 1.5 for report in paces)
 
 
 def test_prompts_that_are_computed_meanwhile_count_and_are_forgotten():

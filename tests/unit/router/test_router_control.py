@@ -95,17 +95,17 @@ async def test_open_handovers_of_all_instances_are_told_together(rig):
     client = await rig.route([p], [d])
     assert (await client.get("/transfers")).status_code == 401
     client.headers["authorization"] = "Bearer of-the-instances"
-    told = (await client.get("/transfers")).json()
-    assert told["open"] == 4
-    assert {(t["room"], t["instance"]) for t in told["transfers"]} == {(i.port, i.url) for i in (p, d)}
+    listed = (await client.get("/transfers")).json()
+    assert listed["open"] == 4
+    assert {(t["room"], t["instance"]) for t in listed["transfers"]} == {(i.port, i.url) for i in (p, d)}
     await d.kill()
     await rig.until_states("healthy", "unhealthy")
     assert (await client.get("/transfers")).json()["open"] == 2
-    told = {"error": {"message": "this needs the admin's key", "type": "invalid_request_error"}}
+    refusal = {"error": {"message": "this needs the admin's key", "type": "invalid_request_error"}}
     for instance in rig.instances:
-        instance.answers["/transfers"] = (401, told)
+        instance.answers["/transfers"] = (401, refusal)
     refused = await client.get("/transfers")
-    assert (refused.status_code, refused.json()) == (401, told)
+    assert (refused.status_code, refused.json()) == (401, refusal)
     await p.kill()
     await rig.until_states("unhealthy", "unhealthy")
     assert (await client.get("/transfers")).status_code == 503

@@ -215,7 +215,7 @@ def test_the_peers_word_for_a_crash_does_not_hide_it(dying):
         client = await rig.route(prefills, decodes)
         die, tell = (prefills, decodes) if dying == "prefill" else (decodes, prefills)
         for killed, teller in zip(die, tell, strict=True):
-            killed.script, teller.script = "die_when_told", "peer_gone"
+            killed.script, teller.script = "die_on_request", "peer_gone"
             teller.then = [each.go_on for each in die]
         answer = await generate(client)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, REFUSED)
@@ -280,6 +280,6 @@ async def test_the_log_names_the_request_that_is_refused(rig):
             await client.post("/generate", json={"text": "poison"}, headers={"x-request-id": name})
     finally:
         log.removeHandler(handler)
-    told = [record.getMessage() for record in records if record.levelno == logging.ERROR]
-    assert [name in said for name, said in zip(("second", "third"), told, strict=True)] == [True, True]
-    assert all(instance.url in told[0] for instance in two)
+    messages = [record.getMessage() for record in records if record.levelno == logging.ERROR]
+    assert [name in said for name, said in zip(("second", "third"), messages, strict=True)] == [True, True]
+    assert all(instance.url in messages[0] for instance in two)

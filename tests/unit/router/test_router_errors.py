@@ -22,7 +22,7 @@ EVENT_OF_IT = b'data: {"error": ' + json.dumps(ERROR).encode() + b"}\n\n"
 WORKER = Instance("http://w", Role.WORKER)
 
 
-def told(text: str) -> dict:
+def error_event(text: str) -> dict:
     """Return the error event in a stream's text."""
     (line,) = [line for line in text.splitlines() if line.startswith('data: {"error"')]
     return json.loads(line.removeprefix("data: "))["error"]
@@ -67,7 +67,7 @@ def test_as_an_event(pieces, is_status):
         if is_status:
             assert (answer.status_code, json.loads(text)["error"]) == (400, ERROR)
         else:
-            assert (answer.status_code, told(text)) == (200, ERROR)
+            assert (answer.status_code, error_event(text)) == (200, ERROR)
         assert ("keep-alive" in text) == (not is_status and pieces[0].startswith(b":"))
 
     run()
@@ -83,7 +83,7 @@ def test_where_the_answer_goes_on(stream):
         old.follower, new.error = new, ERROR | {"status": 408, "type": "timeout_error"}
         client = await rig.route(worker=[old], decode=[new])
         answer = await generate(client, stream=stream)
-        error = told(answer.text) if stream else answer.json()["error"]
+        error = error_event(answer.text) if stream else answer.json()["error"]
         assert error == new.error
         if not stream:
             assert (answer.status_code, answer.headers["x-should-retry"]) == (408, "false")
@@ -130,7 +130,7 @@ async def test_a_stream_that_ends_with_an_error_is_no_success(rig):
             assert (await generate(client)).status_code == 500
         bad.script, bad.pieces = "pieces", [EVENT + EVENT_OF_IT]
         bad.go_on.set()
-        assert told((await generate(client, stream=True)).text) == ERROR
+        assert error_event((await generate(client, stream=True)).text) == ERROR
         bad.script = "crash_text"
     info = (await client.get("/server_info")).json()["instances"][0]
     assert info["resting_seconds"] > 0

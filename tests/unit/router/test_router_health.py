@@ -25,15 +25,15 @@ BUSY = -2
 
 def given_up(answers: list[int | None], code: str | None = None) -> list[str]:
     """Return the reasons with which an instance's legs are given up, given the answers to its health checks."""
-    told: list[str] = []
+    reasons: list[str] = []
 
     class Waiting:
         def give_up(self, since: float, reason: str) -> None:
             assert since <= time.monotonic() - 0.001
-            told.append(reason)
+            reasons.append(reason)
 
     states_after(answers, Waiting(), code)
-    return told
+    return reasons
 
 
 def states_after(answers: list[int | None], leg: Any = None, code: str | None = None) -> list[HealthState]:

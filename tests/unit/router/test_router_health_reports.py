@@ -11,10 +11,10 @@ from pdserve.router.instance import HealthReport, Instance, Role
 PREFILL = {"status": "ready", "epoch": "one", "role": "prefill", "bootstrap_host": "", "bootstrap_port": 9444}
 
 
-async def address(rig, told, **ports) -> tuple[str, int]:
+async def address(rig, report, **ports) -> tuple[str, int]:
     """Return the bootstrap address that the decode is given."""
     p, d = await rig.instance(), await rig.instance()
-    p.told = told
+    p.health_report = report
     client = await rig.route([p], [d], **ports)
     await generate(client)
     body = d.requests[0].body
@@ -30,12 +30,12 @@ async def test_the_port_is_what_the_prefill_says(rig):
     ("role", "port", "fits"), [("unified", None, False), ("unified", 9000, True), ("", None, True)]
 )
 def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
-    told = HealthReport(epoch="e" if role else "", role=role, bootstrap_port=port)
+    report = HealthReport(epoch="e" if role else "", role=role, bootstrap_port=port)
     for work in (Role.PREFILL, Role.DECODE):
-        problem = Instance("http://a:1", work).learn(told)
+        problem = Instance("http://a:1", work).learn(report)
         assert (problem is None) == fits
         assert fits or "--handover on" in problem
-    assert Instance("http://a:1", Role.WORKER).learn(told) is None
+    assert Instance("http://a:1", Role.WORKER).learn(report) is None
 
 
 def test_a_bootstrap_port_that_the_prefill_does_not_know_is_said_once(caplog):
@@ -59,8 +59,8 @@ async def test_a_port_that_is_given_goes_before(rig):
 
 @scenario()
 async def test_decodes_are_told_the_host_that_the_prefill_advertises(rig):
-    told = {**PREFILL, "bootstrap_host": "10.0.0.5"}
-    assert await address(rig, told, ports=()) == ("10.0.0.5", 9444)
+    report = {**PREFILL, "bootstrap_host": "10.0.0.5"}
+    assert await address(rig, report, ports=()) == ("10.0.0.5", 9444)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_the_options_say_goes_before_but_for_loopback(url, port, expected):
 @scenario()
 async def test_an_instance_does_what_it_says_it_is_whatever_it_is_named_by(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.told, d.told = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill"}
+    p.health_report, d.health_report = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill"}
     client = await rig.route([p], [d])
     roles = [i["role"] for i in (await client.get("/server_info")).json()["instances"]]
     assert roles == ["decode", "prefill"]
@@ -106,7 +106,7 @@ def test_who_becomes_unified_takes_whole_requests():
 @scenario()
 async def test_a_unified_instance_serves_as_either(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.told = d.told = {**PREFILL, "role": "unified"}
+    p.health_report = d.health_report = {**PREFILL, "role": "unified"}
     client = await rig.route([p], [d])
     assert (await generate(client)).status_code == 200
 
@@ -114,14 +114,14 @@ async def test_a_unified_instance_serves_as_either(rig):
 @scenario()
 async def test_a_fresh_start_is_seen(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.told = PREFILL
+    p.health_report = PREFILL
     client = await rig.route([p], [d], ports=())
-    p.told = {**PREFILL, "epoch": "two", "bootstrap_port": 9555}
+    p.health_report = {**PREFILL, "epoch": "two", "bootstrap_port": 9555}
 
-    async def told():
+    async def report():
         return (await client.get("/server_info")).json()["instances"][0]
 
-    while (seen := await told())["epoch"] != "two":
+    while (seen := await report())["epoch"] != "two":
         assert seen["epoch"] == "one"
     assert seen["bootstrap_port"] == 9555
 

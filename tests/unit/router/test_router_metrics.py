@@ -138,9 +138,9 @@ def test_the_log_says_where_a_request_went_and_why_it_was_tried_again(caplog, mo
         # The line about the whole comes when the last byte has been sent; the client may have it before.
         while not any('"POST /generate" 200 ' in message for message, rid in seen if rid == "trace-1"):
             await asyncio.sleep(0)
-        told = [message for message, rid in seen if rid == "trace-1"]
-        assert [message for message in told if message.startswith("goes to")] == pairs
-        assert any("trying again" in message for message in told)
+        messages = [message for message, rid in seen if rid == "trace-1"]
+        assert [message for message in messages if message.startswith("goes to")] == pairs
+        assert any("trying again" in message for message in messages)
 
     with caplog.at_level(logging.DEBUG):
         run()

@@ -18,12 +18,12 @@ def test_a_status_that_no_instance_has_is_a_502(status):
         w = await rig.instance("headers")
         w.answers = {path: (status, {}) for _, path in QUESTIONS}
         client = await rig.route(worker=[w])
-        told = await generate(client, status=status)
-        assert (told.status_code, told.json()["error"]["status"]) == (502, 502)
+        answer = await generate(client, status=status)
+        assert (answer.status_code, answer.json()["error"]["status"]) == (502, 502)
         for method, path in QUESTIONS:
             await rig.until_states("healthy")
-            told = await client.request(method, path)
-            assert (told.status_code, told.json()["error"]["status"]) == (502, 502), path
+            answer = await client.request(method, path)
+            assert (answer.status_code, answer.json()["error"]["status"]) == (502, 502), path
 
     run()
 
@@ -34,11 +34,11 @@ async def test_what_is_nested_too_deeply_to_be_written_is_passed_on_as_text(rig)
     w.error = {"status": 400, "message": "no", "code": "a", "more": DEEP}
     w.answers = {path: (400, {"error": w.error}) for _, path in QUESTIONS}
     client = await rig.route(worker=[w])
-    told = await generate(client)
-    assert (told.status_code, told.json()["error"]) == (400, {"status": 400, "message": "no", "code": "a"})
+    answer = await generate(client)
+    assert (answer.status_code, answer.json()["error"]) == (400, {"status": 400, "message": "no", "code": "a"})
     for method, path in QUESTIONS:
-        told = await client.request(method, path)
-        assert (told.status_code, told.json()[:10]) == (400, '{"error": '), path
+        answer = await client.request(method, path)
+        assert (answer.status_code, answer.json()[:10]) == (400, '{"error": '), path
 
 
 @scenario()
@@ -52,10 +52,10 @@ async def test_lists_that_are_none_are_empty(rig):
             "/kv/sessions": (200, {"sessions": listed}),
             "/transfers": (200, {"open": [], "transfers": listed}),
         }
-        told = (await client.get("/kv/sessions")).json()
-        assert [str(session["name"]) for session in told["sessions"]] == names
-        told = (await client.get("/transfers")).json()
-        assert (told["open"], len(told["transfers"])) == (0, len(names))
+        answer = (await client.get("/kv/sessions")).json()
+        assert [str(session["name"]) for session in answer["sessions"]] == names
+        answer = (await client.get("/transfers")).json()
+        assert (answer["open"], len(answer["transfers"])) == (0, len(names))
 
 
 def test_one_header_of_each_name_is_passed_on():

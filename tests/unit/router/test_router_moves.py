@@ -21,10 +21,10 @@ def test_the_rest_comes_from_who_goes_on(by_a_pair, stream):
             assert answer.content == 3 * EVENT + DONE  # one here, two there
         else:
             assert answer.json()["text"] == "ab"
-        told = new.requests[-1]
-        assert "k" * 32 in told.headers[TICKET.decode()]
+        followed = new.requests[-1]
+        assert "k" * 32 in followed.headers[TICKET.decode()]
         assert old.requests[-1].headers[FOLLOW.decode()] == "1"
-        assert not any(name.startswith("bootstrap_") for name in told.body)
+        assert not any(name.startswith("bootstrap_") for name in followed.body)
 
     run()
 

@@ -169,8 +169,10 @@ def test_the_access_log_has_a_line_a_request(caplog: pytest.LogCaptureFixture) -
     assert " 400 0." in refused.getMessage()
     assert "prompt=" not in refused.getMessage()
     entry = json.loads(JsonFormatter("decode:1 http").format(streamed))
-    told = {key: entry[key] for key in ("rid", "request_id", "method", "path", "status", "prompt", "output", "finish")}
-    assert list(told.values()) == ["mine", "abc", "POST", "/generate", 200, 7, 3, "length"]
+    logged = {
+        key: entry[key] for key in ("rid", "request_id", "method", "path", "status", "prompt", "output", "finish")
+    }
+    assert list(logged.values()) == ["mine", "abc", "POST", "/generate", 200, 7, 3, "length"]
     assert 0 < entry["ttft"] <= entry["seconds"]
     assert entry["bytes"] > 100
 

@@ -55,11 +55,11 @@ async def send(engine: FakeEngine, method: str, path: str, query: bytes, headers
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": query}
     raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
     scope |= {"headers": raw, "client": ("127.0.0.1", 5), "scheme": "http", "raw_path": b"", "server": ("a", 1)}
-    told = iter([{"type": "http.request", "body": body, "more_body": False}])
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
     statuses: list[int] = []
 
     async def receive() -> Any:
-        return next(told, None) or await asyncio.Event().wait()
+        return next(messages, None) or await asyncio.Event().wait()
 
     async def on_send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])

@@ -32,12 +32,12 @@ def test_what_nobody_reads_is_dropped_counted_and_told(pipe: tuple[int, int]) ->
     for _ in range(many):
         out.write(LINE)
     assert not out.drain(0)
-    told = b""
-    while not (note := re.search(rb"(\d+) dropped\n", told)):
-        told += os.read(read, 1 << 16)
-    assert told.startswith(LINE)
-    assert told.count(LINE) + int(note.group(1)) == many
-    assert LIMIT // len(LINE) <= told.count(LINE) <= LIMIT // len(LINE) + 65  # and what the pipe had room for
+    written = b""
+    while not (note := re.search(rb"(\d+) dropped\n", written)):
+        written += os.read(read, 1 << 16)
+    assert written.startswith(LINE)
+    assert written.count(LINE) + int(note.group(1)) == many
+    assert LIMIT // len(LINE) <= written.count(LINE) <= LIMIT // len(LINE) + 65  # and what the pipe had room for
     out.write(b"later\n")
     assert os.read(read, 100) == b"later\n"
     assert out.drain(limit(10))
@@ -49,11 +49,11 @@ def test_more_is_written_after_a_note_only_when_there_is_room(pipe: tuple[int, i
     many = 4 * LIMIT // len(LINE)
     for _ in range(many):
         out.write(LINE)
-    told = b""
+    written = b""
     for _ in range(many):  # as fast as it is read
-        told += os.read(read, len(LINE))
+        written += os.read(read, len(LINE))
         out.write(LINE)
-    assert told.count(b"dropped") <= 2
+    assert written.count(b"dropped") <= 2
 
 
 def test_a_reader_that_has_gone_costs_nothing() -> None:

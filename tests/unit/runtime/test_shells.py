@@ -75,11 +75,11 @@ def router(shell: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], st
     with subprocess.Popen(command, stderr=write, env={**os.environ, **env}, process_group=0) as process:
         os.close(write)
         try:
-            told = ""
-            while not (found := URL.search(told)):
+            output = ""
+            while not (found := URL.search(output)):
                 said = os.read(read, 4096).decode()
-                assert said, told
-                told += said
+                assert said, output
+                output += said
             yield process, f"http://127.0.0.1:{found.group(1)}"
         finally:
             process.kill()
@@ -119,12 +119,12 @@ def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_p
     Then SIGTERM goes to every process, as systemd does. SIGHUP is ignored, as by nohup.
     """
     (tmp_path / "talkative.py").write_text(TALKATIVE)
-    told = tmp_path / "told"
-    env = {**os.environ, "PYTHONPATH": with_inherited(tmp_path), "TOLD": str(told)}
+    output = tmp_path / "told"
+    env = {**os.environ, "PYTHONPATH": with_inherited(tmp_path), "TOLD": str(output)}
     command = ["sh", "-c", """trap '' HUP; exec "$0" "$@" """, sys.executable, "-c", SUPERVISOR]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=env, process_group=0) as process:
         try:
-            wait_until(told.exists, 30, "the child has said everything")
+            wait_until(output.exists, 30, "the child has said everything")
             [child] = psutil.Process(process.pid).children()
             numbers = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
             assert ignored_signals(child.pid) >= numbers
@@ -132,7 +132,7 @@ def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_p
             # The supervisor may not have read that the child is ready; an end without a drain is as good.
             os.killpg(process.pid, signal.SIGTERM)
             assert process.wait(limit(20)) == 0
-            assert told.read_text() == str(0o600)
+            assert output.read_text() == str(0o600)
         finally:
             process.kill()
 

@@ -347,15 +347,17 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
     ask(sim, "a", prompt(1))
     debug = debug_of(sim)
     req = Req.create(make_generate("x", prompt(1)), Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
-    told: list[str] = []
+    reported: list[str] = []
     row = debug.hashes_of(req, 0, 1)
     for theirs in (b"", row, row + row[:5], row * 2 + b"1", row * 3, bytes(len(row) * 2)):
         hold = KVHold(0, "", make_root(), 0, 0)
-        debug.landed(req, hold, 0, np.array([1, 2], dtype=np.int32), theirs, lambda problem, now: told.append(problem))
+        debug.landed(
+            req, hold, 0, np.array([1, 2], dtype=np.int32), theirs, lambda problem, now: reported.append(problem)
+        )
         sim.outbox.flush()
         sim.work()
         assert hold.hashed == 8
-    assert told == [""] * 6
+    assert reported == [""] * 6
     assert Place.TRANSFER not in debug.compared
 
 
@@ -393,8 +395,8 @@ def midway() -> tuple[TieredSim, SessionState]:
 def test_a_session_that_goes_on_elsewhere_finds_what_was_computed(monkeypatch, caplog):
     monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
     sim, state = midway()
-    told = [any(state.kv_hashes[at : at + 16]) for at in range(0, len(state.kv_hashes), 16)]
-    assert told == [True] * 13  # 40 tokens of prompt and 13 of output, but for the last
+    reported = [any(state.kv_hashes[at : at + 16]) for at in range(0, len(state.kv_hashes), 16)]
+    assert reported == [True] * 13  # 40 tokens of prompt and 13 of output, but for the last
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SessionState) == state
     other = TieredSim(200, kv_debug=True, kept=dict(sim.store.kept))
     resume(other, state, "b")
@@ -431,7 +433,7 @@ def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monk
 # --- what an engineer asks ---
 
 
-def told_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = None) -> Any:
+def cached_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = None) -> Any:
     scheduler = sim.scheduler
     ask = KVHashesReq(pack_i32(tokens), extra_key, id=9)
     hashing = KVHashing(scheduler.memory, scheduler.worker.layout, sim.outbox)
@@ -449,16 +451,16 @@ def test_what_the_cache_holds_is_told_and_is_the_same_on_two_instances():
     for sim in (one, other):
         ask(sim, "x" if sim is one else "y", prompt(5))  # so that pages have other numbers
         ask(sim, "a", prompt(1))
-    a, b = told_hashes(one, prompt(1)), told_hashes(other, [*prompt(1), 1, 2])
+    a, b = cached_hashes(one, prompt(1)), cached_hashes(other, [*prompt(1), 1, 2])
     assert (type(a), a.cached_tokens, a.page_size, a.extra_key, a.order) == (KVHashes, 40, 4, "", "tokens")
     assert len(a.groups[0].hashes) == 10 * 2 * 8
     assert a == b
     [slot] = other.scheduler.memory.pool.cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
     other.worker.kv[slot] ^= 1
-    changed = told_hashes(other, prompt(1))
+    changed = cached_hashes(other, prompt(1))
     differs = np.frombuffer(changed.groups[0].hashes, "<u8") != np.frombuffer(a.groups[0].hashes, "<u8")
     assert differs.nonzero()[0].tolist() == [2 * 3]  # page 3, keys
-    assert told_hashes(one, prompt(99)).cached_tokens == 0
+    assert cached_hashes(one, prompt(99)).cached_tokens == 0
 
 
 def test_the_namespace_is_found_that_has_most_of_it():
@@ -466,10 +468,10 @@ def test_the_namespace_is_found_that_has_most_of_it():
     request = msgspec.structs.replace(make_generate("a", prompt(1), max_new_tokens=2), extra_key="tenant")
     sim.scheduler.arrivals.admit(request, sim.now)
     sim.run_until_idle()
-    found = told_hashes(sim, prompt(1))
+    found = cached_hashes(sim, prompt(1))
     assert (found.cached_tokens, found.extra_key) == (40, "tenant")
-    assert told_hashes(sim, prompt(1), "another").cached_tokens == 0
-    assert told_hashes(SimInstance(), prompt(1)).status == 501
+    assert cached_hashes(sim, prompt(1), "another").cached_tokens == 0
+    assert cached_hashes(SimInstance(), prompt(1)).status == 501
 
 
 def test_a_question_of_any_length_looks_at_little(monkeypatch):
@@ -481,6 +483,6 @@ def test_a_question_of_any_length_looks_at_little(monkeypatch):
     memory, looked = sim.scheduler.memory, []
     cached_len = memory.pool.cached_len
     monkeypatch.setattr(memory.pool, "cached_len", lambda toks, key: looked.append(len(toks)) or cached_len(toks, key))
-    found = told_hashes(sim, [*prompt(19), *range(100_000)])
+    found = cached_hashes(sim, [*prompt(19), *range(100_000)])
     assert (found.cached_tokens, found.extra_key) == (40, "tenant-19")
     assert 0 < sum(looked) <= 21 * memory.pool.page_size + memory.pool.max_total_tokens

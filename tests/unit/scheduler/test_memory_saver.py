@@ -64,10 +64,10 @@ class Rig:
     def answer(self) -> Any:
         """Flushes; what HTTP was told of memory, and what the worker was."""
         self.sim.outbox.flush()
-        told = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult | RefusedAnswer)]
+        answered = [m for m in self.sim.to_detokenizer.messages if isinstance(m, MemoryResult | RefusedAnswer)]
         self.sim.to_detokenizer.messages.clear()
-        assert len(told) <= 1
-        return told[0] if told else None
+        assert len(answered) <= 1
+        return answered[0] if answered else None
 
     def obey(self, error: str = "") -> Any:
         """Let the worker do what is left for it to do; the last command is about memory."""
@@ -303,8 +303,8 @@ def test_metrics_tell_what_is_away_and_how_short_memory_is() -> None:
     rig.obey()
     report.tick(rig.sim.now)
     rig.sim.outbox.flush()
-    [told] = rig.sim.to_detokenizer.messages
-    page = page_of(told.families)
+    [answered] = rig.sim.to_detokenizer.messages
+    page = page_of(answered.families)
     assert [page.total("pdserve_memory_released", tag=tag) for tag in ("kv_cache", "weights")] == [1, 1]
     assert [page.total("pdserve_kv_pressure", level=level) for level in ("none", "some", "high")] == [1, 0, 0]
 

@@ -120,10 +120,10 @@ def test_a_prompt_in_chunks_and_its_output_on_one_server() -> None:
     sim = SlowInstance(make_options(chunked_prefill_size=16))
     sim.submit("a", range(40), max_new_tokens=4)
     sim.run_until_idle()
-    told = sim.checked("a")
-    assert where(told) == {(name, "unified") for name in ("tokenize", "queue", "prefill", "decode")}
-    assert told.prefill_ms >= 3 * 4
-    assert told.first_token_ms == pytest.approx(told.tokenize_ms + told.queue_ms + told.prefill_ms)
+    account = sim.checked("a")
+    assert where(account) == {(name, "unified") for name in ("tokenize", "queue", "prefill", "decode")}
+    assert account.prefill_ms >= 3 * 4
+    assert account.first_token_ms == pytest.approx(account.tokenize_ms + account.queue_ms + account.prefill_ms)
 
 
 def test_a_cached_prompt_and_another_answer_to_it_still_compute_something() -> None:
@@ -146,12 +146,12 @@ def test_what_a_retraction_costs_is_queue_and_prefill() -> None:
     sim.run_until_idle()
     assert sum(sim.ends[rid].meta.retractions for rid in "abc") > 0
     for rid in "abc":
-        told = sim.checked(rid)
-        after_first = sum(one.ms for one in told.phases) - told.first_token_ms
+        account = sim.checked(rid)
+        after_first = sum(one.ms for one in account.phases) - account.first_token_ms
         if sim.ends[rid].meta.retractions:
-            assert told.decode_ms < after_first - 4
+            assert account.decode_ms < after_first - 4
         else:
-            assert told.decode_ms == pytest.approx(after_first)
+            assert account.decode_ms == pytest.approx(after_first)
 
 
 def test_a_request_that_is_aborted_while_it_waits_was_queued() -> None:
@@ -225,10 +225,10 @@ def test_clients_see_the_phases_add_up_to_the_total_and_who_spent_them() -> None
         PhaseTime(Phase.PREFILL, "prefill", 20.0),
         PhaseTime(Phase.DECODE, "decode", 70.0),
     ]
-    told = timing(Timing(1.0, 2.0, 20.0, decode_ms=70.0, here="decode", phases=phases), 0.0955)
-    assert told["total_ms"] == 95.5
-    assert told["reply_ms"] == 2.5
-    assert [(one["phase"], one["at"], one["process"], one["ms"]) for one in told["phases"]] == [
+    account = timing(Timing(1.0, 2.0, 20.0, decode_ms=70.0, here="decode", phases=phases), 0.0955)
+    assert account["total_ms"] == 95.5
+    assert account["reply_ms"] == 2.5
+    assert [(one["phase"], one["at"], one["process"], one["ms"]) for one in account["phases"]] == [
         ("tokenize", "decode", "tokenizer", 1.0),
         ("queue", "decode", "scheduler", 2.0),
         ("prefill", "prefill", "worker", 20.0),

@@ -134,7 +134,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     while result is None:
         sim.plan()
         sim.work()
-        result = sim.told()
+        result = sim.resize_answer()
     assert (type(result), result.max_total_tokens) == (ResizeResult, 64)
     assert sim.tokens["a"] == reference_output(range(40), 60)
     # Or it goes on as it is when the time is up.
@@ -145,7 +145,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     assert sim.resize.seconds_left(sim.now) == pytest.approx(0.5)
     sim.now += 0.5
     sim.resize.tick(sim.now)
-    late = sim.told()
+    late = sim.resize_answer()
     assert late is not None
     assert (late.status, sim.scheduler.memory.pool.max_total_tokens) == (409, 256)
     sim.run_until_idle()
@@ -181,7 +181,7 @@ def test_the_end_empties_however_many_requests_come() -> None:
         sim.plan()
         sim.work()
         sim.scheduler.check_invariants()
-        result = sim.told()
+        result = sim.resize_answer()
         assert count < 20
     assert (type(result), result.max_total_tokens) == (ResizeResult, 120)
     sim.run_until_idle()
@@ -205,7 +205,7 @@ def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
             count += 1
         sim.plan()
         sim.work()
-        result = sim.told()
+        result = sim.resize_answer()
         assert count < 9
     assert (type(result), result.max_total_tokens) == (ResizeResult, 120)
     sim.run_until_idle()
@@ -240,7 +240,7 @@ def test_windows_that_are_promised_to_others_all_the_time_are_not_waited_for_for
     assert sim.order(128, wait_s=1e6) is None
     while result is None:
         turn()
-        result = sim.told()
+        result = sim.resize_answer()
         assert count < 30
     assert (type(result), result.max_total_tokens) == (ResizeResult, 128)
     sim.run_until_idle()
@@ -251,9 +251,9 @@ def test_an_answer_that_is_given_elsewhere_is_not_waited_for() -> None:
     sim = ResizedSim(make_options())
     msg = make_generate("a", range(40), max_new_tokens=200)
     sim.scheduler.reqs["a"] = Req.create(msg, Route.OUTGOING, ReqState.SENDING, 200, 1)
-    told = sim.order(40)
-    assert told is not None
-    assert (told.status, "may become 41 tokens" in told.text) == (409, True)
+    refusal = sim.order(40)
+    assert refusal is not None
+    assert (refusal.status, "may become 41 tokens" in refusal.text) == (409, True)
     assert sim.order(64) == ResizeResult(64, 256, FREED, id=3)
 
 
@@ -264,7 +264,7 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     assert sim.scheduler.memory.pool.usage()["total"] == 120
     sim.now += 1.0
     sim.resize.tick(sim.now)
-    late = sim.told()
+    late = sim.resize_answer()
     assert late == RefusedAnswer(409, AT_THE_END, id=3)
     assert (sim.scheduler.memory.pool.end.beyond, sim.resize.aim) == (0, None)
     sim.run_until_idle()
@@ -289,7 +289,7 @@ def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) 
     assert len(sim.tokens["meanwhile"]) > 108
     sim.now += 2.0
     sim.resize.tick(sim.now)
-    assert sim.told() == RefusedAnswer(409, LONG_RUNS, id=3)
+    assert sim.resize_answer() == RefusedAnswer(409, LONG_RUNS, id=3)
     sim.run_until_idle()
     assert sim.tokens["meanwhile"] == reference_output(range(40, 50), 200)
 
@@ -316,7 +316,7 @@ def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: S
     assert cut == [108, 110]
     sim.now += 2e6
     sim.resize.tick(sim.now)
-    assert sim.told() == RefusedAnswer(409, AT_THE_END, id=3)
+    assert sim.resize_answer() == RefusedAnswer(409, AT_THE_END, id=3)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 36)
     assert sim.tokens["waits"] == reference_output(range(40, 50), 150)
@@ -331,7 +331,7 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
     assert sim.scheduler.memory.pool.max_total_tokens == 64
     sim.work()
     sim.resize.tick(sim.now)
-    assert sim.told() == ResizeResult(256, 64, FREED, id=3)
+    assert sim.resize_answer() == ResizeResult(256, 64, FREED, id=3)
     sim.submit("long", range(200), max_new_tokens=3)
     sim.run_until_idle()
     assert sim.tokens["long"] == reference_output(range(200), 3)
@@ -408,7 +408,7 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
             answers.append(sim.order(rng.choice((96, 128, 192, 256)), wait_s=rng.choice((0.0, 0.01, 0.05))))
         for _ in range(rng.randint(0, 12)):
             sim.plan()
-            answers.append(sim.told())
+            answers.append(sim.resize_answer())
             sim.scheduler.check_invariants()
             sim.work()
     sim.run_until_idle()
@@ -418,5 +418,5 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
             assert sim.tokens[rid] == output, rid
     assert sum(not hasattr(end, "status") for end in sim.ends.values()) > 20
     sim.resize.tick(sim.now)
-    sim.told()
+    sim.resize_answer()
     assert np.all(sim.worker.kv[sim.scheduler.memory.pool.max_total_tokens + PAGE :] == -1)

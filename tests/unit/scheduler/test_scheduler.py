@@ -279,13 +279,13 @@ def test_logprob_start_limits_the_reuse_of_cached_tokens():
 def test_the_prompt_is_reported_once_where_it_is_wanted():
     sim = SimInstance()
     sim.submit("quiet", range(12), max_new_tokens=3)
-    sim.submit("told", range(12), max_new_tokens=3, return_prompt=True)
+    sim.submit("described", range(12), max_new_tokens=3, return_prompt=True)
     sim.submit("scored", range(12), max_new_tokens=3, logprobs=(10, 0))
     sim.run_until_idle()
     reports = {rid: [item.prompt for item in items if item.prompt is not None] for rid, items in sim.items.items()}
     assert reports["quiet"] == []
-    [told], [scored] = reports["told"], reports["scored"]
-    assert (told.token_ids, told.logprobs) == (pack_i32(range(12)), None)
+    [described], [scored] = reports["described"], reports["scored"]
+    assert (described.token_ids, described.logprobs) == (pack_i32(range(12)), None)
     assert (scored.token_ids, [entry.token_id for entry in scored.logprobs]) == (b"", [10, 11])
 
 

@@ -31,7 +31,7 @@ def metas(side: SimInstance) -> list[ReqMeta]:
     return [end.meta for end in ends]
 
 
-def told(side: SimInstance, name: str) -> int:
+def reported_sum(side: SimInstance, name: str) -> int:
     return sum(getattr(meta, name) for meta in metas(side))
 
 
@@ -63,10 +63,10 @@ def test_prompts_count_as_they_are_computed_and_hits_as_they_are_found() -> None
     steps = "pdserve_step_duration_seconds"
     assert page_of(begun).total(f"{steps}_count") == 1  # what was said stays said
     assert (computed(page), cached(page)) == (40 + 2, 20)
-    assert computed(page) + cached(page) == told(sim, "prompt_tokens")
-    assert cached(page) == told(sim, "cached_tokens") == page.total("pdserve_prefix_cache_hit_tokens_total")
+    assert computed(page) + cached(page) == reported_sum(sim, "prompt_tokens")
+    assert cached(page) == reported_sum(sim, "cached_tokens") == page.total("pdserve_prefix_cache_hit_tokens_total")
     assert page.total("pdserve_prefix_cache_asked_tokens_total") == 62
-    assert sim.scheduler.counters.generation_tokens == told(sim, "completion_tokens") == 8
+    assert sim.scheduler.counters.generation_tokens == reported_sum(sim, "completion_tokens") == 8
     assert page.total(f"{steps}_count") == sim.scheduler.counters.steps > 0
     assert page.total(f"{steps}_sum") == pytest.approx(1e-4 * sim.scheduler.counters.steps)
 
@@ -81,8 +81,8 @@ def test_what_a_retraction_costs_is_no_prompt() -> None:
     assert page.total("pdserve_recomputed_tokens_total") > 0
     # That it finds its own again is no hit.
     assert page.total("pdserve_prefix_cache_asked_tokens_total") == 12
-    assert computed(page) + cached(page) == told(sim, "prompt_tokens") == 12
-    assert sim.scheduler.counters.generation_tokens == told(sim, "completion_tokens") == 120
+    assert computed(page) + cached(page) == reported_sum(sim, "prompt_tokens") == 12
+    assert sim.scheduler.counters.generation_tokens == reported_sum(sim, "completion_tokens") == 120
 
 
 def test_states_show_where_requests_stand_and_go_back_to_zero() -> None:
@@ -121,7 +121,7 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
         rng.choice(pair.moves())()
     prefill, decode = metrics_of(pair.prefill.scheduler), metrics_of(pair.decode.scheduler)
     # Clients hear from the decode alone.
-    asked, found = told(pair.decode, "prompt_tokens"), told(pair.decode, "cached_tokens")
+    asked, found = reported_sum(pair.decode, "prompt_tokens"), reported_sum(pair.decode, "cached_tokens")
     assert cached(prefill) + cached(decode) == found
     assert computed(prefill) + computed(decode) == asked - found
     # What it found itself need not travel, and is no client's hit.
@@ -130,7 +130,7 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
     def count(side: SimSide, name: str) -> int:
         return getattr(side.scheduler.counters, name)
 
-    assert count(pair.decode, "generation_tokens") == told(pair.decode, "completion_tokens")
+    assert count(pair.decode, "generation_tokens") == reported_sum(pair.decode, "completion_tokens")
     assert count(pair.prefill, "generation_tokens") == count(pair.prefill, "finished") == 0
     assert (count(pair.prefill, "handed_over"), count(pair.decode, "finished")) == (12, 15)
 

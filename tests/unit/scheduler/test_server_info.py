@@ -28,8 +28,8 @@ def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: py
 
     monkeypatch.setattr(sim.scheduler, "check_invariants", check)
     assert InvariantResult.of(sim.scheduler, verdict) is verdict
-    told = server_info(sim.scheduler, "epoch", verdict)
-    assert (told["invariants"], told["invariants_steps_ago"]) == ("ok", sim.scheduler.counters.steps)
+    shown = server_info(sim.scheduler, "epoch", verdict)
+    assert (shown["invariants"], shown["invariants_steps_ago"]) == ("ok", sim.scheduler.counters.steps)
     monkeypatch.undo()
     sim.run_until_idle()
     monkeypatch.setattr(sim.scheduler, "check_invariants", check)
@@ -41,16 +41,16 @@ def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: py
 def test_before_the_first_idle_moment_it_says_so() -> None:
     sim = SimInstance()
     sim.submit("a", range(10), max_new_tokens=4)
-    told = server_info(sim.scheduler, "epoch", InvariantResult.of(sim.scheduler, InvariantResult()))
-    assert (told["invariants"], told["invariants_steps_ago"]) == (None, None)
+    shown = server_info(sim.scheduler, "epoch", InvariantResult.of(sim.scheduler, InvariantResult()))
+    assert (shown["invariants"], shown["invariants_steps_ago"]) == (None, None)
 
 
 def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
     scheduler = TieredSim().scheduler
     info = ServerInfoFeature(scheduler, "epoch", IdleCheck(scheduler), parts_of(scheduler))
-    told = info.report(ServerInfoReq(), 0.0).info
-    assert told["tiers"]["store"]["breaker"] == "closed"
-    assert not {path for path in paths(told) if path.endswith(".type")}
+    shown = info.report(ServerInfoReq(), 0.0).info
+    assert shown["tiers"]["store"]["breaker"] == "closed"
+    assert not {path for path in paths(shown) if path.endswith(".type")}
 
 
 def paths(value: object, path: str = "") -> Iterator[str]:

@@ -78,8 +78,8 @@ def test_a_running_request_goes_on_elsewhere_from_the_store(output):
     resume(other, saved.state, "again")
     assert other.tokens["again"] == sim.tokens["a"]
     assert other.ends["again"].meta.cached_tokens == saved.kv_tokens
-    told = [score for item in other.items["again"] for score in item.logprobs or []]
-    assert told == [score for item in sim.items["a"] for score in item.logprobs or []]
+    scores = [score for item in other.items["again"] for score in item.logprobs or []]
+    assert scores == [score for item in sim.items["a"] for score in item.logprobs or []]
     assert other.items["again"][0].prompt == sim.items["a"][0].prompt
 
 

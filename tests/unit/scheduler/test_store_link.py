@@ -219,7 +219,7 @@ class Saving:
     """What is on its way, and how often that was asked about."""
 
     def __init__(self, *hashes: bytes) -> None:
-        self.hashes, self.looks, self.told, self.again = set(hashes), 0, [], []
+        self.hashes, self.looks, self.commands, self.again = set(hashes), 0, [], []
 
     def is_saving(self, page_hash: bytes) -> bool:
         self.looks += 1
@@ -230,16 +230,16 @@ class Saving:
         self.hashes |= set(hashes)
 
     def tell_store(self, message: KeepPages) -> None:
-        self.told.append(message)
+        self.commands.append(message)
 
     def problem(self, now: float) -> str:
         return "it is dead"
 
 
 def wish(kept: KeptPages, hashes: list[bytes], now: float = 0.0) -> list[Kept]:
-    told: list[Kept] = []
-    kept.want(hashes, 100.0, now, told.append)
-    return told
+    outcomes: list[Kept] = []
+    kept.want(hashes, 100.0, now, outcomes.append)
+    return outcomes
 
 
 def test_a_turn_costs_nothing_while_nothing_is_due():
@@ -250,14 +250,14 @@ def test_a_turn_costs_nothing_while_nothing_is_due():
     for _ in range(100):
         kept.advance(1.0)
         assert kept.timeout(1.0) == MOST_SECONDS - 1
-    assert (tiers.looks, tiers.told) == (0, [])
+    assert (tiers.looks, tiers.commands) == (0, [])
     for i in range(1000):
         tiers.hashes.discard(name(i))
         kept.left([name(i)])
     kept.advance(2.0)
-    assert len(tiers.told) == 900
+    assert len(tiers.commands) == 900
     assert tiers.looks <= 900 * 100 + 900 * 100  # once for each page of each, and once more for what it waited for
-    for message in tiers.told:
+    for message in tiers.commands:
         kept.on_kept(PagesKept(message.id, 100))
     assert answers == [[Kept(100)]] * 900
 
@@ -267,7 +267,7 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
     kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
     saving, keeping = wish(kept, [name(0), name(1)]), wish(kept, [name(1)], 1.0)
     kept.advance(1.0)
-    [asked_for] = tiers.told
+    [asked_for] = tiers.commands
     kept.advance(MOST_SECONDS + 0.5)
     assert [one.problem for one in saving] == [
         f"the KV store did not take the pages within {MOST_SECONDS:.0f} s; it is dead"
@@ -278,7 +278,7 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
     kept.on_kept(PagesKept(asked_for.id, 1))  # too late
     kept.left([name(0)])
     kept.advance(50.0)
-    assert (len(saving), len(keeping), len(tiers.told)) == (1, 1, 1)
+    assert (len(saving), len(keeping), len(tiers.commands)) == (1, 1, 1)
     assert kept.timeout(50.0) is None
     assert (len(kept._wishes), kept._saving, kept._ready, kept._keeping) == (0, {}, [], {})
 
@@ -286,17 +286,17 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
 def test_what_the_store_lacks_is_sent_once_more_and_waited_for():
     tiers = Saving()
     kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
-    told = wish(kept, [name(i) for i in range(4)])
+    outcomes = wish(kept, [name(i) for i in range(4)])
     kept.advance(0.0)
-    kept.on_kept(PagesKept(tiers.told[0].id, 1))
+    kept.on_kept(PagesKept(tiers.commands[0].id, 1))
     assert tiers.again == [name(1), name(2), name(3)]
     kept.advance(1.0)
-    assert len(tiers.told) == 1
+    assert len(tiers.commands) == 1
     tiers.hashes.clear()
     kept.left([name(1)])
     kept.advance(2.0)
-    kept.on_kept(PagesKept(tiers.told[1].id, 3))
-    assert told == [Kept(3, "host memory or the KV store has no room")]
+    kept.on_kept(PagesKept(tiers.commands[1].id, 3))
+    assert outcomes == [Kept(3, "host memory or the KV store has no room")]
 
 
 @pytest.mark.parametrize("how", ["stored", "dropped", "skipped", "forgotten", "evicted"])
@@ -306,8 +306,8 @@ def test_a_page_leaves_the_way_to_the_store_however_it_does(how: str, monkeypatc
     link = make_link(host)
     host.keep(name(0))
     link.backlog.remember(name(0))
-    told: list[Kept] = []
-    link.kept.want([name(0)], 100.0, 0.0, told.append)
+    outcomes: list[Kept] = []
+    link.kept.want([name(0)], 100.0, 0.0, outcomes.append)
     if how == "dropped":
         link.drop([name(0)])
     elif how == "skipped":
@@ -324,7 +324,7 @@ def test_a_page_leaves_the_way_to_the_store_however_it_does(how: str, monkeypatc
         link.backlog.on_stored(PagesStored(store.id, 1, 0.1, ""), 0.0)
     [keep] = [message for message in asked(link, 0.5) if isinstance(message, KeepPages)]
     link.kept.on_kept(PagesKept(keep.id, 1))
-    assert told == [Kept(1)]
+    assert outcomes == [Kept(1)]
 
 
 def test_a_batch_that_failed_is_still_on_its_way():
@@ -334,8 +334,8 @@ def test_a_batch_that_failed_is_still_on_its_way():
     for page_hash in hashes:
         host.keep(page_hash)
         link.backlog.remember(page_hash)
-    told: list[Kept] = []
-    link.kept.want(hashes, 100.0, 0.0, told.append)
+    outcomes: list[Kept] = []
+    link.kept.want(hashes, 100.0, 0.0, outcomes.append)
     [store] = asked(link)
     link.backlog.on_stored(PagesStored(store.id, 0, 0.1, "the disk is full"), 0.0)
     assert asked(link, 0.5) == []

@@ -103,7 +103,7 @@ def test_logprobs_travel_with_their_tokens(interval: int, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("turns", range(1, 9))
 def test_an_abort_brings_all_that_was_computed(stream: bool, turns: int) -> None:
-    told = {}
+    tokens_by_interval = {}
     for interval in (1, 32):
         sim = SimInstance(make_options(stream_interval=interval))
         sim.submit("a", PROMPT, max_new_tokens=50, stream=stream, logprobs=(-1, 0))
@@ -112,14 +112,14 @@ def test_an_abort_brings_all_that_was_computed(stream: bool, turns: int) -> None
             sim.work()
         sim.scheduler.abort(AbortReq("a"))
         sim.run_until_idle()
-        told[interval] = sim.tokens["a"]
+        tokens_by_interval[interval] = sim.tokens["a"]
         end = sim.ends["a"]
         assert isinstance(end, ReqTokens)
         assert end.finish.type is FinishType.ABORT
-        assert end.meta.completion_tokens == len(told[interval])
+        assert end.meta.completion_tokens == len(tokens_by_interval[interval])
         assert end.meta.timing.decode_ms == pytest.approx(1.0 * (turns - 1))  # a turn of the simulation takes 1 ms
-        assert sum(len(item.logprobs or ()) for item in sim.items["a"]) == len(told[interval])
-    assert told[1] == told[32] == reference_output(PROMPT, turns)
+        assert sum(len(item.logprobs or ()) for item in sim.items["a"]) == len(tokens_by_interval[interval])
+    assert tokens_by_interval[1] == tokens_by_interval[32] == reference_output(PROMPT, turns)
 
 
 def test_a_request_that_fails_has_told_what_it_had() -> None:

@@ -49,9 +49,9 @@ class Tokenizer:
         self.http: queue.Queue[Message] = queue.Queue()
         self.is_deaf = False
         """Whether the loop can't be woken up."""
-        told = SimpleNamespace(send=lambda *messages: [self.http.put(message) for message in messages])
+        receiver = SimpleNamespace(send=lambda *messages: [self.http.put(message) for message in messages])
         asked = SimpleNamespace(ask=lambda question, text: self.answered.put((question.id, text)))
-        self.renderer = ChatRenderer(self._render, Exits(self, told, asked), most_waiting, "decode")
+        self.renderer = ChatRenderer(self._render, Exits(self, receiver, asked), most_waiting, "decode")
 
     def _render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
         name = req.rid if isinstance(req, TokenizeReq) else f"?{req.id}"

@@ -136,11 +136,11 @@ def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: 
             assert isinstance(question, MemoryReq)
             assert msgspec.structs.replace(question, id=0) == asked
             engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
-            told = await answer
-            assert told.status_code == status
+            response = await answer
+            assert response.status_code == status
             if status == 200:
-                (MemoryReleased if path == "release" else MemoryResumed).model_validate(told.json())
-        assert told.json()["error"]["message"] == "2 requests are running"
+                (MemoryReleased if path == "release" else MemoryResumed).model_validate(response.json())
+        assert response.json()["error"]["message"] == "2 requests are running"
 
     with_engine(run, mute=True)
 

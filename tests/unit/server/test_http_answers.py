@@ -143,8 +143,8 @@ def test_openai_finish_reasons_are_openais_own(path: str, finish: FinishType, st
     if finish in (FinishType.STOP, FinishType.LENGTH):
         assert (choice["finish_reason"], "pdserve_finish" in choice) == (finish.value, False)
     else:
-        told = {"type": finish.value, "message": "why"}
-        assert (choice["finish_reason"], choice["pdserve_finish"]) == ("length", told)
+        described = {"type": finish.value, "message": "why"}
+        assert (choice["finish_reason"], choice["pdserve_finish"]) == ("length", described)
 
 
 @pytest.mark.parametrize("stream", [False, True])

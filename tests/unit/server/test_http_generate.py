@@ -29,8 +29,8 @@ def test_one_prompt_gets_one_object() -> None:
     answer = response.json()
     latency = answer["meta_info"].pop("e2e_latency")
     assert 0 < latency < 10
-    told = answer["meta_info"]["timing"]
-    total, reply, phases = (told.pop(name) for name in ("total_ms", "reply_ms", "phases"))
+    reported = answer["meta_info"]["timing"]
+    total, reply, phases = (reported.pop(name) for name in ("total_ms", "reply_ms", "phases"))
     assert total == pytest.approx(max(latency * 1000, 1.235), abs=2e-3)
     assert total == pytest.approx(1.235 + reply, abs=2e-3)
     assert [one["phase"] for one in phases] == ["queue", "reply"]
@@ -63,10 +63,10 @@ def test_one_prompt_gets_one_object() -> None:
 
 def test_cached_tokens_are_told_by_tier_and_what_a_decode_had_itself_beside_them() -> None:
     meta = ReqMeta(40, 1, 30, Timing(), cached_beyond=CachedBeyond(host=8, store=12))
-    told = {"device": 10, "host": 8, "storage": 12}
-    assert by_tier(meta) == told
+    reported = {"device": 10, "host": 8, "storage": 12}
+    assert by_tier(meta) == reported
     meta.held = HeldTokens(device=4, host=0, store=16)
-    assert by_tier(meta) == told | {"decode": {"device": 4, "host": 0, "storage": 16}}
+    assert by_tier(meta) == reported | {"decode": {"device": 4, "host": 0, "storage": 16}}
     CachedTokensDetails.model_validate(by_tier(meta))
 
 
@@ -270,10 +270,10 @@ def test_what_the_scheduler_says_of_a_prompt_names_the_field_that_was_sent(field
 
 def test_a_deadline_is_no_reason_to_send_the_same_again() -> None:
     async def run(engine: FakeEngine) -> None:
-        for status, told in ((408, "false"), (503, None)):
+        for status, reported in ((408, "false"), (503, None)):
             engine.errors = [ReqError("", status, "too late")]
             answer = await engine.post("/v1/completions", {"prompt": "a"})
-            assert (answer.status_code, answer.headers.get("x-should-retry")) == (status, told)
+            assert (answer.status_code, answer.headers.get("x-should-retry")) == (status, reported)
 
     with_engine(run)
 

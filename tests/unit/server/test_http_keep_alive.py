@@ -52,9 +52,9 @@ def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert response.status_code == 200
     parts = response.text.split("\n\n")
     assert parts.count(COMMENT) >= 3
-    told = [part for part in parts if part != COMMENT]
-    assert told[0].startswith("data: {")
-    assert told[1:] == ["data: [DONE]", ""]
+    content = [part for part in parts if part != COMMENT]
+    assert content[0].startswith("data: {")
+    assert content[1:] == ["data: [DONE]", ""]
 
 
 def test_an_error_after_the_first_comment_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

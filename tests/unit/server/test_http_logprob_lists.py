@@ -41,8 +41,8 @@ def test_lists_of_the_prompt_and_of_the_output() -> None:
 def test_texts_where_they_are_asked_for() -> None:
     lists = LogprobLists(top=True, texts=True)
     prompt = PromptText("", [], [NamedLogprob(0, None, b"<s>", 0)])
-    told = orjson.loads(orjson.dumps(lists.upto(prompt, entries(3))))
-    assert told["input_token_logprobs"] == [[None, 0, "<s>"]]
-    assert told["input_top_logprobs"] == [None]
-    assert told["output_token_logprobs"] == [[-1.0, 3, "t3"]]
-    assert told["output_top_logprobs"] == [[[-2.0, 4, "\N{REPLACEMENT CHARACTER}"]]]
+    lists_sent = orjson.loads(orjson.dumps(lists.upto(prompt, entries(3))))
+    assert lists_sent["input_token_logprobs"] == [[None, 0, "<s>"]]
+    assert lists_sent["input_top_logprobs"] == [None]
+    assert lists_sent["output_token_logprobs"] == [[-1.0, 3, "t3"]]
+    assert lists_sent["output_top_logprobs"] == [[[-2.0, 4, "\N{REPLACEMENT CHARACTER}"]]]

@@ -49,9 +49,9 @@ def test_counts_are_what_clients_were_told() -> None:
         whole = (await engine.post("/generate", {"text": ["a", "b"], **TOKENS})).json()
         chat = {"messages": [{"role": "user", "content": "a"}], "n": 3, "max_tokens": 2}
         usage = (await engine.post("/v1/chat/completions", chat)).json()["usage"]
-        told = [answer["meta_info"]["completion_tokens"] for answer in (streamed[-1], *whole)]
+        counts = [answer["meta_info"]["completion_tokens"] for answer in (streamed[-1], *whole)]
         page = await scrape(engine)
-        assert page.total("pdserve_generation_tokens_total") == sum(told) + usage["completion_tokens"] == 21
+        assert page.total("pdserve_generation_tokens_total") == sum(counts) + usage["completion_tokens"] == 21
         assert finished(page) == {"length": 6}
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_seconds"):
             assert page.total(f"pdserve_{name}_count") == 6

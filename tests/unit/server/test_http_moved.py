@@ -59,11 +59,11 @@ class Two:
         item.rid = rid
         engine.client.dispatch([TextBatch([item])])
 
-    def move(self, told: int = 3) -> None:
-        """Move the request to the new instance, after ``told`` tokens."""
+    def move(self, reported: int = 3) -> None:
+        """Move the request to the new instance, after ``reported`` tokens."""
         rid = self.old.requests[0].rid
-        self.new.client.dispatch([ReqArrived(rid + "@1", KEY, 1.0, told)])
-        self.say(self.new, rid + "@1", 0, told)
+        self.new.client.dispatch([ReqArrived(rid + "@1", KEY, 1.0, reported)])
+        self.say(self.new, rid + "@1", 0, reported)
         self.old.client.dispatch([ReqMoved(rid, "epoch", "127.0.0.1", self.ports[1], KEY)])
 
 
@@ -100,8 +100,8 @@ def test_a_client_that_can_follow_is_told_where_and_gets_the_rest_there(path):
         answer = (await asked).text
         assert "[DONE]" not in answer
         head, _, ticket = answer.rpartition("event: moved\ndata: ")
-        told = json.loads(ticket)
-        assert (told["key"], told["port"], told["rid"]) == (KEY, two.ports[1], "x")
+        reported = json.loads(ticket)
+        assert (reported["key"], reported["port"], reported["rid"]) == (KEY, two.ports[1], "x")
         rest = two.ask(path, BODIES[path], {TICKET.decode(): ticket.strip()}, at=1)
         two.say(two.new, "x@1", 3, 5, ends=True)
         answer = (await rest).text

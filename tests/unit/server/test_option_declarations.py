@@ -63,9 +63,9 @@ class PondOptions:
 )
 def test_a_value_out_of_its_bounds_is_refused_with_its_flag(given, complaint):
     check_options(PondOptions())
-    with pytest.raises(OptionError) as told:
+    with pytest.raises(OptionError) as raised:
         check_options(PondOptions(**given))
-    assert str(told.value) == complaint
+    assert str(raised.value) == complaint
 
 
 def test_a_field_without_opt_and_one_without_section_are_found():

@@ -116,15 +116,15 @@ def test_a_batch_that_comes_to_more_ends_and_nothing_of_it_is_left() -> None:
     with_engine(check, max_logprobs_per_request=40)
 
 
-@pytest.mark.parametrize(("leg", "told"), [("prefill", False), ("decode", True), ("", True)])
-def test_what_a_router_drops_of_a_prefill_is_not_made(leg: Any, told: bool) -> None:
+@pytest.mark.parametrize(("leg", "has_prompt"), [("prefill", False), ("decode", True), ("", True)])
+def test_what_a_router_drops_of_a_prefill_is_not_made(leg: Any, has_prompt: bool) -> None:
     sim = SimInstance(make_options())
     sim.submit("a", range(10), max_new_tokens=4, stream=True, logprobs=(0, 0))
     req = sim.scheduler.reqs["a"]
     req.msg.bootstrap = Bootstrap("h", 1, 2, leg=leg)
     sim.outbox.tokens(req, None, None)
     [batch] = [m for m in sim.outbox._to_detokenizer if isinstance(m, TokenBatch)]
-    assert (batch.items[0].prompt is not None) is told
+    assert (batch.items[0].prompt is not None) is has_prompt
 
 
 # --- the event loop ---

@@ -49,9 +49,9 @@ class Counting(SimTokenizer):
 
 def answer(question: EncodeReq, context_length: int = 64) -> tuple[Encoded, list[int]]:
     tokenizer, limits = Counting(), ModelLimits(context_length, VOCAB)
-    told = TextQuestions(PromptEncoder(tokenizer, MissingTemplate(), limits), tokenizer, limits).answer(question)
-    assert isinstance(told, Encoded)
-    return told, tokenizer.given
+    encoded = TextQuestions(PromptEncoder(tokenizer, MissingTemplate(), limits), tokenizer, limits).answer(question)
+    assert isinstance(encoded, Encoded)
+    return encoded, tokenizer.given
 
 
 # --- how much ---
@@ -62,21 +62,21 @@ def test_an_answer_has_a_limit_of_tokens_in_all() -> None:
     context = 4 * MAX_TOKENS
     assert answer(EncodeReq(texts=[half, half], id=1), context)[0].error is None
     assert answer(EncodeReq(texts=[half, half], pieces=True, id=1), context)[0].error is None
-    told, _ = answer(EncodeReq(texts=[half, half, "a"], pieces=True, id=1), context)
-    assert told.error is not None
-    assert f"more than {MAX_TOKENS} tokens" in told.error
-    assert told.field == "text"
+    encoded, _ = answer(EncodeReq(texts=[half, half, "a"], pieces=True, id=1), context)
+    assert encoded.error is not None
+    assert f"more than {MAX_TOKENS} tokens" in encoded.error
+    assert encoded.field == "text"
     # A prompt as long as the model takes may be counted, without strings.
     assert answer(EncodeReq(texts=[half] * 8, id=1), context)[0].error is None
-    told, given = answer(EncodeReq(texts=[half] * 20, id=1), context)
-    assert told.error is not None
-    assert f"more than {context} tokens" in told.error
+    encoded, given = answer(EncodeReq(texts=[half] * 20, id=1), context)
+    assert encoded.error is not None
+    assert f"more than {context} tokens" in encoded.error
     assert len(given) == 9, "what follows is not encoded"
 
 
 def test_a_hopeless_text_is_refused_without_encoding_all_of_it() -> None:
-    told, given = answer(EncodeReq(texts=["a" * (16 * PIECE_CHARACTERS)], id=1), MAX_TOKENS)
-    assert told.error is not None
+    encoded, given = answer(EncodeReq(texts=["a" * (16 * PIECE_CHARACTERS)], id=1), MAX_TOKENS)
+    assert encoded.error is not None
     assert max(given) <= PIECE_CHARACTERS
     assert sum(given) <= 2 * MAX_TOKENS + PIECE_CHARACTERS
 

@@ -279,8 +279,8 @@ def test_the_scheduler_ends_what_it_cannot_tell_and_tells_the_rest() -> None:
         req.pending_output = [1]
         sim.outbox.tokens(req, None, None)
     assert sim.outbox.flush() == ["b"]
-    told = [[item.rid for item in m.items] if isinstance(m, TokenBatch) else m for m in limited.sent]
-    pong, first, error, last = told
+    sent_items = [[item.rid for item in m.items] if isinstance(m, TokenBatch) else m for m in limited.sent]
+    pong, first, error, last = sent_items
     assert (pong, first, last) == (Pong(True, id=1), ["a"], ["c"])
     assert isinstance(error, ReqError)
     assert (error.rid, error.status) == ("b", 413)

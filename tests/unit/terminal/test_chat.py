@@ -72,11 +72,11 @@ def test_each_question_goes_along_with_what_was_said_before(friendly: WebServer)
     assert end is End.LEFT
     assert shown.count("Hello!\n") == 3
     first, second, third = friendly.asked(CHAT)
-    told = {"role": "system", "content": "be brief"}
+    system_message = {"role": "system", "content": "be brief"}
     question, answer = {"role": "user", "content": "one"}, {"role": "assistant", "content": "Hello!"}
-    assert first["messages"] == [told, question]
-    assert second["messages"] == [told, question, answer, {"role": "user", "content": "two"}]
-    assert third["messages"] == [told, {"role": "user", "content": "three"}]
+    assert first["messages"] == [system_message, question]
+    assert second["messages"] == [system_message, question, answer, {"role": "user", "content": "two"}]
+    assert third["messages"] == [system_message, {"role": "user", "content": "three"}]
     assert (first["model"], first["stream"], first["temperature"]) == ("m", True, 0)
     assert first["stream_options"] == {"include_usage": True}
 

@@ -72,9 +72,9 @@ def test_the_exit_code_and_the_json_say_how_bad_it_is(
     assert lines[1].split() == [str(level), "second", "so", "so"]
     assert lines[2].strip() == "do this"
     assert run.run_check(CheckOptions(json=True)) == code
-    told = json.loads(capsys.readouterr().out)
-    assert (told["level"], told["pdserve"]) == (str(level), version("pdserve"))
-    assert told["findings"][1] == {"topic": "second", "level": str(level), "text": "so so", "advice": "do this"}
+    report = json.loads(capsys.readouterr().out)
+    assert (report["level"], report["pdserve"]) == (str(level), version("pdserve"))
+    assert report["findings"][1] == {"topic": "second", "level": str(level), "text": "so so", "advice": "do this"}
 
 
 def test_all_of_it_on_this_machine_without_torch() -> None:
@@ -88,9 +88,9 @@ def test_all_of_it_on_this_machine_without_torch() -> None:
         "sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60), check=False)
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {f["topic"] for f in told["findings"]} >= {"python", "packages", "processor", "kernels", "model", "fit"}
+    assert {f["topic"] for f in report["findings"]} >= {"python", "packages", "processor", "kernels", "model", "fit"}
 
 
 def test_a_bad_key_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

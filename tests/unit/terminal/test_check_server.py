@@ -50,8 +50,8 @@ def router(*instances: dict[str, Any], can_serve: bool = True) -> dict[str, Any]
     return {"role": "router", "router": {"policy": "random", "can_serve": can_serve}, "instances": list(instances)}
 
 
-def judge(told: Any) -> list[Finding]:
-    return list(judge_answer(URL, json.dumps(told).encode()))
+def judge(server_answer: Any) -> list[Finding]:
+    return list(judge_answer(URL, json.dumps(server_answer).encode()))
 
 
 def wrong(found: list[Finding]) -> list[tuple[Level, str]]:
@@ -100,7 +100,7 @@ def test_a_good_router() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "level", "says"),
+    ("server_answer", "level", "says"),
     [
         (router(routed("decode"), routed("prefill", state="unhealthy")), Level.PROBLEM, "connection refused"),
         (router(routed("decode"), routed("prefill", state="unknown")), Level.WARNING, "is unknown"),
@@ -118,8 +118,8 @@ def test_a_good_router() -> None:
         ([1, 2], Level.WARNING, "is no pdserve server"),
     ],
 )
-def test_what_is_wrong_with_a_router(told: Any, level: Level, says: str) -> None:
-    [(found, text)] = wrong(judge(told))
+def test_what_is_wrong_with_a_router(server_answer: Any, level: Level, says: str) -> None:
+    [(found, text)] = wrong(judge(server_answer))
     assert found is level
     assert says in text
 
@@ -163,10 +163,10 @@ def test_nobody_is_there_or_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_scheduler_tells_is_understood() -> None:
-    told = server_info(SimInstance().scheduler, "epoch", InvariantResult()) | {"version": "0.1.0"}
-    found = judge(told)
+    server_answer = server_info(SimInstance().scheduler, "epoch", InvariantResult()) | {"version": "0.1.0"}
+    found = judge(server_answer)
     assert found[0].text.startswith(f"{URL} is ready: pdserve 0.1.0, ")
-    assert f"of {told['pool']['total']} KV tokens" in found[0].text
+    assert f"of {server_answer['pool']['total']} KV tokens" in found[0].text
 
 
 @scenario()
