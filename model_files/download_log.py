@@ -18,7 +18,7 @@ class DownloadLog(tqdm):  # type: ignore[misc]  # tqdm is not typed
     """A ``tqdm_class`` that counts as tqdm does, and logs where that would draw."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
         kwargs |= {"file": io.StringIO(), "disable": False, "mininterval": EVERY_SECONDS}
         super().__init__(*args, **kwargs)
 
@@ -27,7 +27,7 @@ class DownloadLog(tqdm):  # type: ignore[misc]  # tqdm is not typed
         now = time.monotonic()
         is_over = self.total and self.n >= self.total
         # Bytes are counted twice: as they come, and as they are put together.
-        if self.total and not is_over and now - self._said_at >= EVERY_SECONDS and "Reconstruct" not in self.desc:
-            self._said_at = now
+        if self.total and not is_over and now - self._logged_at >= EVERY_SECONDS and "Reconstruct" not in self.desc:
+            self._logged_at = now
             log.info("%s: %.0f %%", self.desc, 100 * self.n / self.total)
         return True

@@ -90,7 +90,7 @@ def make_app(
         routes=make_routes(GenerationEndpoint(dispatcher, bodies), health_prompt, control, sessions, metrics),
         exception_handlers={
             RouterError: answer_router_error,
-            ClientDisconnect: answer_nobody,
+            ClientDisconnect: answer_disconnected,
             Exception: answer_unexpected,
         },
         lifespan=lifespan,
@@ -137,7 +137,7 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
     return response
 
 
-async def answer_nobody(request: Request, exc: Exception) -> Response:
+async def answer_disconnected(request: Request, exc: Exception) -> Response:
     """End a request after its client left in the middle of it. Not an error of ours, so no traceback is logged."""
     return Response(status_code=CLIENT_GONE)
 

@@ -282,11 +282,11 @@ class Dispatcher:
                 ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, begun)
             except InstanceAnsweredError as e:
                 if e.status < 500 and e.status not in TICKET_REFUSED:
-                    e.blames_nobody = True  # the request's own error, as at any instance
+                    e.blames_no_instance = True  # the request's own error, as at any instance
                     raise
                 raise MovedAwayError(f"{follower}, which was to go on with the request, refused: {e.message}") from e
             except RouterError as e:
-                e.blames_nobody = True  # health checks find the instance that is at fault
+                e.blames_no_instance = True  # health checks find the instance that is at fault
                 raise
 
     async def _read_leg(
@@ -397,10 +397,10 @@ def failure_of(task: asyncio.Task[object]) -> BaseException | None:
     return None
 
 
-def ticket_in(said: bytes, instance: Instance) -> Ticket:
+def ticket_in(text: bytes, instance: Instance) -> Ticket:
     """Read where an instance says that a request goes on; raises ``MovedAwayError`` if it makes no sense."""
     try:
-        return read_ticket(said)
+        return read_ticket(text)
     except ValueError as e:
         raise MovedAwayError(f"{instance} handed the request on, but does not say to whom: {e}") from None
 

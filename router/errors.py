@@ -34,7 +34,7 @@ class RouterError(Exception):
     """Whether the instance is only overloaded, and otherwise in order."""
     blames_peer = False
     """Whether the other instance of the pair may be the one at fault."""
-    blames_nobody = False
+    blames_no_instance = False
     """Whether no instance that the attempt went to is at fault."""
     shows_health = False
     """Whether health checks see the cause, too."""
@@ -118,7 +118,7 @@ class AnswerTooLongError(RouterError):
     status = 502
     code = "answer_too_long"
     headers = ((b"x-should-retry", b"false"),)
-    blames_nobody = True
+    blames_no_instance = True
 
 
 class QuarantinedError(RouterError):
@@ -127,7 +127,7 @@ class QuarantinedError(RouterError):
     status = 502
     code = "request_crashes_instances"
     headers = ((b"x-should-retry", b"false"),)
-    blames_nobody = True
+    blames_no_instance = True
 
 
 class InstanceSilentError(RouterError):
@@ -138,7 +138,7 @@ class InstanceSilentError(RouterError):
 
     status = 504
     kind = "timeout_error"
-    blames_nobody = True
+    blames_no_instance = True
 
 
 class MovedAwayError(RouterError):
@@ -146,7 +146,7 @@ class MovedAwayError(RouterError):
 
     status = 502
     retryable = True
-    blames_nobody = True
+    blames_no_instance = True
 
 
 class InstanceAnsweredError(RouterError):
@@ -172,11 +172,11 @@ class InstanceAnsweredError(RouterError):
         is_coded = isinstance(self.code, str)
         if status == 503 and not self.blames_peer and (not is_coded or self.code in ABOUT_INSTANCE):
             self.retry_after = retry_after(headers)
-        self._said = parsed
+        self._parsed = parsed
 
     def fields(self) -> dict[str, Any]:
         """Return the instance's own fields if it answered with an error that can be read, and ours otherwise."""
-        return super().fields() if self._said is None else {"status": self.status, **self._said}
+        return super().fields() if self._parsed is None else {"status": self.status, **self._parsed}
 
 
 def error_of(status: int, body: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:

@@ -108,8 +108,8 @@ class HealthMonitor:
             if instance.role is not role:
                 self._fleet.role_changed()
             return problem, False
-        said = f": {error['message']}" if error else ""
-        return f"/health says {answer.status}{said}", hangs
+        reason = f": {error['message']}" if error else ""
+        return f"/health says {answer.status}{reason}", hangs
 
 
 def _read_report(body: bytes) -> HealthReport:

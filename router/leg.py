@@ -128,8 +128,8 @@ class Leg:
         self.instance.heard_at = time.monotonic()
         answer = self._answer
         if answer.status not in SUCCESS:
-            said = await self.read_all()
-            raise self._answered(answer.status, said, passed_back(answer.headers))
+            answer_body = await self.read_all()
+            raise self._answered(answer.status, answer_body, passed_back(answer.headers))
         return answer
 
     def _renew_while_alive(self, deadline: asyncio.Timeout) -> None:
@@ -198,8 +198,8 @@ class Leg:
             return self._gone("in the middle of its answer", exc)
         return self._silent(self._limits.idle, "went silent in the middle of its answer")
 
-    def _answered(self, status: int, said: bytes, headers: Headers) -> RouterError:
-        error = error_of(status, said, str(self.instance), headers)
+    def _answered(self, status: int, answer_body: bytes, headers: Headers) -> RouterError:
+        error = error_of(status, answer_body, str(self.instance), headers)
         if isinstance(error, InstanceCrashedError):
             self._fleet.report_failure(self.instance, error.message)
         return error

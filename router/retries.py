@@ -48,7 +48,7 @@ def legs(target: Target) -> tuple[Instance, ...]:
 
 def blamed(error: RouterError, target: Target) -> set[Instance]:
     """Return which of the instances that an attempt went to are better avoided by the next one."""
-    if error.blames_nobody:
+    if error.blames_no_instance:
         return set()
     at_fault = {instance for instance in legs(target) if instance.url == error.url}
     return at_fault if at_fault and not error.blames_peer else set(legs(target))

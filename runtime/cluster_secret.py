@@ -235,5 +235,5 @@ def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
 
 
 def _signature(key: bytes, made: str, host: Any, port: Any, room: Any) -> str:
-    said = orjson.dumps([made, host, port, room])
-    return f"{made}.{hmac.new(key, said, sha256).hexdigest()}"
+    signed = orjson.dumps([made, host, port, room])
+    return f"{made}.{hmac.new(key, signed, sha256).hexdigest()}"

@@ -24,13 +24,13 @@ class ProgressLog:
         self._total = total
         self._clock = clock
         self._done = 0
-        self._begin = self._said_at = clock()
+        self._begin = self._logged_at = clock()
 
     def advance(self, amount: int) -> None:
         """Count ``amount`` more. The caller logs the end, because it knows the result."""
         self._done += amount
         now = self._clock()
-        if now - self._said_at < EVERY_SECONDS or self._done >= self._total:
+        if now - self._logged_at < EVERY_SECONDS or self._done >= self._total:
             return
-        self._said_at = now
+        self._logged_at = now
         self._log.info("%s: %.0f %% after %.0f s", self._what, 100 * self._done / self._total, now - self._begin)

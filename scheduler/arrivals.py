@@ -96,7 +96,7 @@ class Arrivals:
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
         waiting = scheduler.planner.waiting
-        if waiting.is_owed_room(msg.key_name, most_living(scheduler.options)):
+        if waiting.is_below_share(msg.key_name, most_living(scheduler.options)):
             return None
         seconds = partial(scheduler.estimator.queue_seconds, len(waiting) // 2, scheduler.now)
         return refuse_more(len(scheduler.reqs), scheduler.options, seconds, msg.place)

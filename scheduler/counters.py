@@ -43,7 +43,7 @@ class Counters:
 
     def step_done(self, step: InFlightStep, result: StepResult) -> None:
         """Count a step with its result."""
-        shape = step.foresight.shape
+        shape = step.step_estimate.shape
         self.steps += 1
         self.decode_tokens += shape.decodes
         self.prompt_tokens += shape.prompt_tokens - step.recomputed

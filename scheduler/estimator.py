@@ -101,7 +101,7 @@ class Estimator:
 
     def step_done(self, step: InFlightStep, result: StepResult, now: float) -> None:
         """Compare the outcome of a step with its estimates, and learn from it."""
-        shape, estimate_ms, promise, copy_ms = step.foresight
+        shape, estimate_ms, promise, copy_ms = step.step_estimate
         # Time that its readers waited: since the result before it, or since it was sent to an idle worker.
         gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000
         self._last_result_at = now
@@ -112,7 +112,7 @@ class Estimator:
         itl: ItlBudget | None = self._planner.budget.itl
         if promise is not None and itl is not None:
             itl.learn(promise, gap_ms)
-        self._pace.step_done(step.foresight, result.forward_ms, now)
+        self._pace.step_done(step.step_estimate, result.forward_ms, now)
 
     def catch_up(self) -> None:
         """Do the learning that can wait until the messages of this tick are sent."""

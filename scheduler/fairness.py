@@ -210,7 +210,7 @@ class FairShares:
         """Return the sort key of the tenant, lowest first: the key's counter, then the user's."""
         return self._keys.of(tenant.key), self._users_of(tenant).of(tenant.user)
 
-    def is_owed_room(self, key: str, room: int) -> bool:
+    def is_below_share(self, key: str, room: int) -> bool:
         """Return whether the key has less than its part of a queue of ``room`` requests, however full others made it.
 
         One key may have ``room`` requests, so k keys have at most ``room * (1 + 1/2 + … + 1/k)``.
@@ -255,7 +255,7 @@ class NoShares:
         """Return the same share for all."""
         return NO_SHARE
 
-    def is_owed_room(self, key: str, room: int) -> bool:
+    def is_below_share(self, key: str, room: int) -> bool:
         """Return False."""
         return False
 

@@ -111,7 +111,7 @@ class FirstTokenForecast:
         """Return the milliseconds until the steps that the worker has are done."""
         if not self._in_flight:
             return 0.0
-        first, *others = (step.foresight.estimate_ms + self._model.overhead_ms for step in self._in_flight)
+        first, *others = (step.step_estimate.estimate_ms + self._model.overhead_ms for step in self._in_flight)
         elapsed = (now - self._in_flight[0].sent_at) * 1000
         # A step that is overdue may take as long again.
         return abs(first - elapsed) + sum(others)

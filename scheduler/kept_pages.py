@@ -50,7 +50,7 @@ class AsksStore(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
+class _KeepOrder:
     hashes: list[bytes]
     until: float
     deadline: float
@@ -70,18 +70,18 @@ class KeptPages:
         self._backlog = backlog
         self._link = link
         self._next_id = next_id
-        self._wishes: deque[_Wish] = deque()
+        self._orders: deque[_KeepOrder] = deque()
         """Orders by arrival, hence by deadline. Orders that are done are removed when they are first."""
-        self._saving: dict[bytes, set[_Wish]] = {}
+        self._saving: dict[bytes, set[_KeepOrder]] = {}
         """Orders that are SAVING, by the page that each waits for."""
-        self._ready: list[_Wish] = []
-        self._keeping: dict[int, _Wish] = {}
+        self._ready: list[_KeepOrder] = []
+        self._keeping: dict[int, _KeepOrder] = {}
 
     def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
         """Keep these pages, which are being saved, until ``until``. ``done`` is called once with the result."""
-        wish = _Wish(hashes, until, now + MOST_SECONDS, done)
-        self._wishes.append(wish)
-        self._wait(wish)
+        order = _KeepOrder(hashes, until, now + MOST_SECONDS, done)
+        self._orders.append(order)
+        self._wait(order)
 
     def release(self, hashes: list[bytes]) -> None:
         """Let the store evict these pages."""
@@ -90,61 +90,61 @@ class KeptPages:
     def left(self, hashes: Iterable[bytes]) -> None:
         """Note that these pages are no longer on their way, whatever has become of them."""
         for page_hash in hashes:
-            for wish in self._saving.pop(page_hash, ()):
-                self._wait(wish)
+            for order in self._saving.pop(page_hash, ()):
+                self._wait(order)
 
     def advance(self, now: float) -> None:
         """Ask the store for what has been saved, and give up what has taken too long. Called once a tick."""
-        while self._wishes and (self._wishes[0].done is None or now > self._wishes[0].deadline):
-            wish = self._wishes.popleft()
-            if wish.done is not None:
+        while self._orders and (self._orders[0].done is None or now > self._orders[0].deadline):
+            order = self._orders.popleft()
+            if order.done is not None:
                 late = f"the KV store did not take the pages within {MOST_SECONDS:.0f} s"
-                self._end(wish, Kept(0, "; ".join(filter(None, (late, self._link.problem(now))))))
+                self._end(order, Kept(0, "; ".join(filter(None, (late, self._link.problem(now))))))
         ready, self._ready = self._ready, []
-        for wish in ready:
-            if wish.done is not None:
-                wish.asked = self._next_id()
-                wish.tries += 1
-                self._keeping[wish.asked] = wish
-                self._link.tell_store(KeepPages(wish.asked, b"".join(wish.hashes), wish.until))
+        for order in ready:
+            if order.done is not None:
+                order.asked = self._next_id()
+                order.tries += 1
+                self._keeping[order.asked] = order
+                self._link.tell_store(KeepPages(order.asked, b"".join(order.hashes), order.until))
 
     def on_kept(self, event: PagesKept) -> None:
         """Take the store's answer: which pages it has."""
-        wish = self._keeping.pop(event.id, None)
-        if wish is None:
+        order = self._keeping.pop(event.id, None)
+        if order is None:
             return
-        if event.count < len(wish.hashes) and not event.error and wish.tries < TRIES:
-            self._backlog.save_again(wish.hashes[event.count :])
-            wish.saved = event.count
-            self._wait(wish)
+        if event.count < len(order.hashes) and not event.error and order.tries < TRIES:
+            self._backlog.save_again(order.hashes[event.count :])
+            order.saved = event.count
+            self._wait(order)
             return
-        short = "" if event.count == len(wish.hashes) else event.error or "host memory or the KV store has no room"
-        self._end(wish, Kept(event.count, short))
+        short = "" if event.count == len(order.hashes) else event.error or "host memory or the KV store has no room"
+        self._end(order, Kept(event.count, short))
 
     def timeout(self, now: float) -> float | None:
         """Return the seconds until the next deadline, None without orders.
 
         An order that is done may count for a while.
         """
-        return max(0.0, self._wishes[0].deadline - now) if self._wishes else None
+        return max(0.0, self._orders[0].deadline - now) if self._orders else None
 
-    def _wait(self, wish: _Wish) -> None:
+    def _wait(self, order: _KeepOrder) -> None:
         """Wait for the next of its pages that is still on its way, or make the order ready."""
-        while wish.saved < len(wish.hashes):
-            page_hash = wish.hashes[wish.saved]
+        while order.saved < len(order.hashes):
+            page_hash = order.hashes[order.saved]
             if self._backlog.is_saving(page_hash):
-                self._saving.setdefault(page_hash, set()).add(wish)
+                self._saving.setdefault(page_hash, set()).add(order)
                 return
-            wish.saved += 1
-        self._ready.append(wish)
+            order.saved += 1
+        self._ready.append(order)
 
-    def _end(self, wish: _Wish, kept: Kept) -> None:
-        self._keeping.pop(wish.asked, None)
-        if wish.saved < len(wish.hashes) and (others := self._saving.get(wish.hashes[wish.saved])) is not None:
-            others.discard(wish)
+    def _end(self, order: _KeepOrder, kept: Kept) -> None:
+        self._keeping.pop(order.asked, None)
+        if order.saved < len(order.hashes) and (others := self._saving.get(order.hashes[order.saved])) is not None:
+            others.discard(order)
             if not others:
-                del self._saving[wish.hashes[wish.saved]]
-        done, wish.done = wish.done, None
+                del self._saving[order.hashes[order.saved]]
+        done, order.done = order.done, None
         assert done is not None
         done(kept)
 

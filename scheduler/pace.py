@@ -9,7 +9,7 @@ from ..messages.control import Pace
 from .estimates.cost_model import CostModel, StepShape
 from .planner import StepPlanner
 from .req import Req, Route
-from .step_builder import Foresight
+from .step_builder import StepEstimate
 
 MEMORY_SECONDS = 10.0
 """Time constant of the average share of time that prompts take, as prompts come in bursts."""
@@ -34,9 +34,9 @@ class PaceMeter:
         self._share = 0.0
         self._at = 0.0
 
-    def step_done(self, foresight: Foresight, forward_ms: float, now: float) -> None:
+    def step_done(self, step_estimate: StepEstimate, forward_ms: float, now: float) -> None:
         """Learn the prompts' share of a step's time: all beyond the estimated time of its decodes alone."""
-        shape = foresight.shape
+        shape = step_estimate.shape
         if not shape.prompt_tokens:
             return
         alone_ms = self._model.estimate(shape.decodes_alone) if shape.decodes else 0.0

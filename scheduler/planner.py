@@ -33,7 +33,7 @@ from .retraction import Retraction
 from .role import InstanceRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
-from .step_builder import Foresight, InFlightStep, RowUpdates, StepBuilder
+from .step_builder import InFlightStep, RowUpdates, StepBuilder, StepEstimate
 from .waiting import WaitingQueue
 
 
@@ -117,8 +117,8 @@ class StepPlanner:
         promise = None
         if prefilled and room.is_timed and self.budget.itl is not None:
             promise = self.budget.itl.promise(estimate_ms + room.copy_ms, room.limit_ms)
-        foresight = Foresight(builder.shape, estimate_ms, promise, room.copy_ms)
-        message, in_flight = builder.build(self._step_id, now, self._rows.take(), foresight)
+        step_estimate = StepEstimate(builder.shape, estimate_ms, promise, room.copy_ms)
+        message, in_flight = builder.build(self._step_id, now, self._rows.take(), step_estimate)
         if (window_pages := self._memory.pool.windows.take_changes()).size:
             message.window_pages = pack_i32(window_pages)
         # Only now may duplicates be freed: a page that this step still writes must not be given away within it.

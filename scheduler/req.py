@@ -96,7 +96,7 @@ class ReqTimes:
     """When the newest token that was generated here became known."""
 
 
-class Foreseen(NamedTuple):
+class FirstTokenEstimate(NamedTuple):
     """Estimate of the first token's time: ``ms`` after ``at`` (``time.monotonic()``); ``raw_ms`` is not corrected.
 
     ``prefill``: epoch of the instance that computes the prompt; None means this instance.
@@ -168,7 +168,7 @@ class Req:
     """Whether its logits were not finite."""
     uncached: int = 0
     """Tokens to be computed, estimated when the request began to wait for its computation."""
-    foreseen: Foreseen | None = None
+    first_token_estimate: FirstTokenEstimate | None = None
     """Estimate of the first token's time, set until that token is known."""
     loading: Loading | None = None
     """Prefix that is in host memory and not yet in the pool; None if there is none."""

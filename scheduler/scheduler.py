@@ -312,7 +312,7 @@ class Scheduler:
         req.times.last_token = now
         self.counters.generation_tokens += 1
         self.planner.waiting.shares.output(req.tenant, 1)
-        if req.foreseen is not None:
+        if req.first_token_estimate is not None:
             self.handovers.on_first_token(req, now)
         finish = None
         if token in req.stop_ids:

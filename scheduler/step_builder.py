@@ -15,7 +15,7 @@ from .kv_memory import KVMemory
 from .req import Req, hold_of
 
 
-class Foresight(NamedTuple):
+class StepEstimate(NamedTuple):
     """Estimates of a step when it was planned. ``promise`` is None if no decoding request waits for its prompts.
 
     ``copy_ms``: copies between the tiers, which the worker makes before the step.
@@ -39,7 +39,7 @@ class InFlightStep:
     sampled: list[int]
     input_logprobs: list[Req]
     sent_at: float
-    foresight: Foresight
+    step_estimate: StepEstimate
     recomputed: int = 0
 
 
@@ -146,7 +146,7 @@ class StepBuilder:
         step_id: int,
         now: float,
         rows: tuple[list[RowInit], list[SlotDelta]],
-        foresight: Foresight,
+        step_estimate: StepEstimate,
     ) -> tuple[ForwardStep, InFlightStep]:
         """Return the message for the worker, and the record to keep until its result comes.
 
@@ -167,7 +167,9 @@ class StepBuilder:
             slot_deltas=rows[1],
             input_logprobs=self._input_logprobs,
         )
-        in_flight = InFlightStep(step_id, self.entries, self._sampled, self._scored, now, foresight, self._recomputed)
+        in_flight = InFlightStep(
+            step_id, self.entries, self._sampled, self._scored, now, step_estimate, self._recomputed
+        )
         return step, in_flight
 
 

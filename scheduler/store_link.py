@@ -4,7 +4,7 @@
 
     to be written:   ``store_backlog.py``
     to be read:      prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
-    to be looked up: look ──▶ sight (``store_index.py``)
+    to be looked up: look ──▶ index (``store_index.py``)
 
 Nothing is asked of a store in its cooldown after failures (``StoreState``), nor of one that has owed an answer for
 ``STALL_SECONDS``. ``problem`` reports what blocks the store's thread, for ``/health``; serving continues without it.
@@ -92,7 +92,7 @@ class StoreLink:
         self._insistent: set[str] = set()
         self.backlog = StoreBacklog(host, counts, ids, self.tell_store, lambda hashes: self.kept.left(hashes))
         self.kept = KeptPages(self.backlog, self, lambda: next(ids))
-        self.sight = StoreIndex(page_bytes)
+        self.index = StoreIndex(page_bytes)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Drop pages that are bad, from the store and everywhere on the way."""
@@ -162,7 +162,7 @@ class StoreLink:
         return min(limits.get(self._policy, LONGEST_WAIT), LONGEST_WAIT)
 
     def look(self, rid: str, hashes: list[bytes], now: float) -> None:
-        """Ask the store how many of these pages it has, of those that there is room to fetch. ``sight`` gets the
+        """Ask the store how many of these pages it has, of those that there is room to fetch. ``index`` gets the
         answer.
 
         Nothing is asked if no request would wait for a fetch.
@@ -171,7 +171,7 @@ class StoreLink:
         is_worth_it = self._policy != "best_effort" and len(hashes) * self.page_size >= LEAST_FETCH
         if is_worth_it and self._answers(now) and self._silence(now) < LOOK_SECONDS:
             look_id = next(self._ids)
-            self.sight.begin(look_id, rid, now)
+            self.index.begin(look_id, rid, now)
             self._commands.append(FindPages(look_id, b"".join(hashes)))
 
     def fetch_ms(self, pages: int, now: float) -> float:
@@ -179,13 +179,13 @@ class StoreLink:
 
         A store that has owed an answer for a time may owe it as long again.
         """
-        return self.sight.ms(pages, now) + self._silence(now) * 1000
+        return self.index.ms(pages, now) + self._silence(now) * 1000
 
-    def foresee(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
+    def estimate_fetch(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
         """Return the tokens that a ``prefetch`` will bring, by the last probe, and for how many ms the request will
         wait.
         """
-        pages = self.sight.seen(rid)
+        pages = self.index.seen(rid)
         tokens = pages * self.page_size
         if tokens < LEAST_FETCH:
             return 0, 0.0
@@ -209,7 +209,7 @@ class StoreLink:
         """Forget a request that has ended or begun. Pages on their way for it are kept for others."""
         self._fetching.pop(rid, None)
         self._insistent.discard(rid)
-        self.sight.forget(rid)
+        self.index.forget(rid)
 
     def take_brought(self, hashes: list[bytes]) -> set[bytes]:
         """Return which of these pages, which a request uses, the store brought just now. Each is returned once."""
@@ -234,7 +234,7 @@ class StoreLink:
         while self._ends and (self._ends[0][0] <= self._turn_at or self._ends[0][1] not in self._fetches):
             heapq.heappop(self._ends)
         ends = [self._ends[0][0]] if self._ends else []
-        if (looking := self.sight.next_end(self._turn_at)) is not None:
+        if (looking := self.index.next_end(self._turn_at)) is not None:
             ends.append(looking)
         if (writing := self.backlog.next_at) is not None and self.state.breaker != "open":
             ends.append(writing)
@@ -254,7 +254,7 @@ class StoreLink:
         elif isinstance(event, PagesFetched):
             self.on_fetched(event, now)
         elif isinstance(event, PagesFound):
-            self.sight.on_found(event)
+            self.index.on_found(event)
 
     def on_state(self, state: StoreState, now: float) -> None:
         """Take the worker's report on the store's state."""
@@ -265,7 +265,7 @@ class StoreLink:
     def on_fetched(self, event: PagesFetched, now: float) -> None:
         """Take the result of a fetch."""
         fetch = self._fetches.pop(event.id)
-        self.sight.learn(event.count, now - fetch.asked_at, now)
+        self.index.learn(event.count, now - fetch.asked_at, now)
         came = fetch.hashes[: event.count]
         self._host.settle(fetch.pages, came)
         self.backlog.read(came, fetch.hashes[event.count :])
@@ -282,7 +282,7 @@ class StoreLink:
 
     def _silence(self, now: float) -> float:
         """Return the seconds for which the store has owed an answer."""
-        oldest = (next(iter(self._fetches.values()), None), self.backlog.oldest, self.sight.oldest)
+        oldest = (next(iter(self._fetches.values()), None), self.backlog.oldest, self.index.oldest)
         asked = [one.asked_at for one in oldest if one is not None]
         return now - min(asked) if asked else 0.0
 
@@ -318,7 +318,7 @@ class NoStore:
     def __init__(self) -> None:
         self.backlog = NoBacklog()
         self.kept = NoKeptPages()
-        self.sight = StoreIndex(1)
+        self.index = StoreIndex(1)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Do nothing."""
@@ -335,7 +335,7 @@ class NoStore:
         """Return infinity."""
         return math.inf
 
-    def foresee(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
+    def estimate_fetch(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
         """Return no tokens and no wait."""
         return 0, 0.0
 

@@ -95,9 +95,9 @@ class WaitingQueue:
         """Return the waiting requests that compute their prompts here, in the order of their arrival here."""
         return (req for req in self._reqs.values() if req.route is not Route.INCOMING)
 
-    def is_owed_room(self, key: str, room: int) -> bool:
+    def is_below_share(self, key: str, room: int) -> bool:
         """Return whether one more request of this API key is to be admitted although ``room`` requests are queued."""
-        return self.shares.is_owed_room(key, room)
+        return self.shares.is_below_share(key, room)
 
     def rank(self, req: Req) -> int:
         """Return the rank of a request. Lower ranks go first, before any other rule."""

@@ -37,12 +37,12 @@ class SideProcess:
         ours, theirs = multiprocessing.Pipe()
         self._connection: Connection = ours
         passed = (theirs.fileno(), *pools.descriptors)
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
             python_command("-m", "pdserve.benchmark.transfer.child", *map(str, (os.getpid(), *passed))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=self._said,
+            stderr=self._printed,
             pass_fds=passed,
             # Ctrl-C goes to this process alone, which then ends the child.
             start_new_session=True,
@@ -56,7 +56,7 @@ class SideProcess:
         self.process.kill()
         self.process.wait()
         self._connection.close()
-        self._said.close()
+        self._printed.close()
 
     def ask(self, command: Command, seconds: float = 0.0) -> Answer:
         """Send ``command`` to the child process and return its answer.
@@ -84,6 +84,6 @@ class SideProcess:
 
         They are shown with an error only; elsewhere they would be among the results.
         """
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        self._printed.seek(0)
+        lines = self._printed.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         return "".join(f"\n    {line}" for line in lines)

@@ -80,7 +80,7 @@ class KVManager:
             network.find,
             self._tell_worker,
             router,
-            takes_moves=network.port.is_sealed or asks_nobody(options),
+            takes_moves=network.port.is_sealed or admits_any_client(options),
         )
         self._policy = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
         self.senders = SenderTable(scheduler, epoch, options.page_size, limits, self._policy)
@@ -231,7 +231,7 @@ class KVManager:
         (outbox.to_worker if isinstance(command, ConnectPeer) else outbox.to_transfer)(command)
 
 
-def asks_nobody(options: SchedulerOptions) -> bool:
+def admits_any_client(options: SchedulerOptions) -> bool:
     """Return whether this instance serves every client that can reach it: a loopback address and no API key.
 
     In that case peers without a cluster secret may send it requests, too.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ...runtime.metrics import Metrics, counter
 from ...scheduler.estimates.outcomes import Line
 from ...scheduler.estimator import Estimator
-from ...scheduler.req import Foreseen, Req
+from ...scheduler.req import FirstTokenEstimate, Req
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
 """Thresholds in tokens of the named settings."""
@@ -69,10 +69,10 @@ class _Outcomes:
         """Actual time from the decision to the first token, of prompts with a first token."""
         self._errors: deque[float] = deque(maxlen=RECENT)
 
-    def learn(self, foreseen_ms: float, ms: float) -> None:
-        self.predicted_seconds += foreseen_ms / 1000
+    def learn(self, estimated_ms: float, ms: float) -> None:
+        self.predicted_seconds += estimated_ms / 1000
         self.actual_seconds += ms / 1000
-        self._errors.append(abs(ms - foreseen_ms) / max(foreseen_ms, ms, 1e-3))
+        self._errors.append(abs(ms - estimated_ms) / max(estimated_ms, ms, 1e-3))
 
     def info(self) -> dict[str, Any]:
         errors = sorted(self._errors)
@@ -118,7 +118,7 @@ class PlacementPolicy:
         is_here = here < there + self._learned(prefill).lag.at(pages, now)
         (self.here if is_here else self.there).prompts += 1
         ms, raw_ms = (here, here_ms) if is_here else (there, there_ms)
-        req.foreseen = Foreseen(None if is_here else prefill, ms, raw_ms, now)
+        req.first_token_estimate = FirstTokenEstimate(None if is_here else prefill, ms, raw_ms, now)
         return is_here
 
     def prospects(self, req: Req, prefill: str, there_ms: float | None, now: float) -> Prospects:
@@ -136,22 +136,22 @@ class PlacementPolicy:
 
     def on_first_token(self, req: Req, now: float) -> None:
         """Learn from the actual time to a request's first token."""
-        foreseen, req.foreseen = req.foreseen, None
-        if foreseen is None:
+        estimate, req.first_token_estimate = req.first_token_estimate, None
+        if estimate is None:
             return
-        ms = (now - foreseen.at) * 1000
-        here = foreseen.prefill is None
-        (self.here if here else self.there).learn(foreseen.ms, ms)
-        self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
+        ms = (now - estimate.at) * 1000
+        here = estimate.prefill is None
+        (self.here if here else self.there).learn(estimate.ms, ms)
+        self._line_of(estimate).learn(estimate.raw_ms, ms, now)
 
     def on_cancelled(self, req: Req, now: float) -> None:
         """Learn from a request that ended without a first token, if its estimate was exceeded.
 
         Otherwise an instance that hangs would count as fast for as long as it hangs.
         """
-        foreseen, req.foreseen = req.foreseen, None
-        if foreseen is not None and (ms := (now - foreseen.at) * 1000) > foreseen.ms:
-            self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
+        estimate, req.first_token_estimate = req.first_token_estimate, None
+        if estimate is not None and (ms := (now - estimate.at) * 1000) > estimate.ms:
+            self._line_of(estimate).learn(estimate.raw_ms, ms, now)
 
     def learn_lag(self, prefill: str, pages: int, seconds: float, now: float) -> None:
         """Learn the time from a prompt's first token to the arrival of its KV."""
@@ -170,8 +170,8 @@ class PlacementPolicy:
         corrections = {"here": line(self._own), "there": prefills}
         return {"here": self.here.info(), "there": self.there.info(), "corrections": corrections}
 
-    def _line_of(self, foreseen: Foreseen) -> Line:
-        return self._own if foreseen.prefill is None else self._learned(foreseen.prefill).first_token
+    def _line_of(self, estimate: FirstTokenEstimate) -> Line:
+        return self._own if estimate.prefill is None else self._learned(estimate.prefill).first_token
 
     def _learned(self, prefill: str) -> _Prefill:
         learned = self._prefills.pop(prefill, None) or _Prefill()

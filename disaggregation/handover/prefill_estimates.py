@@ -57,11 +57,13 @@ class PrefillEstimates:
         if not sender.looked:
             sender.looked = True
             self._tiers.look(req, known, now)
-        return self._tiers.store.sight.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
+        return self._tiers.store.index.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
         """Return the number of tokens that the store will supply, and the milliseconds of waiting for them."""
-        return self._tiers.store.foresee(req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000)
+        return self._tiers.store.estimate_fetch(
+            req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000
+        )
 
     def is_decided(self, sender: KVSender) -> None:
         """Drop the expected load of a room: its decode has decided, or the room has ended."""

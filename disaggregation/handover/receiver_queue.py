@@ -101,7 +101,7 @@ class ReceiverQueue:
         # The store was read and the placement was decided before, so neither is done again.
         receiver.store, receiver.decided = StoreStage.OVER, True
         receiver.handover = self._rooms.draw_id(receiver.handover.room)
-        req.foreseen = None
+        req.first_token_estimate = None
         # Since it was asked for, the request was in the prefill's queue.
         req.phases.credit(math.inf, 0.0, 0.0, now)
         req.phases.enter(Phase.QUEUE, now)

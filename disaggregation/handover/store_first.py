@@ -71,7 +71,7 @@ class StoreFirst:
         if receiver.decided and not self._patience(receiver, self._reusable(receiver), now):
             return
         tiers.look(req, req.computed, now)
-        if tiers.store.sight.is_looking(req.rid, now):
+        if tiers.store.index.is_looking(req.rid, now):
             receiver.store = StoreStage.LOOKING
 
     def holds_up(self, receiver: KVReceiver, now: float) -> bool:
@@ -101,11 +101,11 @@ class StoreFirst:
 
     def _after_look(self, receiver: KVReceiver, now: float) -> None:
         tiers, req = self._scheduler.tiers, receiver.req
-        if tiers.store.sight.is_looking(req.rid, now):
+        if tiers.store.index.is_looking(req.rid, now):
             if not self._patience(receiver, self._reusable(receiver), now):
                 self._over(receiver)  # even the most that the store may have is no gain
             return
-        pages = tiers.store.sight.seen(req.rid)
+        pages = tiers.store.index.seen(req.rid)
         seconds = self._patience(receiver, pages, now) / 1000
         if seconds and tiers.fetch(req, req.computed, pages, seconds, now):
             receiver.store = StoreStage.FETCHING

@@ -181,6 +181,6 @@ def _is_absorbed(config: GGUFConfig) -> bool:
 
 def _expect(config: HFConfig, key: str, value: object) -> None:
     """Refuse a config that has the key with another value."""
-    said = config.get(key)
-    if said not in (None, value):
-        raise UnsupportedModel(f"{key} {said!r} is not supported for a {config.family!r} model")
+    given = config.get(key)
+    if given not in (None, value):
+        raise UnsupportedModel(f"{key} {given!r} is not supported for a {config.family!r} model")

@@ -119,13 +119,13 @@ class GGUFConfig:
 
     def experts(self, inner: str = "expert_feed_forward_length", *, normalised: bool = True) -> ExpertsSpec:
         """Read the plain experts of a layer. ``inner`` is the key of their size; ``normalised`` is the default."""
-        said = self.get("expert_weights_norm")
+        given = self.get("expert_weights_norm")
         return ExpertsSpec(
             count=self.integer("expert_count"),
             chosen=self.integer("expert_used_count"),
             inner=self.integer(inner),
             bias=self.has("blk.0.ffn_up_exps.bias"),
-            normalised=normalised if said is None else bool(said),
+            normalised=normalised if given is None else bool(given),
             # Nought is llama.cpp's word for none.
             weight_scale=self.number("expert_weights_scale", 0.0) or 1.0,
             router_bias=self.has("blk.0.ffn_gate_inp.bias"),
@@ -192,7 +192,7 @@ class GGUFConfig:
         return tuple(gguf.dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
 
     def _attention_factor(self, kind: RopeType) -> float | None:
-        said = self.get("rope.scaling.attn_factor")
-        if said is not None and kind not in (RopeType.LONGROPE, RopeType.DEFAULT) and said != 1:
-            raise UnsupportedModel(f"rope.scaling.attn_factor {said} with {kind} scaling is not supported")
-        return float(said) if said is not None and kind == RopeType.LONGROPE else None
+        given = self.get("rope.scaling.attn_factor")
+        if given is not None and kind not in (RopeType.LONGROPE, RopeType.DEFAULT) and given != 1:
+            raise UnsupportedModel(f"rope.scaling.attn_factor {given} with {kind} scaling is not supported")
+        return float(given) if given is not None and kind == RopeType.LONGROPE else None

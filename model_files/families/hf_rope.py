@@ -71,14 +71,14 @@ def rope_parameters(config: HFValues, layer_type: str | None = None) -> dict[str
 
 
 def _rotary_dim(config: HFValues, params: Mapping[str, Any], partial: float | None) -> int:
-    said = params.get("partial_rotary_factor")
+    given = params.get("partial_rotary_factor")
     if partial is None:
-        if said not in (None, 1.0):
-            raise UnsupportedModel(f"partial_rotary_factor {said} is not supported for a {config.family!r} model")
+        if given not in (None, 1.0):
+            raise UnsupportedModel(f"partial_rotary_factor {given} is not supported for a {config.family!r} model")
         return config.head_dim
     # Some files have it in both places; the newer one counts.
     older = config.get("partial_rotary_factor")
-    share = next(value for value in (said, older, partial) if value is not None)
+    share = next(value for value in (given, older, partial) if value is not None)
     size = int(config.head_dim * share)
     if size % 2 or not 0 < size <= config.head_dim:
         raise UnsupportedModel(f"{size} of {config.head_dim} elements of a head can't be rotated in pairs")
@@ -115,9 +115,9 @@ def _scaled(config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: 
 def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, original: int) -> float | None:
     if kind not in (RopeType.YARN, RopeType.LONGROPE):
         return None
-    said = params.get("attention_factor")
-    if said is not None:
-        return float(said)
+    given = params.get("attention_factor")
+    if given is not None:
+        return float(given)
     if kind == RopeType.LONGROPE:
         return longrope_attention_factor(factor, original)
     mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")

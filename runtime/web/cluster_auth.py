@@ -255,5 +255,5 @@ def _caller(headers: Headers) -> bytes:
 
 
 def _mac(key: bytes, *fields: bytes) -> bytes:
-    said = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return hmac.new(key, said, sha256).hexdigest().encode()
+    content = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return hmac.new(key, content, sha256).hexdigest().encode()

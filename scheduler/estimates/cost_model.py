@@ -232,10 +232,10 @@ class CostModel:
                 high = middle
         return low
 
-    def learn(self, shape: StepShape, forward_ms: float, foreseen_ms: float) -> None:
-        """Learn from a step. ``foreseen_ms``: its estimate when it was planned, by which the model is judged."""
+    def learn(self, shape: StepShape, forward_ms: float, estimated_ms: float) -> None:
+        """Learn from a step. ``estimated_ms``: its estimate when it was planned, by which the model is judged."""
         self.steps += 1
-        self._recent_errors.append(forward_ms / foreseen_ms - 1)
+        self._recent_errors.append(forward_ms / estimated_ms - 1)
         ms, typical = max(forward_ms, MIN_MS), self._typical_error
         error = ms / self.estimate(shape) - 1
         self._outcomes.append(_Outcome(shape, ms, error, min(1.0, HUBER * typical / max(abs(error), MIN_ERROR))))

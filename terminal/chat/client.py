@@ -123,12 +123,14 @@ class ChatClient:
             ) from e
 
     def _refusal(self, status: int, body: bytes) -> str:
-        said = error_text(body)
+        reason = error_text(body)
         if status == httpx.codes.UNAUTHORIZED:
-            return f"the server refuses the key in {KEY_FLAG}" if self._has_key else f"{said} (give it with {KEY_FLAG})"
+            return (
+                f"the server refuses the key in {KEY_FLAG}" if self._has_key else f"{reason} (give it with {KEY_FLAG})"
+            )
         if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
-            return f"the server can't take this now: {said}. Try again in a moment"
-        return f"the server answers {status}: {said}"
+            return f"the server can't take this now: {reason}. Try again in a moment"
+        return f"the server answers {status}: {reason}"
 
 
 def events(parts: Iterable[bytes]) -> Iterator[bytes]:

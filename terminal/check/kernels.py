@@ -53,8 +53,8 @@ def look_at_kernels() -> Iterator[Finding]:
             f"level {chosen}, but not built, and there is no C++ compiler",
             f"{SLOW} Install g++, or the wheel or container image, which carry the kernels.",
         )
-    elif (said := FailedBuild(path, compiler).recall()) is not None:
-        first = next(iter(said.strip().splitlines()), "no reason given")
+    elif (output := FailedBuild(path, compiler).recall()) is not None:
+        first = next(iter(output.strip().splitlines()), "no reason given")
         yield warning("kernels", f"level {chosen}, but {compiler} failed: {first}", f"{SLOW} To try again: {BUILD}")
     else:
         yield ok("kernels", f"level {chosen}, not built yet: the first start does it with {compiler}, or {BUILD} now")

@@ -85,9 +85,9 @@ def build_kernels() -> Finding:
     begin = time.monotonic()
     command = python_command("-m", "pdserve.model_runner.cpu_engine.build")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    said = (done.stdout + done.stderr).strip().splitlines()
+    lines = (done.stdout + done.stderr).strip().splitlines()
     return Finding(
-        "", f"{time.monotonic() - begin:.0f} s; {said[-1] if said else 'they were there'}", ok=not done.returncode
+        "", f"{time.monotonic() - begin:.0f} s; {lines[-1] if lines else 'they were there'}", ok=not done.returncode
     )
 
 

@@ -319,7 +319,7 @@ def _whence(sock: socket.socket) -> str:
     try:
         return str(sock.getpeername()[0])
     except OSError:  # the connection is gone already
-        return "somebody"
+        return "an unknown address"
 
 
 def read_messages(port: ControlPort) -> Iterator[tuple[int, Any]]:

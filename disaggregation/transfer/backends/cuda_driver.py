@@ -212,5 +212,5 @@ class CudaDriver:
             return
         text = c_char_p()
         self._library.cuGetErrorString(code, byref(text))
-        said = text.value.decode(errors="replace") if text.value else "an error without a text"
-        raise CudaError(f"{name}: {said} ({code})")
+        error = text.value.decode(errors="replace") if text.value else "an error without a text"
+        raise CudaError(f"{name}: {error} ({code})")

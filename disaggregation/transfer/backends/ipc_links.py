@@ -69,7 +69,7 @@ class _PoolReader(WriteRequestReader):
             super()._on_word()
 
     @property
-    def _is_owed(self) -> bool:
+    def _is_waiting_for_writer(self) -> bool:
         return bool(self._begun)
 
     def _begin(self, batch: Batch) -> None:
@@ -269,10 +269,10 @@ class IpcWriter(OutgoingLink):
         # At once, and as the first word: the owner must not miss it.
         word = WRITER_MESSAGE.pack(LeaseMessage.MAPS, 0, 0, 0, 0, 0, 0, 0)
         try:
-            is_said = self.stream.sock.send(word) == len(word)
+            is_sent = self.stream.sock.send(word) == len(word)
         except OSError as e:
             raise LinkLost(f"the connection broke: {e.strerror}") from e
-        if not is_said:
+        if not is_sent:
             raise LinkLost("the connection takes nothing")
 
     def write(self, pages: PageWrite) -> WriteHandle:

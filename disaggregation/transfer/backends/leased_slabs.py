@@ -42,7 +42,7 @@ class SlabReader(WriteRequestReader):
         self._passing: dict[int, StagedWrite] = {}
 
     @property
-    def _is_owed(self) -> bool:
+    def _is_waiting_for_writer(self) -> bool:
         return any(staged.slab is not None for staged in self._passing.values())
 
     def _begin(self, batch: Batch) -> None:

@@ -71,7 +71,7 @@ class WriteRequestReader(ABC):
 
     @property
     @abstractmethod
-    def _is_owed(self) -> bool:
+    def _is_waiting_for_writer(self) -> bool:
         """Whether the writer has leave to write and has not reported that it is done."""
 
     def read(self) -> None:
@@ -84,7 +84,7 @@ class WriteRequestReader(ABC):
 
     def stalled_at(self) -> float | None:
         """See ``Link.stalled_at``."""
-        owes = self._ungranted or self._is_owed
+        owes = self._ungranted or self._is_waiting_for_writer
         return self._link.stream.last_progress + self._stall_seconds if owes else None
 
     def granted(self) -> None:

@@ -170,7 +170,7 @@ class HttpClient:
             answer.close()
         if epoch is None or not connection.usable:
             connection.close()
-            raise CannotConnect(f"whoever listens there {problem}")
+            raise CannotConnect(f"the server there {problem}")
         connection.epoch = epoch
 
     async def _ask(

@@ -12,11 +12,11 @@ def ticket_of(scope: Scope) -> Ticket | None:
     """Return the ticket of a request for the rest of an answer, None without one. Raises ``ApiError`` for a malformed
     one.
     """
-    said = header(scope["headers"], TICKET)
-    if said is None:
+    value = header(scope["headers"], TICKET)
+    if value is None:
         return None
     try:
-        return read_ticket(said)
+        return read_ticket(value)
     except ValueError as e:
         raise bad_request(None, f"the header {TICKET.decode()} holds no ticket: {e}") from None
 

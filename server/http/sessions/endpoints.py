@@ -121,12 +121,12 @@ async def _write_down(
     owner, key_name = caller.name, None if caller.is_admin else caller.name
     try:
         question = SnapshotReq(wire_rid, with_output, now + ttl, key_name)
-        said = await http.engine.questions.ask(question, SNAPSHOT_SECONDS)
+        result = await http.engine.questions.ask(question, SNAPSHOT_SECONDS)
     except QuestionRefused as e:
         if e.status == 503:  # it still loads
             raise ApiError(503, f"{e.message}; try again in a few seconds") from None
         raise
-    state = said.state
+    state = result.state
     info = SessionInfo(
         name=name,
         owner=owner,
@@ -135,8 +135,8 @@ async def _write_down(
         model=http.model.name,
         prompt_tokens=state.running.request.prompt_len,
         output_tokens=state.output_len,
-        kv_tokens=said.kv_tokens,
-        kv_bytes=said.kv_bytes,
+        kv_tokens=result.kv_tokens,
+        kv_bytes=result.kv_bytes,
     )
     older = await http.sessions.run(lambda files: files.find(owner, name))
     try:
@@ -146,7 +146,7 @@ async def _write_down(
         raise
     if older is not None:
         _release(http, older, Session(info, state))
-    return info, nbytes, said.message or "stored"
+    return info, nbytes, result.message or "stored"
 
 
 def _release(http: HttpState, session: Session, other: Session | None = None) -> None:

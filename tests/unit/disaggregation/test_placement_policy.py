@@ -89,7 +89,7 @@ def test_forecasts_are_corrected_by_how_they_came_out():
         here = choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
         # Whatever is said, there it takes twice as long.
         choice.on_first_token(req, 1.0 + (0.1 if here else 0.16))
-        assert req.foreseen is None
+        assert req.first_token_estimate is None
     assert choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
     assert not choice.is_here(req, "another", 80.0, 0, 0, now=1.0)
     assert choice.there.actual_seconds == pytest.approx(0.16 * (choice.there.prompts - 1))
@@ -127,7 +127,7 @@ def test_who_hangs_is_not_thought_fast():
     tries = 0
     while not choice.is_here(req, "p", 50.0, 0, 0, now=1.0):
         choice.on_cancelled(req, 9.0)
-        assert req.foreseen is None
+        assert req.first_token_estimate is None
         tries += 1
     assert 0 < tries < 10
     assert choice.there.actual_seconds == 0

@@ -117,10 +117,10 @@ def test_each_number_of_threads_gives_the_same_bits_and_the_foreseen_traffic(tmp
         for tokens in TOKENS:
             logits = runner.engine.forward(make_batch(table, [(0, 0, tokens)])).clone()
             assert torch.equal(logits, expected.setdefault(tokens, logits)), (threads, tokens)
-            assert native.weight_bytes_read() == foreseen(tokens, threads, runner.dtype), (threads, tokens)
+            assert native.weight_bytes_read() == expected_bytes(tokens, threads, runner.dtype), (threads, tokens)
 
 
-def foreseen(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, int]:
+def expected_bytes(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, int]:
     """Return the bytes of weights that a pass over ``save_model``'s layers, and the head for all tokens,
     should read.
     """

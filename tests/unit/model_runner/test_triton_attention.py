@@ -84,8 +84,8 @@ def test_all_compile_without_spills(capability: int) -> None:
             model = models[(requests.index(request) - 2) // 4]
             rows = request.constants.get("BLOCK_H") or request.constants["BLOCK_M"]
             blocks = (rows, request.constants["BLOCK_N"], request.num_warps, request.num_stages)
-            foreseen = shared_bytes(model.shape, blocks, 1 if kernel == "paged_decode_split" else 2)
-            assert compiled.shared_bytes <= foreseen, f"{kernel} of {model} takes more than tiles.py thinks"
+            expected_bytes = shared_bytes(model.shape, blocks, 1 if kernel == "paged_decode_split" else 2)
+            assert compiled.shared_bytes <= expected_bytes, f"{kernel} of {model} takes more than tiles.py thinks"
 
 
 def test_a_kernel_that_does_not_compile_is_told() -> None:

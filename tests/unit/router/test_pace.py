@@ -17,7 +17,7 @@ from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 from pdserve.scheduler.estimates.cost_model import StepShape
 from pdserve.scheduler.pace import MEMORY_SECONDS
-from pdserve.scheduler.step_builder import Foresight
+from pdserve.scheduler.step_builder import StepEstimate
 
 BODY = RequestBody.parse(b"{}")
 
@@ -172,7 +172,7 @@ def test_prompts_that_are_computed_meanwhile_count_and_are_forgotten():
     meter = sim.scheduler.estimator._pace
     quiet = meter.pace(100.0)
     for i in range(1, 100):  # 30 of each 100 ms
-        meter.step_done(Foresight(StepShape(0, 0, 64, 0.0), 30.0, None), 30.0, 100.0 + i / 10)
+        meter.step_done(StepEstimate(StepShape(0, 0, 64, 0.0), 30.0, None), 30.0, 100.0 + i / 10)
     busy = meter.pace(110.0)
     assert 1.15 < busy.token_ms / quiet.token_ms < 1.45
     assert busy.decode_ms == quiet.decode_ms
@@ -183,9 +183,9 @@ def test_prompts_leave_streams_what_is_promised():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
     meter = sim.scheduler.estimator._pace
     for i in range(1, 50):  # all the time
-        meter.step_done(Foresight(StepShape(0, 0, 512, 0.0), 500.0, None), 500.0, 100.0 + i / 2)
+        meter.step_done(StepEstimate(StepShape(0, 0, 512, 0.0), 500.0, None), 500.0, 100.0 + i / 2)
     assert meter.pace(124.5).token_ms == 40.0
-    meter.step_done(Foresight(StepShape(0, 0, 512, 0.0), 500.0, None), 60_000.0, 200.0)
+    meter.step_done(StepEstimate(StepShape(0, 0, 512, 0.0), 500.0, None), 60_000.0, 200.0)
     assert meter._share_at(200.0) <= 1
 
 
@@ -203,6 +203,6 @@ def test_what_decodes_alone_take_is_no_prompt_s_time():
     meter = sim.scheduler.estimator._pace
     quiet = meter.pace(100.0).token_ms
     for i in range(100):
-        meter.step_done(Foresight(StepShape(4, 32, 0, 0.0), 10.0, None), 10.0, 100.0 + i / 10)
-        meter.step_done(Foresight(StepShape(4, 32, 2, 8.0), 10.0, None), 10.0, 100.0 + i / 10)
+        meter.step_done(StepEstimate(StepShape(4, 32, 0, 0.0), 10.0, None), 10.0, 100.0 + i / 10)
+        meter.step_done(StepEstimate(StepShape(4, 32, 2, 8.0), 10.0, None), 10.0, 100.0 + i / 10)
     assert meter.pace(110.0).token_ms == pytest.approx(quiet, rel=0.02)

@@ -312,5 +312,5 @@ def test_a_whole_answer_has_a_limit_and_nobody_is_blamed_for_it(monkeypatch: pyt
     assert asyncio.run(read([b"12345", b"67890"]))[0] == b"1234567890"
     with pytest.raises(AnswerTooLongError) as refused:
         asyncio.run(read([b"12345", b"67890", b"1"]))
-    assert (refused.value.status, refused.value.retryable, refused.value.blames_nobody) == (502, False, True)
+    assert (refused.value.status, refused.value.retryable, refused.value.blames_no_instance) == (502, False, True)
     assert "longer than 10 bytes" in refused.value.message

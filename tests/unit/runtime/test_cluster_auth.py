@@ -344,7 +344,7 @@ def ok(*headers: bytes) -> bytes:
 def test_a_stranger_gets_neither_key_nor_prompt_and_answers_nobody(answer: Answer) -> None:
     async def run(http: HttpClient, url: str) -> None:
         for _ in range(2):
-            with pytest.raises(CannotConnect, match="whoever listens there"):
+            with pytest.raises(CannotConnect, match="the server there"):
                 await http.send("POST", url, "/generate", b"the prompt", [(b"authorization", b"Bearer a-key"), *ALICE])
 
     heard = against(answer, run)

@@ -15,7 +15,7 @@ from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.claims import STALL_SECONDS
 from pdserve.scheduler.fairness import Tenant
-from pdserve.scheduler.req import Foreseen
+from pdserve.scheduler.req import FirstTokenEstimate
 
 
 def reserved(pair: SimPair, count: int = 2, **changes) -> SimPair:
@@ -205,12 +205,12 @@ def test_what_waits_in_the_prefills_queue_is_no_transfer_though_it_is_withdrawn(
 def test_nothing_is_learned_from_a_forecast_whose_prompt_was_withdrawn() -> None:
     pair = asked_back()
     req = pair.decode.scheduler.reqs["r2"]
-    req.foreseen = Foreseen("prefill", 1.0, 1.0, pair.now)
+    req.first_token_estimate = FirstTokenEstimate("prefill", 1.0, 1.0, pair.now)
     while pair.to_prefill:
         pair.deliver_to_prefill()
     while pair.to_decode:
         pair.deliver_to_decode()
-    assert req.foreseen is None
+    assert req.first_token_estimate is None
 
 
 def test_an_answer_that_nobody_asked_for_takes_no_memory_back() -> None:

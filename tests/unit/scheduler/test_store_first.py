@@ -65,13 +65,13 @@ def test_the_store_is_waited_for_where_that_is_sooner(what, pages, fetch_ms, pro
 
 
 def test_a_store_is_known_by_what_it_took():
-    sight = StoreIndex(page_bytes=1_000_000)
-    assert sight.ms(100, 1.0) == pytest.approx(100.0)
+    index = StoreIndex(page_bytes=1_000_000)
+    assert index.ms(100, 1.0) == pytest.approx(100.0)
     for pages in (10, 100) * 60:
-        sight.learn(pages, 0.05 * pages, now=1.0)
-        sight.learn(0, 9.0, now=1.0)  # it had nothing: that says nothing
-    assert sight.ms(100, 1.0) == pytest.approx(5000.0, rel=0.2)
-    assert sight.ms(100, 1e4) == pytest.approx(100.0, rel=0.1)
+        index.learn(pages, 0.05 * pages, now=1.0)
+        index.learn(0, 9.0, now=1.0)  # it had nothing: that says nothing
+    assert index.ms(100, 1.0) == pytest.approx(5000.0, rel=0.2)
+    assert index.ms(100, 1e4) == pytest.approx(100.0, rel=0.1)
 
 
 def room(pair: TieredPair):
@@ -309,10 +309,10 @@ def test_a_request_may_end_while_the_store_is_asked(stage, how):
         pair.link_is_down()
     run_until_idle(pair)
     assert pair.decode.ends["a"] is not None
-    sight = pair.decode.tiers.store.sight
-    assert not sight._looks
-    assert not sight._looking
-    assert not sight._seen
+    index = pair.decode.tiers.store.index
+    assert not index._looks
+    assert not index._looking
+    assert not index._seen
     assert not pair.decode.tiers.store.fetching
     assert_all_returned(pair)
 

@@ -109,7 +109,7 @@ def _pages_count_before_they_are_here(patch):
 
     def hasty(self, receiver, now):
         tiers, req = self._scheduler.tiers, receiver.req
-        req.computed += min(4, tiers.store.sight.seen(req.rid)) * self._scheduler.memory.pool.page_size
+        req.computed += min(4, tiers.store.index.seen(req.rid)) * self._scheduler.memory.pool.page_size
         receiver.prefix_len = req.computed
         self._over(receiver)
 

@@ -102,7 +102,7 @@ def test_a_fetch_is_waited_for_as_long_as_computing_would_take(compute_s, answer
 
 def test_a_fetch_that_takes_longer_than_computing_is_not_waited_for(monkeypatch) -> None:
     link = make_link(HostTier(64), "auto")
-    monkeypatch.setattr(link.sight, "ms", lambda pages, now: 2000.0)
+    monkeypatch.setattr(link.index, "ms", lambda pages, now: 2000.0)
     for rid, seconds, waits in (("short", 0.5, False), ("long", 30.0, True)):
         link.prefetch(rid, [name(ord(rid[0]) + i) for i in range(4)], 3.0, lambda tokens, s=seconds: s)
         assert link.must_wait(rid, 3.0) is waits
@@ -191,7 +191,7 @@ def test_and_until_the_next_look_has():
     looks = asked(link, 0.1)
     assert all(isinstance(look, FindPages) for look in looks)
     link.forget("r0")
-    link.sight.on_found(PagesFound(looks[1].id, 4))
+    link.index.on_found(PagesFound(looks[1].id, 4))
     assert link.timeout(0.1) == pytest.approx(LOOK_SECONDS + 0.02 - 0.1)
     asked(link, LOOK_SECONDS + 0.02)
     assert link.timeout(LOOK_SECONDS + 0.02) == pytest.approx(0.01)
@@ -199,7 +199,7 @@ def test_and_until_the_next_look_has():
     assert link.timeout(LOOK_SECONDS + 0.03) is None
     assert "has not answered for 20 s" in link.problem(20.0)
     for look in (looks[0], *looks[2:]):
-        link.sight.on_found(PagesFound(look.id, 0))
+        link.index.on_found(PagesFound(look.id, 0))
     assert link.problem(30.0) == ""
 
 
@@ -280,7 +280,7 @@ def test_wishes_end_once_and_nothing_is_left_of_them():
     kept.advance(50.0)
     assert (len(saving), len(keeping), len(tiers.commands)) == (1, 1, 1)
     assert kept.timeout(50.0) is None
-    assert (len(kept._wishes), kept._saving, kept._ready, kept._keeping) == (0, {}, [], {})
+    assert (len(kept._orders), kept._saving, kept._ready, kept._keeping) == (0, {}, [], {})
 
 
 def test_what_the_store_lacks_is_sent_once_more_and_waited_for():
