@@ -60,7 +60,7 @@ def test_the_same_tokens_are_chosen_step_after_step(device: Device, seed: int) -
     bench.step()
 
 
-def test_what_is_edited_is_a_row_s_own_whoever_comes_and_goes(device: Device) -> None:
+def test_what_is_edited_is_a_row_s_own_whichever_rows_come_and_go(device: Device) -> None:
     states = RowStates(8, 4, device.torch)
     sampler = TritonSampler(device, states)
     logits = device.upload(np.array([[0.4, 1.0, 0.0, 0.3]], dtype=np.float32))

@@ -197,7 +197,7 @@ def test_a_plain_server_opens_no_port_but_its_own(alone):
     assert "--handover on" in refused.json()["error"]["message"]
 
 
-def test_who_takes_a_dead_instances_port_gets_nothing_and_answers_nobody(tmp_path, tiny_args, secrets):
+def test_a_stranger_at_a_dead_instances_port_gets_nothing_and_serves_no_client(tmp_path, tiny_args, secrets):
     (tmp_path / "keys").write_text("alice a-key-of-alice\n")
     (tmp_path / "admin").write_text("a-key-of-the-admin\n")
     common = ["--cluster-secret-file", str(secrets / "ours"), "--api-key-file", str(tmp_path / "keys")]

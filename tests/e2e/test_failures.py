@@ -290,7 +290,7 @@ def test_an_instance_that_cannot_be_found_says_so_until_it_can(pair):
     assert prefill.log()[before:].count("does not answer") == 1
 
 
-def test_port_in_use_is_said_before_anything_is_loaded(tmp_path, tiny_args, alone):
+def test_port_in_use_is_reported_before_anything_is_loaded(tmp_path, tiny_args, alone):
     with launched(tmp_path, "second", "server", *ONE_THREAD, *tiny_args, port=alone.port) as second:
         assert second.process.wait(limit(20)) == 1
         assert "choose another address with --port" in second.log()

@@ -112,7 +112,7 @@ def test_a_priority_close_by_waits(server):
     assert low.events[-1]["meta_info"]["retractions"] == 0
 
 
-def test_who_waits_too_long_is_told_408_and_who_writes_too_long_keeps_what_it_has(server):
+def test_waiting_too_long_is_a_408_and_generating_too_long_keeps_the_output(server):
     holder = Holder(server)
     late = server.post("/generate", body([4, 4, 4], 4, timeout_s=0.05))
     holder.let_go()

@@ -74,7 +74,7 @@ def assert_right(legs: Legs, prompt: list[int], room: int, answer: list[int]) ->
     assert prefill.result().status_code == 200
 
 
-def test_a_room_that_nobody_opened(legs):
+def test_a_room_that_was_not_opened(legs):
     assert_no_text(legs.decode(ONE, 1), 504)
 
 

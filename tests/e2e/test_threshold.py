@@ -107,7 +107,7 @@ def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tcp", "shm"])
-def test_whoever_computes_under_load_the_answers_are_the_same(tmp_path, tiny_args, expected, backend):
+def test_under_load_the_answers_are_the_same_wherever_they_are_computed(tmp_path, tiny_args, expected, backend):
     auto = ("--disaggregation-threshold", "auto")
     with (
         pd_pair(tmp_path, backend, *tiny_args, *auto, decode_args=SLOW_BESIDE_STREAMS) as pair,

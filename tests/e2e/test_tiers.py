@@ -96,7 +96,7 @@ def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
 
 
 @pytest.mark.slow
-def test_a_store_that_comes_back_is_given_what_it_missed_while_nobody_asks(tmp_path, tiny_args):
+def test_a_store_that_comes_back_gets_what_it_missed_without_requests(tmp_path, tiny_args):
     if SERVER is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")
     redis = RedisServer(tmp_path)

@@ -114,7 +114,7 @@ def web_server(scripts: Mapping[str, Callable[[Connection], None]]) -> Iterator[
 
 
 @contextmanager
-def port_of_nobody() -> Iterator[int]:
+def refusing_port() -> Iterator[int]:
     """Yield a port that refuses connections: it is bound, so no process can take it, and there is no listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -118,11 +118,13 @@ class TwoRooms:
 
     def _node(self, epoch: str, mode: str, port: int, pool: int, *, lets_go: bool) -> Node:
         options = make_options(**(self._options | {"disaggregation_mode": mode, "max_total_tokens": pool}))
-        node = Node(self.world, epoch, port, options, lets_go=lets_go, window=self._window, foresees=self._foresee)
+        node = Node(
+            self.world, epoch, port, options, lets_go=lets_go, window=self._window, foresees=self._estimate_first
+        )
         node.manager.on_first_token = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
         return node
 
-    def _foresee(self, req: Req) -> float:
+    def _estimate_first(self, req: Req) -> float:
         is_decode = req.route is not Route.OUTGOING
         return 1.0 if not is_decode else 0.0 if req.rid in self._here else 2.0
 

@@ -358,7 +358,7 @@ def test_an_answer_without_length_or_chunks_ends_with_its_connection() -> None:
     assert only_record(script).error is None
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     async def ask() -> None:
         async with serving(never) as (_, client):
             pass

@@ -103,7 +103,7 @@ def test_a_tile_that_no_gpu_has_room_for_fails(capsys: pytest.CaptureFixture[str
         (subprocess.TimeoutExpired("triton", 300), "not compiled within 300 s"),
     ],
 )
-def test_what_does_not_compile_is_told_in_a_line(monkeypatch, error: Exception, shown: str) -> None:
+def test_what_does_not_compile_is_reported_in_a_line(monkeypatch, error: Exception, shown: str) -> None:
     def fail(requests: Any) -> Any:
         raise error
 
@@ -129,7 +129,7 @@ def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
     assert (bound, by) == (pytest.approx(1e-5), "arithmetic at 400 TFLOP/s")
 
 
-def test_a_measurement_is_told_with_its_interval_and_share(monkeypatch) -> None:
+def test_a_measurement_is_reported_with_its_interval_and_share(monkeypatch) -> None:
     monkeypatch.setattr(timing, "measure", lambda case, seconds: Times(4e-5, 3.9e-5, 4.4e-5))
     monkeypatch.setattr(timing, "measure_rates", lambda dtype: Rates(2e12, 4e14))
     case = on_paper_case("int4")

@@ -117,7 +117,7 @@ def test_concurrency_mean_and_peak() -> None:
     assert concurrency([], 0.0) == (0.0, 0)
 
 
-def test_short_answers_and_a_late_client_are_told() -> None:
+def test_short_answers_and_a_late_client_are_reported() -> None:
     records = [record(0.3, [1.0], output_len=2, due=0.1), record(0, [1.0])]
     report = report_run(result(records, 1.0), Slo())
     assert (report.total.short_answers, report.client.max_lag) == (1, pytest.approx(200))

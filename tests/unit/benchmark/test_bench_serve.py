@@ -113,7 +113,7 @@ def test_exit_codes_tell_of_failures(capsys: pytest.CaptureFixture[str]) -> None
         assert "a warm-up request failed: HTTP 500" in capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_told(
+def test_what_cannot_be_measured_is_reported(
     server: TinyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench(server, "--scenario", "nowhere") == 1

@@ -148,7 +148,7 @@ def test_a_process_that_dies_is_named(pools):
             side.ask(Move(b"", b"", 0.0, True))
 
 
-def test_what_fails_in_a_process_is_told(pools):
+def test_what_fails_in_a_process_is_reported(pools):
     with SideProcess("the writer of x", pools) as side, pytest.raises(SideError, match="Move: it has not begun"):
         side.ask(Move(b"", b"", 0.0, True))
 
@@ -166,7 +166,7 @@ def test_bytes_that_did_not_land_are_noticed(pools, monkeypatch):
             contestant.prepare(moved)
 
 
-def test_who_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch, capfd):
+def test_a_contestant_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capfd):
     measure = Contestant.measure
 
     def failing(self, seconds):

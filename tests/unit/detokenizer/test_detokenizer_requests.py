@@ -270,7 +270,7 @@ def test_logprobs_say_what_their_tokens_read():
     assert out.logprobs[0].top == [(ord("b"), -0.5, b"b"), (EOS, -2.0, b"<eos>"), (999, -3.0, b"")]
 
 
-def test_the_prompt_is_told_once_and_reads_like_a_text():
+def test_the_prompt_is_sent_once_and_reads_like_a_text():
     d = make_detokenizer()
     ids = [EOS, *tokens("né")]
     scored = [TokenLogprob(i, -1.0) for i in ids[2:]]

@@ -182,7 +182,7 @@ def test_fetcher_waits_for_a_prefill_that_is_starting(start, finder):
         assert "draining" in client.get(server.url).json()["error"]
 
 
-def test_fetcher_gives_up_soon_where_nobody_answers_and_one_silent_host_holds_up_no_other(start, finder):
+def test_fetcher_gives_up_soon_without_an_answer_and_one_silent_host_holds_up_no_other(start, finder):
     server = start()
     with httpx.Client(trust_env=False, headers=OWN) as client:
         client.put(server.url, content=msgspec.json.encode(make_registration("a")))
@@ -301,7 +301,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
     assert "again" in lines[1]
 
 
-def test_idle_and_slow_strangers_hold_no_connection_and_lock_nobody_out(start, client):
+def test_idle_and_slow_strangers_hold_no_connection_and_lock_no_peer_out(start, client):
     server = start()
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(320)]

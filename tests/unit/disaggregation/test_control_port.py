@@ -254,7 +254,7 @@ def test_garbage_uses_up_a_turn_too(port, monkeypatch):
     assert port.peers.refused <= before + 10
 
 
-def test_an_answer_too_long_for_a_frame_is_told_to_its_owner(port, monkeypatch):
+def test_an_answer_too_long_for_a_frame_is_reported_to_its_owner(port, monkeypatch):
     honest = port.socket()
     connect(port, honest)
     (peer,) = port.peers.table.by_connection.values()

@@ -215,7 +215,7 @@ def test_one_that_floods_does_not_starve_another(server, connect):
     assert [RoomQueued("P", named(8))] in frames
 
 
-def test_a_turn_ends_although_everybody_drips(server, monkeypatch):
+def test_a_tick_ends_although_all_connections_drip(server, monkeypatch):
     monkeypatch.setattr(control_port, "TURN_BYTES", 100 * control_port.SERVE_COST)
     assert turn(server) == []
     looks = 0
@@ -356,7 +356,7 @@ def test_what_was_sent_right_before_the_end_arrives(server, words, answers):
     client.close()
 
 
-def test_nobody_there_is_an_error_that_names_the_address():
+def test_an_unreachable_port_is_an_error_that_names_the_address():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

@@ -109,7 +109,7 @@ def assert_serves(make_node, node, kind):
 
 
 @pytest.mark.parametrize("good_secret", [False, True])
-def test_a_greeting_with_a_reset_behind_it_harms_nobody(make_node, kind, good_secret):
+def test_a_greeting_with_a_reset_after_it_does_no_harm(make_node, kind, good_secret):
     node = make_node(kind, "D")
     for _ in range(20):
         sock = node.stranger()
@@ -149,7 +149,7 @@ def test_a_verdict_that_cannot_be_sent_ends_its_connection_only(make_node, kind)
     sock.close()
 
 
-def test_a_connection_reset_before_it_is_accepted_harms_nobody(make_node):
+def test_a_connection_reset_before_it_is_accepted_does_no_harm(make_node):
     node = make_node("tcp", "D")
     for _ in range(20):
         reset(node.stranger())

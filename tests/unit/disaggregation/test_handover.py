@@ -148,7 +148,7 @@ def test_time_in_the_prefills_queue_is_not_time_of_the_transfer():
     assert_all_returned(pair)
 
 
-def test_kv_of_a_source_that_nobody_vouches_for_is_for_its_own_requests_only():
+def test_kv_of_an_unconfirmed_source_is_for_its_own_requests_only():
     pair = SimPair()
     pair.submit("a", range(33), 1, max_new_tokens=4)
     run_until_idle(pair)
@@ -161,7 +161,7 @@ def test_kv_of_a_source_that_nobody_vouches_for_is_for_its_own_requests_only():
         pair.decode.scheduler.abort(AbortReq(rid))
 
 
-def test_open_handovers_are_told_with_where_they_stand():
+def test_open_handovers_are_reported_with_their_state():
     pair, rng = SimPair(), random.Random(1)
     seen = {"sending": [], "receiving": []}
 

@@ -48,7 +48,7 @@ def test_an_idle_prefill_begins_before_it_is_asked(steps_before):
     assert_all_returned(pair)
 
 
-def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
+def test_memory_that_is_not_asked_for_is_given_to_requests_that_wait():
     pair = SimPair(max_total_tokens=64)
     pair.submit("a", range(30), 1, legs=("prefill",))
     while pair.prefill.senders.rooms[1].first is None:

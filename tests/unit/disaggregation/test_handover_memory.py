@@ -27,7 +27,7 @@ def test_memory_for_landing_goes_to_who_came_behind_a_batch_before_the_rest_of_i
     assert_all_returned(pair)
 
 
-def test_memory_that_a_peer_does_not_let_go_of_is_somebodys_to_look_after():
+def test_memory_that_a_peer_does_not_let_go_of_is_a_warning():
     rng = random.Random(1)
     pair = SimPair()
     pair.submit("a", range(30), 1, max_new_tokens=4)
@@ -72,7 +72,7 @@ def test_a_lone_request_does_not_wait_for_ever_for_memory_that_a_silent_prefill_
     assert_all_returned(pair)
 
 
-def test_a_request_that_waits_for_memory_too_long_is_told():
+def test_a_request_that_waits_for_memory_too_long_ends_with_an_error():
     rng = random.Random(1)
     pair = SimPair(max_total_tokens=64, disable_radix_cache=True)
     pair.decode.submit("old", range(40), max_new_tokens=400)

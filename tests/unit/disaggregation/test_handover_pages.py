@@ -92,7 +92,7 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
 
 
-def test_window_pages_are_offered_when_nobody_reads_them_any_more():
+def test_window_pages_are_offered_when_no_step_reads_them_any_more():
     pair = SimPair(SimWindow(10, 96))
     pair.decode.submit("long", list(range(60)))
     pair.decode.plan()  # two steps are under way, and the second has left a page that the first sees

@@ -203,7 +203,7 @@ def test_an_end_that_crosses_its_cancel_is_not_the_answer_to_it():
     assert_all_returned(pair)
 
 
-def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
+def test_messages_about_an_earlier_attempt_do_nothing_to_the_next():
     pair = SimPair()
     pair.submit("a", range(9), 1, legs=("decode",))
     until_delivered(pair)

@@ -163,7 +163,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_as_it_was_sent_is_told(make_pair, damage):
+def test_what_is_not_as_it_was_sent_is_reported(make_pair, damage):
     writer, owner = make_pair()
     owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
     ended = writer.ask(send())

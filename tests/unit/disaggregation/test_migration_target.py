@@ -125,7 +125,7 @@ def test_kv_of_a_request_that_is_over_is_no_clients_either(target: Target) -> No
     assert not target.scheduler.reqs
 
 
-def test_the_deadline_of_a_request_that_has_arrived_is_told_to_its_client(target: Target) -> None:
+def test_the_deadline_of_a_request_that_has_arrived_ends_it_with_a_timeout(target: Target) -> None:
     target.offer(timeout_s=20.0)
     target.commit()
     target.now += 20.0
@@ -164,7 +164,7 @@ def test_logprobs_that_are_none_or_not_of_the_output_are_refused(target: Target,
     assert not target.answers
 
 
-def test_logprobs_of_the_output_are_told(target: Target) -> None:
+def test_logprobs_of_the_output_are_sent(target: Target) -> None:
     target.offer(logprobs=LogprobOptions(0, 1))
     target.commit(logprobs=list(GOOD), input_logprobs=SCORES)
     target.run_until_idle()

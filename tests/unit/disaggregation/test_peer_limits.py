@@ -103,7 +103,7 @@ def test_a_room_that_is_claimed_counts_no_more():
     assert 77 in senders.rooms
 
 
-def test_rooms_that_nobody_claims_are_given_up_with_their_count():
+def test_unclaimed_rooms_are_given_up_with_their_count():
     pair = SimPair()
     senders = pair.prefill.senders
     for room in range(5):

@@ -180,7 +180,7 @@ def test_a_refusal_ends_both_ends(sides):
     assert [m for m in b.commands if isinstance(m, DisconnectPeer)]
 
 
-def test_who_asks_for_one_that_does_not_let_go_is_told_soon(sides):
+def test_asking_for_a_peer_that_does_not_let_go_fails_soon(sides):
     """A frozen shm prefill holds our memory. Waiting for its next link takes no longer than for a dead one."""
     a, b = sides
     first = a.ask_for(b)
@@ -212,7 +212,7 @@ def test_who_asks_for_one_that_does_not_let_go_is_told_soon(sides):
     until(sides, lambda: third.readable)
 
 
-def test_news_of_an_earlier_link_is_not_taken_for_the_next(sides):
+def test_an_event_of_an_earlier_link_is_not_taken_for_the_next(sides):
     a, b = sides
     first = a.ask_for(b)
     until(sides, lambda: first.readable)
@@ -359,7 +359,7 @@ def test_a_hello_of_an_earlier_try_replaces_no_peer(sides):
     assert b.gone[0] == ("a", "it connected anew")
 
 
-def test_nobody_learns_how_to_reach_a_pool_by_saying_hello(sides):
+def test_no_stranger_learns_how_to_reach_a_pool_by_saying_hello(sides):
     a, b = sides
     stranger = Dialled("127.0.0.1", b.port.port)
     stranger.send([a.peers._local.hello("b", 1, dialling=True), Invite("b", b"mine")])

@@ -95,7 +95,7 @@ def test_forecasts_are_corrected_by_how_they_came_out():
     assert choice.there.actual_seconds == pytest.approx(0.16 * (choice.there.prompts - 1))
 
 
-def test_what_was_learned_of_short_prompts_is_not_said_of_long_ones():
+def test_what_was_learned_of_short_prompts_does_not_count_for_long_ones():
     """What is added to each is no factor."""
     line = Line(1.0)
     for i in range(40):
@@ -149,7 +149,7 @@ def test_what_was_learned_is_forgotten():
 
 
 @pytest.mark.parametrize("slope", [0.0, 1.0])
-def test_no_line_foresees_less_than_nothing(slope):
+def test_no_line_estimates_less_than_nothing(slope):
     rng = random.Random(7)
     for _ in range(300):
         line = Line(slope)
@@ -244,7 +244,7 @@ def test_what_is_cached_as_a_whole_leaves_something_to_be_computed(logprobs):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("threshold", ["never", "12", "auto"])
-def test_nothing_is_lost_whoever_computes(threshold, seed):
+def test_nothing_is_lost_wherever_prompts_are_computed(threshold, seed):
     rng = random.Random(seed)
     pair = SimPair(disaggregation_threshold=threshold, max_total_tokens=512)
     prompts = {}
@@ -328,7 +328,7 @@ def test_a_forecast_that_is_no_duration_does_not_get_in(ms):
         msgspec.msgpack.decode(raw, type=Forecast)
 
 
-def test_an_instance_foresees_what_it_then_takes():
+def test_an_instance_estimates_what_it_then_takes():
     """In steps: each of them costs the same here."""
     sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512, disable_overlap_schedule=True))
     for step in range(40):
@@ -351,7 +351,7 @@ def test_an_instance_foresees_what_it_then_takes():
 
 
 @pytest.mark.parametrize(("policy", "ahead"), [("fcfs", [0, 400, 440]), ("srpf", [48, 8, 0])])
-def test_whom_the_queue_lets_go_first_counts_and_nobody_else(policy, ahead):
+def test_only_requests_that_the_queue_admits_first_count(policy, ahead):
     """Where the shortest goes first, a long prompt that came before is none of its business."""
     sim = SimInstance(make_options(schedule_policy=policy, max_running_requests=1, max_total_tokens=4096))
     sim.submit("runs", range(9), max_new_tokens=400)

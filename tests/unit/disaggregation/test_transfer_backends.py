@@ -340,7 +340,7 @@ def test_shm_needs_shared_memory():
     "noise",
     [b"GET / HTTP/1.1\r\n\r\n", LENGTH.pack(5) + b"hello", LENGTH.pack(1 << 30), b"\0"],
 )
-def test_noise_on_the_data_port_harms_nobody(make_node, noise):
+def test_noise_on_the_data_port_does_no_harm(make_node, noise):
     node = make_node("tcp", "D", 2, handshake_seconds=0.2)
     offer = msgspec.msgpack.decode(node.metadata, type=Offer)
     with socket.create_connection((offer.place, offer.port)) as sock:

@@ -82,7 +82,7 @@ def test_errors_that_should_not_be_are_wrong(changes, why):
     assert why in verdict.notes[0]
 
 
-def test_late_and_stalled_requests_are_told():
+def test_late_and_stalled_requests_are_reported():
     assert judge(EPISODE, [answer(end=100.0 + REQUEST_SECONDS + 1, event_times=[])]).late >= 1
     stalled = answer(asked=104.9, event_times=[105.5, 105.6 + STALL_SECONDS], end=105.7 + STALL_SECONDS)
     assert judge(EPISODE, [stalled]).late == 1

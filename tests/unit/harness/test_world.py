@@ -146,7 +146,7 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("threshold", ["auto", "12"])
 @pytest.mark.parametrize("faults", [0, 8])
-def test_nothing_is_lost_whoever_computes(modes, rules, threshold, faults) -> None:
+def test_nothing_is_lost_wherever_prompts_are_computed(modes, rules, threshold, faults) -> None:
     window = WINDOW if threshold == "auto" else NO_WINDOW
     campaign = Campaign(4, modes, faults=faults, moves=20, disaggregation_threshold=threshold, window=window, **rules)
     campaign.run(150, rate=20.0)

@@ -6,7 +6,7 @@ from pdserve.mem_cache.radix_cache import RadixCache
 from pdserve.mem_cache.tree_node import TreeNode
 
 
-def test_what_is_condemned_is_found_by_nobody_and_goes_with_its_last_pin():
+def test_what_is_condemned_is_not_found_and_goes_with_its_last_pin():
     s = make_setup()
     s.put("aaaabbbb")
     s.put("aaaacccc", "tenant")

@@ -31,7 +31,7 @@ def test_a_folder_keeps_to_its_limit_and_drops_the_longest_unused(tmp_path):
     assert store.usage() == (3, 3 * FILE_BYTES, 0, 2)
 
 
-def test_what_is_kept_for_somebody_goes_last_until_its_time_is_over(tmp_path):
+def test_what_is_kept_goes_last_until_its_time_is_over(tmp_path):
     store = FileStore(tmp_path, PAGE, 4 * FILE_BYTES)
     keep(store, 0, 1, 2, 3)
     _ages(tmp_path, _0=4000, _1=3000, _2=2000, _3=1000)
@@ -57,7 +57,7 @@ def test_what_others_wrote_counts_when_a_folder_is_full(tmp_path, monkeypatch):
     assert one.usage().pages == 3
 
 
-def test_a_full_disk_is_said_and_makes_room(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_makes_room(tmp_path, monkeypatch):
     store = FileStore(tmp_path, PAGE, 1 << 30)
     keep(store, 0, 1, 2, 3)
 
@@ -74,7 +74,7 @@ def test_a_full_disk_is_said_and_makes_room(tmp_path, monkeypatch):
     assert fetch(store, 4) == pages(4)
 
 
-def test_a_disk_that_fails_is_said(tmp_path, monkeypatch):
+def test_a_disk_that_fails_is_reported(tmp_path, monkeypatch):
     store = FileStore(tmp_path, PAGE, 1 << 30)
     keep(store, 0)
 
@@ -114,13 +114,13 @@ def test_readers_find_whole_pages_while_others_write_and_evict(tmp_path):
     assert not wrong
 
 
-def test_a_folder_that_anybody_may_write_to_is_refused(tmp_path):
+def test_a_folder_that_all_users_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(StoreMisconfigured, match="chmod"):
         FileStore(tmp_path, PAGE, 1 << 30)
 
 
-def test_files_that_can_not_be_removed_are_said(tmp_path, monkeypatch):
+def test_files_that_can_not_be_removed_are_reported(tmp_path, monkeypatch):
     """Files of another user lie in a folder that has outgrown its limit."""
     store = FileStore(tmp_path, PAGE, 2 * FILE_BYTES)
     keep(store, 0, 1)

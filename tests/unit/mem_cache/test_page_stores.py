@@ -100,7 +100,7 @@ def test_what_cant_be_used_is_refused_by_name(name, url, words):
         make_store(name, url, PAGE, 1 << 30, 1.0)
 
 
-def test_a_dead_redis_is_said_without_its_password():
+def test_a_dead_redis_is_reported_without_its_password():
     [port] = free_ports(1)
     store = make_store("redis", f"redis://user:secret@127.0.0.1:{port}/0", PAGE, 0, 1.0)
     with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as raised:
@@ -117,7 +117,7 @@ def test_a_redis_that_hangs_is_given_up(tmp_path):
         store.close()
 
 
-def test_a_redis_that_is_full_is_said(tmp_path):
+def test_a_redis_that_is_full_is_reported(tmp_path):
     if SERVER is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")
     with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as url:

@@ -140,7 +140,7 @@ def test_a_split_under_a_hold_pins_both_parts():
     assert s.match("aaaabbbb") == list(range(4, 12))
 
 
-def test_a_prefix_that_is_not_verified_is_shared_by_nobody():
+def test_a_prefix_that_is_not_verified_is_not_shared():
     s = make_setup()
     hold = s.start("aaaabbbb")
     hold.verified = False

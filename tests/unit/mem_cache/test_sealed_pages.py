@@ -68,7 +68,7 @@ def test_sealed_pages_are_there_for_who_has_the_key(sealed):
 
 
 @pytest.mark.parametrize("writer", [(), (THEIRS,)], ids=["no key", "another key"])
-def test_what_somebody_without_the_key_put_there_counts_as_not_there(sealed, writer):
+def test_a_page_that_was_written_without_the_key_counts_as_not_there(sealed, writer):
     make, raw = sealed
     planted, store = make(*writer), make(OURS)
     keep(planted, 1)

@@ -118,7 +118,7 @@ def test_a_dead_store_is_left_alone_and_asked_again_later():
     assert sim.tiers.store.problem(sim.now) == ""
 
 
-def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
+def test_what_could_not_be_stored_is_tried_again_without_requests():
     sim = TieredSim(200)
     sim.store.dead = True
     ask(sim, "r", prompt(1))
@@ -131,7 +131,7 @@ def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
     assert len(sim.store.kept) == 10
 
 
-def test_a_store_that_can_be_read_and_takes_nothing_is_said_to(monkeypatch):
+def test_a_store_that_can_be_read_and_takes_nothing_is_reported(monkeypatch):
     def refuse(*_) -> None:
         raise StoreUnavailable("read-only")
 
@@ -162,7 +162,7 @@ def test_what_comes_due_behind_a_turn_is_no_reason_to_sleep():
     sim.settle()
 
 
-def test_a_store_that_owes_an_answer_is_asked_nothing_more_and_said_to():
+def test_a_store_that_does_not_answer_is_asked_nothing_more_and_reported():
     sim = TieredSim(200)
     sim.submit("r", prompt(1), max_new_tokens=4)
     while "r" not in sim.ends:  # the store is not served
@@ -285,7 +285,7 @@ def test_flushing_forgets_the_host_and_keeps_the_store():
     sim.scheduler.check_invariants()
 
 
-def test_host_pages_that_are_read_are_nobody_elses():
+def test_host_pages_that_are_read_have_no_other_owner():
     host = HostTier(3)
     pages = [host.keep(bytes([i])) for i in range(3)]
     host.pin(pages[:2])

@@ -249,7 +249,7 @@ def a_shared_page_goes_with_its_first_user(patch: Patch) -> None:
     patch.setattr(WindowPages, "_leave", leave)
 
 
-def the_worker_is_told_a_step_late(patch: Patch) -> None:
+def the_worker_gets_a_step_late(patch: Patch) -> None:
     """Changes of the map go with the step behind the one that needs them."""
     original, kept = WindowPages.take_changes, [np.empty((0, 2), dtype=np.int32)]
 
@@ -266,7 +266,7 @@ def the_worker_is_told_a_step_late(patch: Patch) -> None:
         a_page_too_early,
         a_match_whose_window_is_gone,
         a_shared_page_goes_with_its_first_user,
-        the_worker_is_told_a_step_late,
+        the_worker_gets_a_step_late,
     ],
 )
 def test_mistakes_are_found(mistake: Callable[[Patch], None], monkeypatch: Patch):

@@ -110,7 +110,7 @@ def test_only_hub_models_have_a_revision(tmp_path: Path) -> None:
         check_options(ServerOptions(tokenizer_revision="main"))
 
 
-def test_the_commit_of_a_hub_model_is_told(tmp_path: Path) -> None:
+def test_the_commit_of_a_hub_model_is_reported(tmp_path: Path) -> None:
     cached = tmp_path / "models--some--model" / "snapshots" / COMMIT
     assert commit_of(ModelSource("hf", cached)) == commit_of(ModelSource("gguf", cached / "a.gguf")) == COMMIT
     assert commit_of(ModelSource("hf", tmp_path)) is None

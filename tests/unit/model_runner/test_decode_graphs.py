@@ -192,7 +192,7 @@ def test_few_layers_are_marked_and_the_end_is_the_end_of_all(folder, device, mon
     assert done.count == layers_done.ALL
 
 
-def test_padding_writes_where_nobody_reads(folder, device, monkeypatch) -> None:
+def test_padding_writes_where_no_request_reads(folder, device, monkeypatch) -> None:
     model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="6")
     steps = StepRunner(model, ROWS)
     steps.capture_graphs()
@@ -222,7 +222,9 @@ class StaticExperts(TorchOps):
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "mixtral"])
-def test_models_with_experts_are_graphs_where_nobody_looks_at_the_choice(tmp_path, device, monkeypatch, name) -> None:
+def test_models_with_experts_are_graphs_if_the_host_does_not_read_the_choice(
+    tmp_path, device, monkeypatch, name
+) -> None:
     make_reference(name).save_pretrained(tmp_path)
     monkeypatch.setattr(weights, "choose_ops", lambda device: StaticExperts())
     steps = StepRunner(recorded_model(tmp_path, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)

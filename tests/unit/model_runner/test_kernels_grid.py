@@ -106,7 +106,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_each_number_of_threads_gives_the_same_bits_and_the_foreseen_traffic(tmp_path: Path, dtype: str) -> None:
+def test_each_number_of_threads_gives_the_same_bits_and_the_expected_traffic(tmp_path: Path, dtype: str) -> None:
     folder, table = save_model(tmp_path, "heads-64"), request_table()
     expected: dict[int, torch.Tensor] = {}
     for threads in THREADS:

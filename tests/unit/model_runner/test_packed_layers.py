@@ -260,7 +260,9 @@ def test_random_ones_are_about_as_large_as_random_floats(packing: Packing) -> No
     assert torch.equal(weight, source.read("a", CPU).dequantise())
 
 
-def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_they_stay_packed_where_triton_is_and_otherwise_it_is_logged(
+    plain, tmp_path: Path, monkeypatch, caplog
+) -> None:
     awq = packed_checkpoint(plain["qwen3"], tmp_path, "awq").source
     cuda, usual = torch.device("cuda"), ModelSource("hf", plain["qwen3"])
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)

@@ -174,7 +174,7 @@ def test_a_stop_that_comes_before_the_worker_records_ends_it_at_once() -> None:
     assert [answer.id for answer in rig.answers()] == [1, 2]
 
 
-def test_what_fails_is_told_and_the_next_profile_can_start() -> None:
+def test_what_fails_is_reported_and_the_next_profile_can_start() -> None:
     rig = Rig()
     rig.tell(StopProfileReq(id=1), 0.0)
     assert (rig.answers()[0].status, rig.commands()) == (409, [])

@@ -85,7 +85,7 @@ def _one(folder: Path) -> LoadedModel:
     return load_model(options(folder, disable_cuda_graph=True))
 
 
-def test_the_fewest_pages_are_everybodys(folder, devices, monkeypatch) -> None:
+def test_all_ranks_have_the_fewest_pages(folder, devices, monkeypatch) -> None:
     agree = ThreadRank.agree
     fewer = lambda self, _pages, identity: agree(self, 20 - 7 * self.place.rank, identity)  # noqa: E731
     monkeypatch.setattr(ThreadRank, "agree", fewer)

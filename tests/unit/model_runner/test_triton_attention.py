@@ -88,7 +88,7 @@ def test_all_compile_without_spills(capability: int) -> None:
             assert compiled.shared_bytes <= expected_bytes, f"{kernel} of {model} takes more than tiles.py thinks"
 
 
-def test_a_kernel_that_does_not_compile_is_told() -> None:
+def test_a_kernel_that_does_not_compile_is_reported() -> None:
     request = decode(LLAMA_8B, 90)
     request.types.pop("scale")
     with pytest.raises(CompileError, match=r"not its own, or missing: \['scale'\]"):

@@ -223,7 +223,7 @@ def test_the_image_for_gpus_has_the_extras_and_what_they_compile_with():
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
-def test_the_image_runs_as_nobody_in_particular_and_is_looked_after(dockerfile):
+def test_the_image_runs_without_root_and_has_a_health_check(dockerfile):
     _, final = stages(dockerfile)
     [user] = re.findall(r"^USER (\d+)$", final, flags=re.MULTILINE)
     assert f"--uid {user} " in final

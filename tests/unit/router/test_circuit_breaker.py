@@ -238,7 +238,7 @@ async def test_the_only_one_is_asked_again_when_it_said_and_not_before(rig):
 
 
 @scenario()
-async def test_nobody_waits_for_longer_than_the_window(rig):
+async def test_no_request_waits_for_longer_than_the_window(rig):
     w = await rig.instance("busy")
     client = await rig.route(worker=[w])
     response = await generate(client)

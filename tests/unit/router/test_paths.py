@@ -137,7 +137,7 @@ def test_who_may_do_what(keys: dict[str, str]) -> None:
     on_both(check, **keys)
 
 
-def test_without_keys_nobody_is_the_admin_and_a_router_leaves_it_to_the_instances() -> None:
+def test_without_keys_no_client_is_the_admin_and_a_router_leaves_it_to_the_instances() -> None:
     async def check(front: Front) -> None:
         is_instance = front.table.find("/drain") is not None
         for facts in front.table.paths:
@@ -258,7 +258,7 @@ def test_every_route_is_in_the_table_and_every_path_has_a_route() -> None:
     assert routes(router_app.make_app(options, lambda error: None)) == table
 
 
-def test_what_is_no_http_is_let_through_by_nobody() -> None:
+def test_what_is_no_http_is_not_let_through() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("reached without a key")
 

@@ -90,7 +90,7 @@ async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
 
 
 @scenario()
-async def test_open_handovers_of_all_instances_are_told_together(rig):
+async def test_open_handovers_of_all_instances_are_reported_together(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
     assert (await client.get("/transfers")).status_code == 401
@@ -112,7 +112,7 @@ async def test_open_handovers_of_all_instances_are_told_together(rig):
 
 
 @scenario()
-async def test_orders_pass_by_dead_instances_and_a_refusal_is_told(rig):
+async def test_orders_pass_by_dead_instances_and_a_refusal_is_reported(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
     await d.kill()
@@ -128,7 +128,7 @@ async def test_orders_pass_by_dead_instances_and_a_refusal_is_told(rig):
 
 
 @scenario()
-async def test_unknown_paths_and_methods_are_told_in_the_error_shape(rig):
+async def test_unknown_paths_and_methods_have_the_error_shape(rig):
     client = await rig.route(worker=[await rig.instance()])
     assert (await client.get("/nowhere")).json()["error"]["status"] == 404
     assert (await client.get("/generate")).json()["error"]["status"] == 405

@@ -151,7 +151,7 @@ async def test_an_error_as_first_event_is_still_a_status_or_a_retry(rig):
 
 
 @scenario(retries=1)
-async def test_retries_are_bounded_and_the_last_error_is_told(rig):
+async def test_retries_are_bounded_and_the_last_error_is_returned(rig):
     w = await rig.instance("draining")
     client = await rig.route(worker=[w])
     response = await generate(client)

@@ -114,7 +114,7 @@ def test_a_prompt_counts_until_it_is_computed():
 
 
 @pytest.mark.parametrize("found", ["by a check", "by a request"])
-def test_who_is_left_is_asked_again_before_anybody_is_refused(found):
+def test_the_remaining_instance_is_asked_again_before_a_client_is_refused(found):
     """The prefill may be a decode by now, which the router was not told yet."""
     fleet = make_fleet(prefill=2, decode=1)
     *others, gone = fleet.instances

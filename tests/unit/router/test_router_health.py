@@ -79,7 +79,7 @@ def states_after(answers: list[int | None], leg: Any = None, code: str | None = 
 UP, DOWN = HealthState.HEALTHY, HealthState.UNHEALTHY
 
 
-def test_two_checks_without_an_answer_take_nobody_out():
+def test_two_checks_without_an_answer_take_no_instance_out():
     assert states_after([200, None, None, 200, None, None, 200]) == [UP] * 7
 
 

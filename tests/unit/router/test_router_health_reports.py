@@ -38,7 +38,7 @@ def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
     assert Instance("http://a:1", Role.WORKER).learn(report) is None
 
 
-def test_a_bootstrap_port_that_the_prefill_does_not_know_is_said_once(caplog):
+def test_a_bootstrap_port_that_the_prefill_does_not_know_is_reported_once(caplog):
     instance = Instance("http://a:1", Role.PREFILL, bootstrap_port=7000)
     for port in (7000, 9000, 9000):
         instance.learn(HealthReport(epoch="e", role="prefill", bootstrap_port=port))

@@ -179,7 +179,7 @@ def test_half_an_event_is_dropped_where_the_answer_breaks_off() -> None:
         (BadAnswer("not HTTP"), "does not answer as an HTTP server does"),
     ],
 )
-def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientError, says: str) -> None:
+def test_a_failure_to_answer_is_reported_and_takes_the_instance_out(cause: ClientError, says: str) -> None:
     leg = Opened(cause)
     expected = InstanceUnreachableError if isinstance(cause, CannotConnect) else InstanceCrashedError
     assert type(leg.error) is expected
@@ -196,7 +196,7 @@ def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientErr
         (Scripted([A, TimeoutError()]), "went silent in the middle of its answer within 7 s"),
     ],
 )
-def test_silence_is_told_and_says_nothing_against_the_instance(outcome: ClientResponse | None, says: str) -> None:
+def test_silence_is_reported_and_says_nothing_against_the_instance(outcome: ClientResponse | None, says: str) -> None:
     leg = Opened(outcome, first_byte=0.01 if outcome is None else 5.0)
     assert isinstance(leg.error, InstanceSilentError)
     assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
@@ -293,7 +293,7 @@ def test_an_event_that_never_ends_is_not_collected() -> None:
     assert isinstance(leg.error, InstanceCrashedError)
 
 
-def test_a_whole_answer_has_a_limit_and_nobody_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_has_a_limit_and_no_instance_is_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leg_module, "MAX_WHOLE_BYTES", 10)
 
     async def read(pieces: list[bytes | Exception]) -> tuple[bytes, HealthState]:

@@ -40,7 +40,7 @@ async def test_answers_bytes_and_times_are_counted(rig):
 
 
 @scenario()
-async def test_retries_and_failures_are_told_by_leg(rig):
+async def test_retries_and_failures_are_counted_by_leg(rig):
     p, d, other = await rig.instance(), await rig.instance("die"), await rig.instance()
     client = await rig.route([p], [d, other])
     assert (await generate(client)).status_code == 200

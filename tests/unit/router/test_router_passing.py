@@ -76,7 +76,7 @@ async def test_a_question_may_be_asked_by_head(rig):
 
 
 @scenario()
-async def test_a_slow_reader_holds_up_its_instance_and_nobody_else(rig):
+async def test_a_slow_reader_holds_up_its_instance_alone(rig):
     w1, w2 = await rig.instance("flood"), await rig.instance()
     client = await rig.route(worker=[w1, w2])
     async with client.stream("POST", "/generate", json={"text": "x", "stream": True}) as response:

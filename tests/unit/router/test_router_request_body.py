@@ -91,7 +91,7 @@ def test_a_clients_own_room_is_replaced_and_its_rid_kept():
         b'{"text": "a", "bootstrap_pair_key": "x", "bootstrap_": 1}',
     ],
 )
-def test_a_clients_bootstrap_fields_reach_nobody(body):
+def test_a_clients_bootstrap_fields_reach_no_instance(body):
     parsed = RequestBody.parse(body)
     assert json.loads(parsed.raw) == {"text": "a"}
     for leg in joined(parsed):

@@ -226,7 +226,7 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
     assert lines(caplog) == []
 
 
-def test_whoever_has_no_key_can_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_without_a_key_can_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def run(engine: FakeEngine) -> None:
         async with engine.http() as client:
             for _ in range(3 * LINES):

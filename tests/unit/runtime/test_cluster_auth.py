@@ -185,7 +185,7 @@ def test_a_signed_request_is_its_callers_and_needs_no_key(files: dict[str, str])
     with_engine(run, **files)
 
 
-def test_what_is_not_signed_is_refused_or_nobodys(files: dict[str, str]) -> None:
+def test_what_is_not_signed_is_refused_or_has_no_owner(files: dict[str, str]) -> None:
     async def run(engine: FakeEngine) -> None:
         assert await ask(engine, "/generate", b"alice", **{KEY_NAME_HEADER.decode(): "bob"}) == 401
         assert await ask(engine, "/generate", b"alice", **{SIGNATURE_HEADER.decode(): "1.2.3.4"}) == 401
@@ -224,7 +224,7 @@ async def challenged(engine: FakeEngine, path: str = "/livez") -> Any:
         return await http.get(path)
 
 
-def test_the_proof_is_given_to_everybody_who_asks_for_it(files: dict[str, str]) -> None:
+def test_the_proof_is_given_to_every_client_that_asks_for_it(files: dict[str, str]) -> None:
     async def run(engine: FakeEngine) -> None:
         proof = (await challenged(engine)).headers[PROOF_HEADER.decode()]
         assert client().proven(b"a" * 32, proof.encode(), "http://127.0.0.1:30000") == EPOCH.encode()
@@ -341,7 +341,7 @@ def ok(*headers: bytes) -> bytes:
     ],
     ids=["no proof", "a wrong one", "closing", "no HTTP", "silence"],
 )
-def test_a_stranger_gets_neither_key_nor_prompt_and_answers_nobody(answer: Answer) -> None:
+def test_a_stranger_gets_neither_key_nor_prompt_and_serves_no_client(answer: Answer) -> None:
     async def run(http: HttpClient, url: str) -> None:
         for _ in range(2):
             with pytest.raises(CannotConnect, match="the server there"):

@@ -68,7 +68,7 @@ def test_a_routers_key_file_is_for_routers_alone(tmp_path):
         RouterKeys.read(str(path))
 
 
-def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
+def test_a_signature_counts_once_for_what_it_signed(tmp_path):
     router, instance = (BootstrapSignature(written(tmp_path, OLD).for_routers()) for _ in range(2))
     said = ("10.0.0.1", 8998, 7)
     signature = router.sign(*said, NOW)
@@ -209,7 +209,7 @@ def test_without_a_secret_nothing_else_is_followed(host):
     assert "--allow-bootstrap" in refusal
 
 
-def test_what_is_allowed_by_name_is_followed_by_anybody(tmp_path):
+def test_what_is_allowed_by_name_is_followed_for_any_client(tmp_path):
     (tmp_path / "secret").write_text(OLD)
     for options in ({}, {"cluster_secret_file": str(tmp_path / "secret")}):
         allowing = gate(allow_bootstrap="10.0.0.1:8998, [fd00::1]:9000", **options)
@@ -227,7 +227,7 @@ def test_with_a_secret_only_what_a_router_signed_is_followed(tmp_path):
     assert "not that of a router" in guarded.refusal(fields("127.0.0.1", signature=f"5.{'0' * 64}"))
 
 
-def test_who_wants_no_secret_follows_anybody(tmp_path):
+def test_an_instance_without_a_secret_follows_any_address(tmp_path):
     (tmp_path / "secret").write_text(OLD)
     assert gate(insecure_cluster=True).refusal(fields("10.0.0.1")) == ""
     assert gate(insecure_cluster=True, cluster_secret_file=str(tmp_path / "secret")).refusal(fields("10.0.0.1"))
@@ -246,7 +246,7 @@ def test_requests_are_moved_to_this_host_and_to_those_that_options_name(tmp_path
     assert gate(insecure_cluster=True).move_refusal([("10.0.0.3", 1)]) == ""
 
 
-def test_an_order_to_move_requests_to_a_stranger_is_refused_and_asks_nobody():
+def test_an_order_to_move_requests_to_a_stranger_is_refused_without_contacting_it():
     async def run(engine: FakeEngine) -> None:
         for path, body in (
             ("/migrate", {"rid": "x", "bootstrap_host": "169.254.169.254", "bootstrap_port": 80}),

@@ -211,7 +211,7 @@ def test_a_body_must_keep_coming() -> None:
     with_connection(run)
 
 
-def test_a_body_that_nobody_reads_yet_is_not_slow() -> None:
+def test_a_body_that_is_not_read_yet_is_not_slow() -> None:
     async def run(connection: Connection) -> None:
         await connection.feed(CHUNKED)
         connection.protocol.flow.pause_reading()

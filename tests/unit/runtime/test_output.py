@@ -25,7 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
     # Its thread may be waiting for the pipe, and so goes on having it.
 
 
-def test_what_nobody_reads_is_dropped_counted_and_told(pipe: tuple[int, int]) -> None:
+def test_unread_output_is_dropped_counted_and_reported(pipe: tuple[int, int]) -> None:
     read, write = pipe
     out = NeverBlocking(write, lambda lines: f"{lines} dropped")
     many = 4 * LIMIT // len(LINE)

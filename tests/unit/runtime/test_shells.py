@@ -93,7 +93,7 @@ def is_alive(url: str) -> bool:
         return False
 
 
-def test_ignored_signals_stay_ignored_stray_ones_do_nothing_and_port_0_is_told() -> None:
+def test_ignored_signals_stay_ignored_stray_ones_do_nothing_and_port_0_is_reported() -> None:
     with router("trap '' HUP INT; exec <&- >&-;") as (process, url):
         wait_until(lambda: is_alive(url), 20, "the router serves")
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT):
@@ -104,7 +104,7 @@ def test_ignored_signals_stay_ignored_stray_ones_do_nothing_and_port_0_is_told()
         assert process.wait(limit(20)) == 0
 
 
-def test_a_log_that_nobody_reads_stops_neither_the_router_nor_its_end() -> None:
+def test_an_unread_log_stops_neither_the_router_nor_its_end() -> None:
     with router("", **ASCII) as (process, url), httpx.Client(trust_env=False, timeout=limit(10)) as client:
         wait_until(lambda: is_alive(url), 20, "the router serves")
         for _ in range(100):
@@ -181,7 +181,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_is_not_taken(monkeypatch:
     assert list(run_dir_parent().glob("*")) == []
 
 
-def test_port_0_is_a_free_one_that_nobody_else_gets() -> None:
+def test_port_0_is_a_free_one_that_no_other_process_gets() -> None:
     options, held = take_free_ports(
         ServerOptions(port=0, disaggregation_mode="prefill", disaggregation_bootstrap_port=0)
     )

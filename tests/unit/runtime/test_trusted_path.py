@@ -34,7 +34,7 @@ HASH = bytes(16)
 
 
 @pytest.fixture
-def somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this user has made belongs to another one from now on."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4321)
     real_fstat, real_stat, real_lstat = os.fstat, Path.stat, Path.lstat
@@ -66,8 +66,8 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int)
         SessionFiles(tmp_path, LIMITS)
 
 
-@pytest.mark.usefixtures("somebody_else")
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("another_user")
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     assert "belongs to user 1234" in distrust(tmp_path.stat())
     with pytest.raises(StoreMisconfigured, match="belongs to user 1234"):
         FileStore(tmp_path, PAGE, 1 << 20)
@@ -107,9 +107,9 @@ def test_a_key_or_secret_that_others_may_read_or_write_is_warned_of_once(
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.usefixtures("somebody_else")
+@pytest.mark.usefixtures("another_user")
 @pytest.mark.parametrize("name", KEYS)
-def test_a_key_or_secret_of_somebody_else_is_refused(secret_files: dict[str, Any], name: str) -> None:
+def test_a_key_or_secret_of_another_user_is_refused(secret_files: dict[str, Any], name: str) -> None:
     store = {"hicache_storage_backend": "redis", "enable_hierarchical_cache": True}
     store |= {} if name.endswith("url_file") else {"hicache_storage_url": "redis://127.0.0.1/0"}
     options = {name: secret_files[name]} | (store if name.startswith("hicache") else {})
@@ -117,8 +117,8 @@ def test_a_key_or_secret_of_somebody_else_is_refused(secret_files: dict[str, Any
         check_options(ServerOptions(**options))
 
 
-def test_a_key_through_a_pipe_is_read_whoever_owns_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("somebody_else")
+def test_a_key_through_a_pipe_is_read_for_any_owner(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("another_user")
     read, write = os.pipe()
     os.write(write, b"a-key")
     os.close(write)
@@ -127,16 +127,16 @@ def test_a_key_through_a_pipe_is_read_whoever_owns_it(tmp_path: Path, request: p
 
 
 def test_a_client_reads_the_key_that_it_was_given(secret_files: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("somebody_else")
+    request.getfixturevalue("another_user")
     assert read_api_key(Path(secret_files["admin_key_file"])) == "the-admin"
 
 
-def test_a_page_that_somebody_else_put_there_is_no_hit(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_page_that_another_user_put_there_is_no_hit(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store = FileStore(tmp_path, PAGE, 1 << 20)
     page, into = bytearray(b"x" * PAGE), bytearray(PAGE)
     store.set([HASH], [memoryview(page)])
     assert store.get([HASH], [memoryview(into)]) == 1
-    request.getfixturevalue("somebody_else")
+    request.getfixturevalue("another_user")
     assert store.get([HASH], [memoryview(into)]) == 0
     assert store.usage()[2] == 1
     store.close()
@@ -173,8 +173,8 @@ def test_a_library_that_others_may_have_written_is_never_loaded(planted: Path, p
         build.build(build.LEVELS[-1])
 
 
-def test_the_library_of_somebody_else_is_never_loaded(planted: Path, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("somebody_else")
+def test_the_library_of_another_user_is_never_loaded(planted: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("another_user")
     with pytest.raises(build.BuildError, match="belongs to user 1234"):
         build.build(build.LEVELS[-1])
 

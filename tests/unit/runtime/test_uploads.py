@@ -54,7 +54,7 @@ def test_a_whole_body_comes_as_it_was_and_leaves_nothing_behind() -> None:
     asyncio.run(run())
 
 
-def test_the_largest_gives_way_and_the_others_go_on() -> None:
+def test_the_largest_is_ended_and_the_others_go_on() -> None:
     async def run() -> None:
         uploads = Uploads(100)
         small, large, late = Client(), Client(), Client()

@@ -241,7 +241,7 @@ def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
     asyncio.run(body())
 
 
-def test_a_server_that_is_gone_is_told_as_such() -> None:
+def test_a_server_that_is_gone_is_reported_as_such() -> None:
     async def die(talk: Talk) -> None:
         if len(talk.server.talks) == 1:
             return talk.reply(b"ok")
@@ -306,7 +306,7 @@ async def opened(server: Server, client: HttpClient, silence: float) -> ClientRe
     return answer
 
 
-def test_silence_is_limited_while_somebody_waits() -> None:
+def test_silence_is_limited_while_a_reader_waits() -> None:
     async def begin(talk: Talk) -> None:
         talk.begin()
 

@@ -123,7 +123,7 @@ def test_header_values_are_bytes_without_the_space_around_them() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 2", SIZED + b"a", CHUNKED + b"5\r\nab", CHUNKED + b"2\r\nab\r\n"])
-def test_an_answer_that_breaks_off_is_told_with_how_far_it_got(begun: bytes) -> None:
+def test_an_answer_that_breaks_off_is_reported_with_how_far_it_got(begun: bytes) -> None:
     connection, _, taker = asked()
     if begun:
         connection.data_received(begun)
@@ -179,7 +179,7 @@ def test_a_long_body_is_no_long_head() -> None:
 
 
 @pytest.mark.parametrize("surplus", [b"x", SIZED + b"cd", b"HTTP/1.1"])
-def test_more_than_was_asked_for_is_nobodys_answer(surplus: bytes) -> None:
+def test_more_than_was_asked_for_is_no_answer(surplus: bytes) -> None:
     for at_once in (True, False):
         connection, transport, taker = asked()
         if at_once:

@@ -58,7 +58,7 @@ def test_a_survival_curve_is_that_of_the_lengths():
     assert known.survival([100], [0], np.array([50.0]))[0, 0] == pytest.approx(1 - 50 / 127, abs=0.02)
 
 
-def test_nobody_outlives_his_most():
+def test_no_request_outlives_its_maximum():
     known = learned(300, [5, 300, 300])
     assert known.survival([300], [299], ONE)[0, 0] == 0
     assert known.survival([300], [298], ONE)[0, 0] > 0
@@ -284,7 +284,7 @@ def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
         assert choose_victim(reqs, memory).rid == rid
 
 
-def gave_way(policy: str) -> TieredSim:
+def retracted_requests(policy: str) -> TieredSim:
     """Run six requests on a pool for three of them, some of which are retracted, and return the instance."""
     sim = TieredSim(
         200,
@@ -303,8 +303,8 @@ def gave_way(policy: str) -> TieredSim:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-def test_who_gave_way_finds_its_kv_in_the_host_tier(policy):
-    sim = gave_way(policy)
+def test_a_retracted_request_finds_its_kv_in_the_host_tier(policy):
+    sim = retracted_requests(policy)
     assert sim.tiers.counts.loaded > 0
     # Nothing but the last page of each, and the token that is sampled from.
     assert sim.scheduler.counters.recomputed_tokens <= sim.scheduler.planner.retraction.count * (
@@ -315,7 +315,7 @@ def test_who_gave_way_finds_its_kv_in_the_host_tier(policy):
 def test_without_keeping_it_there_it_is_computed_again(monkeypatch):
     """The mistake that the test above is to find: a policy that keeps what is used twice keeps none of it."""
     monkeypatch.setattr(KVTiers, "keep", lambda self, req, pages: None)
-    sim = gave_way("write_through_selective")
+    sim = retracted_requests("write_through_selective")
     page = sim.options.page_size
     assert sim.scheduler.counters.recomputed_tokens > sim.scheduler.planner.retraction.count * (page + 1)
 

@@ -213,7 +213,7 @@ def test_nothing_is_learned_from_a_forecast_whose_prompt_was_withdrawn() -> None
     assert req.first_token_estimate is None
 
 
-def test_an_answer_that_nobody_asked_for_takes_no_memory_back() -> None:
+def test_an_unasked_answer_takes_no_memory_back() -> None:
     pair = reserved(SimPair(max_total_tokens=80))
     receiver = next(r for r in pair.decode.receivers.rooms.values() if r.req.rid == "r1")
     pair.to_decode.append(Withdrawn("decode", receiver.handover, begun=False))

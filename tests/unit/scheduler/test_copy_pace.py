@@ -154,7 +154,7 @@ def test_a_short_load_and_a_piece_share_the_room_of_a_step() -> None:
     assert (itl.info()["steps_over"], itl.margin <= FIRST_MARGIN) == (0, True)
 
 
-def test_copies_that_were_told_before_leave_less_room_for_loads(sim: CopyingSim) -> None:
+def test_copies_that_were_sent_before_leave_less_room_for_loads(sim: CopyingSim) -> None:
     """The copies are of pages that the step before has computed."""
     sim.stream()
     sim.submit("new", [7, *range(80)], max_new_tokens=2)

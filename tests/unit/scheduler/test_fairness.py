@@ -60,7 +60,7 @@ def test_who_was_away_is_no_creditor():
     assert shares.share(idle)[0] == shares.share(busy)[0] == 1000
 
 
-def test_nor_is_who_comes_when_nobody_waits():
+def test_nor_is_a_tenant_that_comes_when_none_waits():
     shares = FairShares()
     busy, idle = Tenant("busy"), Tenant("idle")
     shares.comes(Tenant("a stream"))  # with it the clock's own pace is half of busy's
@@ -132,7 +132,7 @@ def test_who_comes_begins_between_the_lowest_and_the_highest_that_wait(seed: int
         shares.prompt(rng.choice(tenants), rng.randrange(100))
 
 
-def test_a_flood_of_new_names_makes_nobody_elses_debt_forgotten():
+def test_a_flood_of_new_names_leaves_other_counters_alone():
     shares = FairShares()
     debtor, creditor = Tenant("a", "greedy"), Tenant("a", "modest")
     comes_to_wait(shares, debtor, creditor)

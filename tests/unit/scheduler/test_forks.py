@@ -107,7 +107,7 @@ def test_one_answer_is_asked_for_as_ever() -> None:
     assert isinstance(request, GenerateReq)
 
 
-def test_an_error_of_the_prompt_is_told_to_each_answer_and_to_no_other_request() -> None:
+def test_an_error_of_the_prompt_reaches_each_answer_and_no_other_request() -> None:
     tokenizer, _ = make_tokenizer()
     good = TokenizeReq(rid="good", sampling=SamplingParams(seed=1), arrival=1.0, text="x")
     routed = route(tokenizer, [make_req(input_ids=[VOCAB], forks=["b", "c"]), AbortReq("b"), good])

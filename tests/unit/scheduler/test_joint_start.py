@@ -64,17 +64,17 @@ def test_a_batch_begins_as_one(count: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert batch.sim.now - batch.begin < (before.sim.now - before.begin) / 1.25
 
 
-def test_nobody_is_held_where_prompts_are_as_fast_beside_decodes() -> None:
+def test_no_request_is_held_if_prompts_are_as_fast_beside_decodes() -> None:
     firsts = Batch([128] * 16, LIGHT).run()
     assert min(firsts) < 0.6 * max(firsts)
 
 
-def test_nobody_is_held_for_a_much_longer_prompt() -> None:
+def test_no_request_is_held_for_a_much_longer_prompt() -> None:
     firsts = Batch([100, 100, 1500]).run()
     assert max(firsts[:2]) < 1.1 * CHUNK_SECONDS
 
 
-def test_nobody_is_held_for_longer_than_the_limit() -> None:
+def test_no_request_is_held_for_longer_than_the_limit() -> None:
     firsts = sorted(Batch([128] * 40).run())
     assert firsts[0] < max(joint_start.MOST_SECONDS, joint_start.MOST_TIMES * CHUNK_SECONDS / 4) + CHUNK_SECONDS
     assert firsts[-1] > 1.5 * joint_start.MOST_SECONDS
@@ -85,12 +85,12 @@ def test_who_wants_one_token_is_not_held() -> None:
     assert firsts[0] < 1.1 * CHUNK_SECONDS
 
 
-def test_nobody_is_held_for_those_that_have_no_row() -> None:
+def test_no_request_is_held_for_those_that_have_no_row() -> None:
     firsts = sorted(Batch([128] * 8, max_running_requests=4).run())
     assert firsts[3] < 1.1 * CHUNK_SECONDS
 
 
-def test_nobody_waits_for_those_that_get_no_memory() -> None:
+def test_no_request_waits_for_those_that_get_no_memory() -> None:
     firsts = sorted(Batch([128] * 8, max_total_tokens=128 * 5).run())
     assert firsts[0] < 2.1 * CHUNK_SECONDS
 
@@ -105,7 +105,7 @@ def test_a_higher_priority_is_not_held_for_a_lower_one() -> None:
     assert max(batch.sim.first_token_at[f"r{i}"] for i in range(4)) - batch.begin < 1.1 * CHUNK_SECONDS
 
 
-def test_while_somebody_decodes_the_budget_decides() -> None:
+def test_while_a_request_decodes_the_budget_decides() -> None:
     sim = TimedSim(HEAVY, max_total_tokens=1 << 16, chunked_prefill_size=512)
     sim.submit("reader", range(20), max_new_tokens=400)
     sim.run_until(lambda: "reader" in sim.first_token_at)

@@ -148,7 +148,7 @@ def test_pools_are_looked_at_where_they_lie():
 # --- what is compared ---
 
 
-def test_without_the_flag_nobody_looks():
+def test_without_the_flag_nothing_is_compared():
     sim = SimInstance()
     ask(sim, "a", prompt(1))
     assert not sim.scheduler.memory.debug.enabled
@@ -185,7 +185,7 @@ def test_kv_that_changed_in_the_pool_is_named_and_not_found_again(caplog):
     assert sum(debug_of(sim).mismatches.values()) == 1
 
 
-def test_what_is_computed_again_otherwise_is_told_and_no_fault_of_the_cache(caplog, monkeypatch):
+def test_what_is_computed_again_otherwise_is_reported_and_no_fault_of_the_cache(caplog, monkeypatch):
     sim = watched(disable_radix_cache=True, chunked_prefill_size=64)
     ask(sim, "a", prompt(1))
     monkeypatch.setattr("support.sim.mix", lambda before, token: before + token + 1)
@@ -446,7 +446,7 @@ def cached_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = N
     return answer
 
 
-def test_what_the_cache_holds_is_told_and_is_the_same_on_two_instances():
+def test_what_the_cache_holds_is_reported_and_is_the_same_on_two_instances():
     one, other = watched(), watched()
     for sim in (one, other):
         ask(sim, "x" if sim is one else "y", prompt(5))  # so that pages have other numbers

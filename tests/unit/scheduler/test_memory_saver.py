@@ -139,7 +139,7 @@ def test_the_wrong_order_is_refused(order: tuple, says: str | None) -> None:
     assert "(kv_cache)" in rig.problem()
 
 
-def test_nobody_comes_in_by_another_door() -> None:
+def test_no_request_comes_in_by_another_way() -> None:
     """Sessions that go on, and requests that move here, are requests as well."""
     rig = Rig()
     msg = make_generate("again", range(8), max_new_tokens=6)

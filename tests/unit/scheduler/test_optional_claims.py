@@ -10,7 +10,7 @@ from pdserve.scheduler.optional_claims import MOST_OPTIONAL
 from pdserve.scheduler.req import Req, Route
 
 
-def test_optional_claims_hold_nobody_up() -> None:
+def test_optional_claims_hold_no_other_up() -> None:
     sim = both_ways(max_total_tokens=64)
     claims = sim.scheduler.planner.claims
     held = make_req(sim, "held", 20, leg="decode")

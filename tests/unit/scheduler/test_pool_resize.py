@@ -76,7 +76,7 @@ def test_window_pages_beyond_the_end_go_when_no_span_has_them() -> None:
 
 
 @pytest.mark.parametrize("make", [ResizedSim, ResizedTieredSim])
-def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
+def test_what_is_cached_is_evicted_and_nothing_else_is_lost(make: Any) -> None:
     sim = make(64, store=False, hicache_write_policy="write_back") if make is ResizedTieredSim else make(make_options())
     settle = sim.settle if make is ResizedTieredSim else sim.run_until_idle
     for i in range(3):
@@ -349,7 +349,7 @@ def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     assert (refused.id, refused.status) == (4, 409)
 
 
-def test_who_cannot_is_told_why() -> None:
+def test_an_impossible_resize_is_refused_with_the_reason() -> None:
     sim = ResizedSim(make_options())
     for tokens, says in ((3, "less than a page"), (260, "start with a larger --max-total-tokens-limit")):
         result = sim.order(tokens)

@@ -152,7 +152,7 @@ def test_what_has_ended_lately_can_be_kept_and_its_prompt_alone():
     assert snapshot(sim, "nobody").status == 404
 
 
-def test_a_prefills_leg_is_its_decodes_and_kv_that_nobody_checked_stays_out_of_the_store():
+def test_a_prefills_leg_is_its_decodes_and_unchecked_kv_stays_out_of_the_store():
     sim = TieredSim(200)
     sim.submit("a", prompt(1), max_new_tokens=12)
     run_until(sim, "a", 3)

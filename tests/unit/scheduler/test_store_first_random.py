@@ -92,7 +92,7 @@ def test_whatever_happens_many_times():
         attack(seed)
 
 
-def _pages_count_though_nobody_copied_them(patch):
+def _pages_count_though_they_were_not_copied(patch):
     load = KVTiers.load
 
     def forgetful(self, req, cached, host_pages, pool_pages, *, more=False):
@@ -139,7 +139,7 @@ def _memory_of_the_room_is_given_back_while_it_waits(patch):
 
 
 MISTAKES = [
-    _pages_count_though_nobody_copied_them,
+    _pages_count_though_they_were_not_copied,
     _pages_count_before_they_are_here,
     _one_page_too_many_is_loaded,
     _memory_of_the_room_is_given_back_while_it_waits,

@@ -262,7 +262,7 @@ def test_a_turn_costs_nothing_while_nothing_is_due():
     assert answers == [[Kept(100)]] * 900
 
 
-def test_wishes_end_once_and_nothing_is_left_of_them():
+def test_orders_end_once_and_nothing_is_left_of_them():
     tiers = Saving(name(0))
     kept = KeptPages(tiers, tiers, itertools.count(1).__next__)
     saving, keeping = wish(kept, [name(0), name(1)]), wish(kept, [name(1)], 1.0)
@@ -371,7 +371,7 @@ def test_a_store_that_fails_in_its_own_way_is_one_that_fails(caplog):
     assert sim.tiers.info()["backlog"] == 0
 
 
-def test_nobody_waits_for_a_store_that_was_not_asked():
+def test_no_request_waits_for_a_store_that_was_not_asked():
     sim = TieredSim(8, kept={})
     msg = make_generate("r", list(range(40)), max_new_tokens=4)
     sim.scheduler.arrivals.admit(msg, sim.now)

@@ -122,7 +122,7 @@ def test_an_abort_brings_all_that_was_computed(stream: bool, turns: int) -> None
     assert tokens_by_interval[1] == tokens_by_interval[32] == reference_output(PROMPT, turns)
 
 
-def test_a_request_that_fails_has_told_what_it_had() -> None:
+def test_a_request_that_fails_has_sent_what_it_had() -> None:
     sim = SimInstance(make_options(stream_interval=32, disable_overlap_schedule=True))
     sim.submit("a", PROMPT, max_new_tokens=50)
     for _ in range(4):
@@ -137,7 +137,7 @@ def test_a_request_that_fails_has_told_what_it_had() -> None:
     assert sim.tokens["a"] == reference_output(PROMPT, 4)
 
 
-def test_what_a_stop_string_cut_off_is_not_told() -> None:
+def test_what_a_stop_string_cut_off_is_not_sent() -> None:
     sim = SimInstance(make_options(stream_interval=32))
     sim.submit("a", PROMPT, max_new_tokens=50, stop=("x",))
     for _ in range(4):

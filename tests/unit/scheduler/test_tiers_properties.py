@@ -252,7 +252,7 @@ def attack(examples: int, *, shrink: bool = True) -> None:
     run_state_machine_as_test(Tiers, settings=settings(config, print_blob=False, derandomize=True, database=None))
 
 
-def test_every_token_is_right_and_every_page_somebodys():
+def test_every_token_is_right_and_every_page_has_an_owner():
     attack(40)
 
 
@@ -328,7 +328,7 @@ def _copies_from_the_pages_before(patch):
     patch.setattr(KVTiers, "leaving", lambda self, hashes, pages: leaving(self, hashes, pages - 1))
 
 
-def _windows_that_nobody_loads(patch):
+def _windows_that_are_not_loaded(patch):
     copy = HostPool.copy
     kept = [PageCopy.TO_HOST, PageCopy.TO_POOL, PageCopy.WINDOW_TO_HOST]
     patch.setattr(HostPool, "copy", lambda self, pools, c: copy(self, pools, c[np.isin(c[:, 0], kept)]))
@@ -357,7 +357,7 @@ def _memory_goes_while_requests_use_it(patch):
 MISTAKES = [
     _memory_goes_while_requests_use_it,
     _snapshots_of_pages_that_are_anothers,
-    _windows_that_nobody_loads,
+    _windows_that_are_not_loaded,
     _pages_saved_without_their_window,
     _copies_that_come_late,
     _pages_that_are_overwritten_while_they_are_read,

@@ -52,7 +52,7 @@ def assert_all_returned(sim: SimInstance) -> None:
 # --- priorities ---
 
 
-def test_nobody_follows_a_prompt_of_lower_priority() -> None:
+def test_no_request_follows_a_prompt_of_lower_priority() -> None:
     """A request that waits for the prompt of another one gets on at its pace."""
     options = make_options(
         **{"page_size": 16, "max_total_tokens": 1 << 16, "max_running_requests": 512, "chunked_prefill_size": 512},
@@ -133,7 +133,7 @@ def test_a_far_higher_priority_takes_the_memory_of_lower_ones(threshold: int, pr
     assert_all_returned(sim)
 
 
-def test_nobody_gives_way_to_one_that_waits_for_the_store(monkeypatch):
+def test_no_request_is_retracted_for_one_that_waits_for_the_store(monkeypatch):
     before = TieredSim(200)
     before.submit("a", [50] * 30, max_new_tokens=4)
     before.settle()
@@ -163,7 +163,7 @@ def test_nobody_gives_way_to_one_that_waits_for_the_store(monkeypatch):
     assert sim.ends["high"].meta.cached_tokens
 
 
-def test_nobody_is_preempted_in_vain():
+def test_no_request_is_preempted_in_vain():
     sim = SimInstance(make_options(max_total_tokens=64, schedule_policy="priority"))
     send(sim, "equal", [1] * 24, max_new_tokens=20, priority=50)
     send(sim, "low", [2] * 8, max_new_tokens=20, priority=0)
@@ -255,7 +255,7 @@ def test_followers_go_on_when_the_first_is_aborted(when: int):
     assert_all_returned(sim)
 
 
-def test_without_a_cache_nobody_waits_for_anybody():
+def test_without_a_cache_no_request_waits_for_another():
     sim = alike(3, disable_radix_cache=True)
     sim.run_until_idle()
     assert sim.scheduler.planner.shared_prompts.set_aside == 0
@@ -439,7 +439,7 @@ def test_a_batch_that_can_not_be_taken_in_is_to_be_split():
 
 @pytest.mark.parametrize("chunk", [512, -1])
 @pytest.mark.parametrize("length", [500, 512])
-def test_nobody_begins_in_what_a_step_has_left_beside_others(length: int, chunk: int) -> None:
+def test_no_request_begins_in_what_a_step_has_left_beside_others(length: int, chunk: int) -> None:
     """A scrap of less than a page once let the whole queue in, each without a token computed."""
     options = make_options(
         **{"page_size": 16, "max_total_tokens": 1 << 17, "max_running_requests": 256, "itl_budget_ms": 0},

@@ -34,7 +34,7 @@ def grow(choice: Choice, tokens: int, taken_each: int) -> list[Delta]:
 
 
 @pytest.mark.parametrize("taken_each", [1, 4])
-def test_a_stream_that_repeats_nothing_keeps_nothing_that_it_has_told(taken_each: int) -> None:
+def test_a_stream_that_repeats_nothing_keeps_nothing_that_it_has_sent(taken_each: int) -> None:
     choice = make_choice(keeps_sent=False)
     deltas = grow(choice, 400, taken_each)
     assert "".join(delta.text for delta in deltas) == 400 * PIECE
@@ -67,7 +67,7 @@ def test_a_stream_that_repeats_copies_its_text_once_for_each_event() -> None:
 
 
 @pytest.mark.parametrize("keeps_sent", [False, True])
-def test_what_was_told_elsewhere_is_not_told_again(keeps_sent: bool) -> None:
+def test_what_was_sent_elsewhere_is_not_sent_again(keeps_sent: bool) -> None:
     choice = make_choice(keeps_sent=keeps_sent, sent_chars=7 * len(PIECE), sent_tokens=7, opened=True)
     deltas = grow(choice, 12, 2)
     assert [len(delta.token_ids) for delta in deltas] == [0, 0, 0, 1, 2, 2]
@@ -85,7 +85,7 @@ def test_what_was_told_elsewhere_is_not_told_again(keeps_sent: bool) -> None:
         ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 9}}, 9),
     ],
 )
-def test_only_streams_that_repeat_keep_what_they_have_told(
+def test_only_streams_that_repeat_keep_what_they_have_sent(
     path: str, body: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices: list[Choice] = []

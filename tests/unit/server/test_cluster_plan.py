@@ -54,7 +54,7 @@ def test_an_instance_stays_on_one_node():
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(0.5, [1, 1]), (2.0, [1, 1]), (5.9, [3, 2])])
-def test_a_quota_is_divided_and_binds_nobody(quota, threads):
+def test_a_quota_is_divided_and_binds_no_thread(quota, threads):
     divided, why = shares(ClusterOptions(), machine(8, quota=quota))
     assert divided == [(None, count) for count in threads]
     assert f"a CPU quota of {quota:g} cores divided" in why

@@ -225,7 +225,7 @@ def test_what_asks_a_chat_for_nothing_is_accepted(front: Front, fields: dict[str
         *({"verbosity": "low"}, {"prediction": {"type": "content", "content": "x"}}),
     ],
 )
-def test_wishes_are_ignored_and_named(front: Front, path: str, fields: dict[str, Any]) -> None:
+def test_fields_without_effect_are_ignored_and_named(front: Front, path: str, fields: dict[str, Any]) -> None:
     response = front.post(path, {**REQUIRED[path], **fields})
     assert (response.status_code, response.headers["x-pdserve-ignored"]) == (200, next(iter(fields)))
 

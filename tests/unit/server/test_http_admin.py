@@ -311,7 +311,7 @@ def test_no_body_makes_a_500(path: str, body: bytes | dict[str, Any]) -> None:
     with_engine(run)
 
 
-def test_hashes_of_what_is_cached_are_told_by_layer_and_page() -> None:
+def test_hashes_of_what_is_cached_are_reported_by_layer_and_page() -> None:
     async def run(engine: FakeEngine) -> None:
         refused = await engine.post("/kv/hashes", {"text": "aaaa bb"})
         assert (refused.status_code, "--kv-debug" in refused.text) == (501, True)

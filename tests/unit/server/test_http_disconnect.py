@@ -64,7 +64,7 @@ def test_a_name_can_be_used_again_before_the_engine_has_ended_its_first_owner() 
     asyncio.run(run())
 
 
-def test_a_client_that_goes_while_sending_harms_nobody() -> None:
+def test_a_client_that_goes_while_sending_does_no_harm() -> None:
     async def run() -> None:
         engine = FakeEngine()
         async with serving(engine) as port:

@@ -61,7 +61,7 @@ def test_one_prompt_gets_one_object() -> None:
     assert len(engine.client.live) == 0
 
 
-def test_cached_tokens_are_told_by_tier_and_what_a_decode_had_itself_beside_them() -> None:
+def test_cached_tokens_are_reported_by_tier_and_what_a_decode_had_itself_beside_them() -> None:
     meta = ReqMeta(40, 1, 30, Timing(), cached_beyond=CachedBeyond(host=8, store=12))
     reported = {"device": 10, "host": 8, "storage": 12}
     assert by_tier(meta) == reported
@@ -196,7 +196,7 @@ def test_an_error_after_text_is_an_event_and_ends_the_rest() -> None:
     assert [abort.rid for abort in engine.aborts] == ["x"]
 
 
-def test_news_while_nobody_reads_comes_as_one_chunk() -> None:
+def test_unread_tokens_come_as_one_chunk() -> None:
     async def run(engine: FakeEngine) -> httpx.Response:
         task = asyncio.create_task(engine.post("/generate", {"text": "a", "stream": True}))
         await engine.wait_for(lambda: len(engine.requests) == 1)

@@ -227,7 +227,7 @@ def test_metrics_need_the_key_unless_they_are_open(options: dict[str, Any], stat
     with_engine(run, api_key="secret", **options)
 
 
-def test_late_news_of_a_request_whose_client_left_counts_nothing() -> None:
+def test_late_output_of_a_request_whose_client_left_is_not_counted() -> None:
     async def run(engine: FakeEngine) -> None:
         engine.end_aborted = False
         asked = asyncio.create_task(engine.post("/generate", {"text": "a"}))

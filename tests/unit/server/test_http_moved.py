@@ -201,7 +201,7 @@ def test_a_ticket_is_good_once_and_a_wrong_one_never(monkeypatch):
     run()
 
 
-def test_who_nobody_comes_for_ends(monkeypatch):
+def test_an_answer_that_is_not_fetched_ends(monkeypatch):
     monkeypatch.setattr(moved_answers, "UNREAD_SECONDS", 0.05)
 
     @scene
@@ -321,7 +321,7 @@ def test_who_moves_on_is_followed_again():
     run()
 
 
-def test_who_has_an_answer_that_nobody_has_come_for_waits_before_it_is_drained():
+def test_an_unread_answer_is_waited_for_before_the_drain_ends():
     @scene
     async def run(two: Two) -> None:
         asked = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS)

@@ -211,7 +211,7 @@ def test_who_is_who(files: dict[str, Any]) -> None:
     assert caller(keys) is None
 
 
-def test_a_router_with_the_admin_key_speaks_for_its_clients_and_nobody_else_does(files: dict[str, Any]) -> None:
+def test_only_a_router_with_the_admin_key_speaks_for_its_clients(files: dict[str, Any]) -> None:
     keys = read_keys(Options(**files))
     name = (b"x-pdserve-key-name", b"carol")
     assert caller(keys, bearer("the-admin"), name) == Caller("carol", is_admin=False)
@@ -229,7 +229,7 @@ def test_an_only_key_may_do_everything_and_several_may_not(files: dict[str, Any]
     assert not any(caller(several, bearer(key)).is_admin for key in ("one", "a-key"))  # type: ignore[union-attr]
 
 
-def test_without_keys_everybody_is_one_user_and_may_speak_for_somebody() -> None:
+def test_without_keys_all_clients_are_one_user_and_may_name_another() -> None:
     for keys in (Keys({}), Keys({}).with_own_admin("drawn")):
         assert caller(keys) == caller(keys, bearer("anything")) == ANYBODY == Caller("", is_admin=False)
         assert caller(keys, (b"x-pdserve-key-name", b"alice")) == Caller("alice", is_admin=False)
@@ -273,7 +273,7 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ORDERS)
-def test_without_keys_nobody_ends_or_changes_an_instance(path: str, body: dict[str, Any]) -> None:
+def test_without_keys_no_client_ends_or_changes_an_instance(path: str, body: dict[str, Any]) -> None:
     async def run(engine: FakeEngine) -> None:
         for key in ("", "Bearer anything"):
             async with engine.http(authorization=key) as client:
@@ -285,7 +285,7 @@ def test_without_keys_nobody_ends_or_changes_an_instance(path: str, body: dict[s
     with_engine(run)
 
 
-def test_without_keys_everybody_may_generate_look_flush_and_abort_what_they_can_name() -> None:
+def test_without_keys_all_clients_may_generate_look_flush_and_abort_what_they_can_name() -> None:
     async def run(engine: FakeEngine) -> None:
         async with engine.http(authorization="") as client:
             running = asyncio.create_task(client.post("/generate", json=ONE | {"rid": "mine"}))
@@ -299,7 +299,7 @@ def test_without_keys_everybody_may_generate_look_flush_and_abort_what_they_can_
     with_engine(run, hold=True)
 
 
-def test_with_an_admin_key_alone_everybody_is_a_user(files: dict[str, Any]) -> None:
+def test_with_an_admin_key_alone_every_client_is_a_user(files: dict[str, Any]) -> None:
     keys = read_keys(Options(admin_key_file=files["admin_key_file"]))
     assert caller(keys) == caller(keys, bearer("anything")) == Caller("", is_admin=False)
 
@@ -336,7 +336,7 @@ def test_no_spelling_of_a_path_leads_a_user_to_what_is_the_admins(files: dict[st
     with_engine(run, **files)
 
 
-def test_a_path_that_nobody_declared_a_users_is_the_admins(files: dict[str, Any]) -> None:
+def test_a_path_that_is_not_declared_a_users_is_the_admins(files: dict[str, Any]) -> None:
     """Every path of the app, but for those named: what comes later falls under it."""
 
     async def run(engine: FakeEngine) -> None:
@@ -356,7 +356,7 @@ def as_user(engine: FakeEngine, key: str) -> httpx.AsyncClient:
     return engine.http(authorization=f"Bearer {key}")
 
 
-def test_names_that_others_have_chosen_with_care_lead_to_nobody_elses_request(files: dict[str, Any]) -> None:
+def test_carefully_chosen_names_lead_to_no_other_request(files: dict[str, Any]) -> None:
     async def run(engine: FakeEngine) -> None:
         names = ["job", *(f"job~{i}" for i in range(1, 12))]
         body = {"text": [ONE["text"]] * len(names), "rid": names, "sampling_params": ONE["sampling_params"]}
@@ -374,7 +374,7 @@ def test_names_that_others_have_chosen_with_care_lead_to_nobody_elses_request(fi
     with_engine(run, hold=True, **files)
 
 
-def test_an_abort_ends_ones_own_and_the_admins_anybodys(files: dict[str, Any]) -> None:
+def test_an_abort_ends_ones_own_and_the_admins_ends_any(files: dict[str, Any]) -> None:
     async def run(engine: FakeEngine) -> None:
         async def begin(key: str, count: int) -> asyncio.Task[httpx.Response]:
             task = asyncio.create_task(as_user(engine, key).post("/generate", json={**ONE, "rid": "same"}))

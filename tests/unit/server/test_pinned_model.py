@@ -132,7 +132,7 @@ def test_what_is_not_from_the_hub_stays_as_it_is(
 
 
 @pytest.mark.parametrize("run", [run_instance, cluster.run_cluster], ids=["server", "up"])
-def test_a_hub_that_does_not_answer_is_said_before_anything_starts(
+def test_a_hub_that_does_not_answer_is_reported_before_anything_starts(
     launched: list[Any],
     run: Callable[[Any], int],
     monkeypatch: pytest.MonkeyPatch,
@@ -148,7 +148,7 @@ def test_a_hub_that_does_not_answer_is_said_before_anything_starts(
     assert f"'{MODEL}' is neither a local path nor in the hub's cache" in caplog.text
 
 
-def test_server_info_tells_everybody_the_commit() -> None:
+def test_server_info_tells_every_client_the_commit() -> None:
     sim = SimInstance(make_options(model_path=MODEL, revision=commit(1)))
     assert server_info(sim.scheduler, "epoch", InvariantResult())["revision"] == commit(1)
     assert "revision" in FOR_USERS

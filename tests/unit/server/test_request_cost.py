@@ -223,7 +223,7 @@ def test_pieces_give_what_the_whole_gives(content: Any, piece: int, monkeypatch:
         b"1 2",
     ],
 )
-def test_what_is_wrong_is_said_as_of_the_whole(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_reported_as_of_the_whole(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_bodies, "PIECE_BYTES", 0)
     with pytest.raises(orjson.JSONDecodeError) as expected:
         orjson.loads(data)

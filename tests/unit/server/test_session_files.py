@@ -216,7 +216,7 @@ def test_what_a_killed_process_left_is_removed_in_time(tmp_path):
     assert {p.name for p in (tmp_path / "sessions" / "anybody").iterdir()} == {"a.session", "b.session", "unfinished-2"}
 
 
-def test_another_instance_that_stopped_while_it_wrote_holds_nobody_up_for_ever(tmp_path, monkeypatch):
+def test_another_instance_that_stopped_while_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(session_files, "LOCK_SECONDS", 0.0)
     store = files(tmp_path)
     with (tmp_path / "sessions" / "lock").open("w") as lock:
@@ -241,7 +241,7 @@ for i in itertools.count():
 """
 
 
-def test_whoever_is_killed_while_it_writes_leaves_the_one_or_the_other(tmp_path):
+def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     """A writer that does nothing else, killed wherever it is; a reader finds a whole session at any moment."""
     running = msgspec.structs.replace(STATE.running, output=pack_i32(range(100_000)))
     (tmp_path / "state").write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(STATE, running=running)))

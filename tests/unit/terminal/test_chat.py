@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.machine import limit
-from support.web_server import Connection, WebServer, port_of_nobody, web_server
+from support.web_server import Connection, WebServer, refusing_port, web_server
 
 from pdserve.terminal.chat import client as client_module
 from pdserve.terminal.chat.answer import StreamedAnswer
@@ -131,7 +131,7 @@ def test_the_line_below_an_answer(friendly: WebServer) -> None:
         ([1], "stop"),
     ],
 )
-def test_phases_are_told_where_they_are_pdserves(timing: Any, said: str) -> None:
+def test_phases_are_shown_if_they_are_pdserves(timing: Any, said: str) -> None:
     def script(connection: Connection) -> None:
         connection.begin_stream()
         connection.event(delta("hello", "stop"))
@@ -223,15 +223,15 @@ def test_a_failure_is_one_line_and_the_session_goes_on(script: Callable[[Connect
     assert "fine\n" in shown
 
 
-def test_where_nobody_can_type_the_next_line_a_failure_is_the_end() -> None:
+def test_without_a_terminal_a_failure_is_the_end() -> None:
     with web_server({CHAT: refuse(503, "loading")}) as server:
         end, _ = talk(server, "one", "two", goes_on=False)
         assert end is End.FAILED
         assert len(server.asked(CHAT)) == 1
 
 
-def test_nobody_at_the_address() -> None:
-    with port_of_nobody() as port:
+def test_no_server_at_the_address() -> None:
+    with refusing_port() as port:
         client = ChatClient(f"http://127.0.0.1:{port}", None, {})
         with pytest.raises(ChatError, match=rf"nobody answers at http://127.0.0.1:{port} .*--url"):
             client.first_model()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.machine import limit
-from support.web_server import Connection, port_of_nobody, web_server
+from support.web_server import Connection, refusing_port, web_server
 
 CHAT = "/v1/chat/completions"
 COMMAND = [sys.executable, "-m", "pdserve.server.cli", "chat", "--url"]
@@ -80,7 +80,7 @@ def test_through_pipes_answers_stand_alone_on_stdout() -> None:
 
 
 def test_a_failure_is_one_line_and_the_exit_code(tmp_path: Path) -> None:
-    with port_of_nobody() as port:
+    with refusing_port() as port:
         done = run(f"http://127.0.0.1:{port}", typed="one\n")
     assert (done.returncode, done.stdout) == (1, "")
     [line] = done.stderr.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.router_rig import Rig, scenario
 from support.sim import SimInstance
-from support.web_server import port_of_nobody, web_server
+from support.web_server import refusing_port, web_server
 
 from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
@@ -150,8 +150,8 @@ def test_over_http() -> None:
         assert "does not report its state: status 500" in wrong(list(look_at_server(there.url, None)))[0][1]
 
 
-def test_nobody_is_there_or_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with port_of_nobody() as port:
+def test_no_server_is_there_or_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing_port() as port:
         [(level, text)] = wrong(list(look_at_server(f"http://127.0.0.1:{port}", None)))
     assert level is Level.PROBLEM
     assert "nobody answers" in text

@@ -191,7 +191,7 @@ def test_parts_have_the_groups_that_the_driver_starts() -> None:
         assert tuple(import_module(f"tools.gpu_check.{part}_part").GROUPS) == groups
 
 
-def test_a_peer_that_can_not_run_is_no_failure_and_one_that_is_faster_is_told() -> None:
+def test_a_peer_that_can_not_run_is_no_failure_and_one_that_is_faster_is_reported() -> None:
     part, load = Part(CPU, dry_run=False), peers_part.make_load(dry_run=True)
     rates = {}
 
@@ -215,7 +215,7 @@ def test_what_is_taken_along_is_what_pdserve_and_the_tests_need() -> None:
     assert "gguf" not in collect.to_collect(["GGUF"])
 
 
-def test_the_size_of_what_is_taken_along_is_told_and_limited(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_size_of_what_is_taken_along_is_reported_and_limited(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "a.whl").write_bytes(bytes(3 << 20))
     assert collect.report(tmp_path) == 0
     assert "3.00 MiB  in 1 files; at most 64 MiB" in capsys.readouterr().out
@@ -312,7 +312,7 @@ def test_the_time_of_a_call_is_the_median_over_all_of_them() -> None:
     assert calls == [1, 2] * 2
 
 
-def test_tests_on_the_device_are_told_by_what_pytest_reports(tmp_path: Path) -> None:
+def test_tests_on_the_device_are_judged_by_what_pytest_reports(tmp_path: Path) -> None:
     report, log = tmp_path / "report.xml", tmp_path / "log"
     report.write_text(
         '<testsuites><testsuite tests="4" skipped="1" failures="1" errors="0"><testcase name="a"/>'

@@ -193,7 +193,7 @@ def test_rounds_are_run_resumed_and_read(fake: Fake, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_an_engine_that_fails_is_told_and_left_out(fake: Fake, tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_reported_and_left_out(fake: Fake, tmp_path: Path) -> None:
     claim(tmp_path, MACHINE)
     fake.program = "print('no such model'); raise SystemExit(3)"
     (failure,) = Comparison(SETUP, tmp_path, lambda _: None, patience=0).run(1, ["fake"], ["tiny"])

@@ -83,7 +83,7 @@ def test_events_are_counted_once_however_they_are_cut() -> None:
                 next(events)
 
 
-def test_a_refusal_is_told() -> None:
+def test_a_refusal_is_reported() -> None:
     with server([b"HTTP/1.1 503 X\r\n\r\nbusy"]) as port, closing(RelayClient(port)) as client:
         streaming = client.streaming(1)
         with pytest.raises(ServerError, match="busy"):
@@ -130,6 +130,6 @@ def test_a_whole_measurement() -> None:
     assert float(rows[1][3]) > 0
 
 
-def test_a_router_that_does_not_start_is_told() -> None:
+def test_a_router_that_does_not_start_is_reported() -> None:
     with pytest.raises(ServerError, match="ended with status 1 while starting"):
         running("broken", ["false", "{port}"], "http://127.0.0.1:9", min(os.sched_getaffinity(0))).__enter__()

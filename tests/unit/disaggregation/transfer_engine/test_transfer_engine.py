@@ -151,7 +151,7 @@ def test_what_is_computed_already_leaves_by_whole_pages(layered):
     assert np.array_equal(receiver.pool[SOME + 100], writer.pool[SOME])
 
 
-def test_pages_that_are_being_computed_wait_for_nobody_who_ends_them(layered):
+def test_pages_that_are_being_computed_are_ended_without_a_wait(layered):
     writer, receiver = layered
     done = LayersDone()
     writer.engine.push(send(1, SOME, SOME + 100), done)
