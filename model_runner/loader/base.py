@@ -28,9 +28,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor once, by our name, its rows in our order, on the CPU, of any float type.
+        """Yield every tensor once, on the CPU and of any float type, under its name in the engine.
 
-        One whose name is not known comes as it is, for the loader to refuse.
+        Its rows are in the engine's order. A tensor without a known name keeps the one it has, and the loader refuses
+        it.
         """
 
 
@@ -42,9 +43,10 @@ class Stored(NamedTuple):
 
 
 def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensor ``name`` as ours: cut where several lie in it, the rows of q and k in our order.
+    """Yield the parts of the checkpoint's tensor ``name`` under the engine's names.
 
-    Raises ``InvalidWeights`` where it has another number of rows than those in it together, or of experts.
+    A tensor that holds several is cut, and the rows of q and k are put in the engine's order. Raises ``InvalidWeights``
+    if its number of rows or experts is not that of its parts together.
     """
     parts = find_parts(spec, name)
     if not parts:

@@ -31,10 +31,13 @@ PANEL = 32
 
 
 class GGUFBlocks(BlockSource):
-    """The matrices of a file whose kinds the kernels know. The file stays open as long as this lives."""
+    """The matrices of a file in formats that the kernels know. The file is open for the lifetime of this object."""
 
     def __init__(self, path: Path, spec: ModelSpec, shard: Shard | None = None) -> None:
-        """``shard``: of which rank; the blocks are its part of the model ``spec``."""
+        """Find the matrices of the file at ``path`` that can be served as blocks.
+
+        ``spec``: the whole model. ``shard``: rank of the part that is served, or None for all.
+        """
         self._shard = shard
         self._matrices = GGUFWeights(path, spec).matrices()
         known = {group for group in linear_layers(spec) if self._is_known(group)}
@@ -68,7 +71,7 @@ class GGUFBlocks(BlockSource):
         digest.update(matrix.rows[rows, columns].tobytes())
 
     def log_summary(self, dtype: torch.dtype) -> None:
-        """One line: what is served as blocks, what is not though it is quantised, and what that costs; in MiB."""
+        """Log which matrices are served as blocks, which quantised ones are not, and how many MiB that costs."""
         served, others = Counter[str](), Counter[str]()
         nbytes = cost = 0
         for group, is_served in self._served.items():
@@ -115,7 +118,10 @@ class GGUFBlocks(BlockSource):
         return len({self._matrix(name).kind for name in group}) > 1
 
     def _can_divide(self, group: tuple[str, ...]) -> bool:
-        """Whether this rank's part of ``group``, which is known, is whole blocks, and whole panels of each kind."""
+        """Return whether this rank's part of ``group`` consists of whole blocks, and of whole panels of each format.
+
+        All formats of the group must be known.
+        """
         parts = [(name, self._matrix(name)) for name in group]
         if not all(self._is_whole(name, matrix) for name, matrix in parts):
             return False
@@ -127,7 +133,7 @@ class GGUFBlocks(BlockSource):
         return None if self._shard is None else self._shard.slice_of(name)
 
     def _share(self, name: str, matrix: GGUFMatrix) -> Fraction:
-        """This rank's of the matrix."""
+        """Return the fraction of the matrix that this rank has."""
         part = self._slice(name)
         return Fraction(1) if part is None else Fraction(part.size, matrix.shape[part.axis])
 
@@ -135,12 +141,12 @@ class GGUFBlocks(BlockSource):
         return int(matrix.rows.nbytes * self._share(name, matrix))
 
     def _is_whole(self, name: str, matrix: GGUFMatrix) -> bool:
-        """Whether this rank's part of the columns begins and ends between blocks."""
+        """Return whether this rank's part of the columns begins and ends between blocks."""
         part, block = self._slice(name), GGML_QUANT_SIZES[matrix.kind][0]
         return part is None or part.axis is Axis.ROWS or part.begin % block == part.end % block == 0
 
     def _part(self, name: str, matrix: GGUFMatrix) -> npt.NDArray[Any]:
-        """This rank's rows, or its blocks of each."""
+        """Return the rows of the matrix that this rank has, or its blocks of every row."""
         part, rows = self._slice(name), matrix.ordered_rows
         if part is None:
             return rows
@@ -151,7 +157,7 @@ class GGUFBlocks(BlockSource):
 
 
 def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
-    """The names of the weights that are multiplied with together, for each linear layer of the engine."""
+    """Yield, for each linear layer of the engine, the names of the weights that are multiplied together."""
     for i, layer in enumerate(spec.layers):
         q, k, v, o, q_a, q_b, kv_a = (
             f"layers.{i}.{name}_proj.weight" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_a")
@@ -169,7 +175,7 @@ def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _networks(mlp: MLPSpec | ExpertsSpec) -> list[str]:
-    """What the names of a layer's networks begin with."""
+    """Return the prefixes of the names of a layer's networks."""
     if isinstance(mlp, MLPSpec):
         return [""]
     return [f"experts.{i}." for i in range(mlp.count)] + (["shared."] if mlp.shared is not None else [])

@@ -46,7 +46,10 @@ class GGUFWeights(WeightSource):
     """The tensors of a GGUF file by our names."""
 
     def __init__(self, path: Path, spec: ModelSpec, left_out: Container[str] = ()) -> None:
-        """``left_out``: our names of tensors that nobody wants as floats; they are not dequantised."""
+        """Open the GGUF file at ``path`` as weights of ``spec``.
+
+        ``left_out``: the engine's names of tensors that are not needed as floats. They are not dequantised.
+        """
         self._file = GGUFFile(path)
         self._spec = spec
         self._left_out = left_out
@@ -63,7 +66,10 @@ class GGUFWeights(WeightSource):
                     yield ours, part
 
     def matrices(self) -> dict[str, GGUFMatrix]:
-        """All matrices by our names, as they lie in the file, which stays open as long as they do."""
+        """Return all matrices as they lie in the file, by the engine's names.
+
+        The file is open as long as they are in use.
+        """
         return {
             part.name: _matrix(tensor, part, row_order(self._spec, part.name))
             for name, tensor in self._file.tensors.items()
@@ -79,7 +85,7 @@ def _matrix(tensor: ReaderTensor, part: Part, order: Order | None) -> GGUFMatrix
 
 
 def _read(tensor: ReaderTensor, expert: int | None) -> Tensor:
-    """All of it, or one matrix of a stack, which would be too large to dequantise at once."""
+    """Dequantise the tensor, or one matrix of a stack: a whole stack would be too large."""
     data = tensor.data if expert is None else tensor.data[expert]
     try:
         values = _dequantise(data, tensor.tensor_type)

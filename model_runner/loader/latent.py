@@ -21,12 +21,15 @@ BY_HEAD = ("k_b_proj", "v_b_proj")
 
 
 def is_by_head(parts: Sequence[Part]) -> bool:
-    """Whether these are what ``by_head`` takes apart."""
+    """Return whether ``by_head`` splits a tensor of these parts."""
     return parts[0].name.split(".")[-2] in BY_HEAD
 
 
 def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """``parts`` of a checkpoint's ``tensor``, whose number of rows is right, by name. Raises ``InvalidWeights``."""
+    """Yield the ``parts`` of a checkpoint's ``tensor`` by name, head by head. Raises ``InvalidWeights``.
+
+    The number of its rows must be right.
+    """
     if tensor.dim() < 2 or (len(parts) > 1 and tensor.dim() != 2):
         raise InvalidWeights(f"{parts[0].name!r} has shape {list(tensor.shape)}, which is no matrix")
     if len(parts) == 1:

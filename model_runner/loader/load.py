@@ -33,11 +33,11 @@ def load_model_weights(
     shard: Shard | None = None,
     packed: PackedLayers | None = None,
 ) -> dict[str, bytes]:
-    """Fill ``weights`` (name → view) from ``source``, or at random; raises ``InvalidWeights``, ``UnsupportedModel``.
+    """Fill ``weights`` (name → view) from ``source``, or at random. Raises ``InvalidWeights``, ``UnsupportedModel``.
 
-    What ``blocks`` has in the place of floats is checked and left as it is: memory that was never written takes none.
-    ``packed`` layers are filled, too, in the place of their views.
-    ``shard``: whose part of the model ``spec`` the weights are. Returns the tensors' samples, for ``fingerprint``.
+    What ``blocks`` has in the place of floats is checked and not written: memory that is never written takes none.
+    ``packed`` layers are filled as well, in the place of their views. ``shard``: the part of the model ``spec`` that
+    the weights are. Returns the tensors' samples, for ``fingerprint``.
     """
     shapes = {name: view.shape for name, view in _whole(weights, spec, shard).items()}
     left_out: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ def load_model_weights(
 
 
 def _whole(weights: Mapping[str, Tensor], spec: ModelSpec, shard: Shard | None) -> Mapping[str, Tensor]:
-    """The tensors of all ranks together, by name: without values."""
+    """Return the tensors of all ranks together by name, without values."""
     return weights if shard is None else Decoder(spec, torch.float32, torch.device("meta")).weights()
 
 
@@ -86,16 +86,17 @@ def _open_source(
 def fingerprint(
     spec: ModelSpec, samples: Mapping[str, bytes], quantization: str = "none", blocks: BlockSource | None = None
 ) -> str:
-    """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike,
-    and multiply them with activations that are rounded alike.
+    """Return 16 hex digits that tell apart instances with different KV.
 
-    ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` identifies.
+    Instances share them if they serve the same weights in the same type and round weights and activations alike.
+    ``samples``: those of the tensors (see ``load_model_weights``), except for the ones that ``blocks`` identifies.
 
-    Hashes the model, ``SAMPLES`` values spread over each tensor and some of each token's embedding: enough to tell
-    checkpoints apart, in a tenth of a second at most.
-    How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
-    names of the tensors in the files, or how many ranks share them. Nor does whether weights stay packed, where they
-    are multiplied as if they were dequantised (``packed_layers.py``): such instances hand over to each other.
+    Hashes the model, ``SAMPLES`` values spread over each tensor and some of each token's embedding. That is enough to
+    tell checkpoints apart and takes a tenth of a second at most.
+
+    The context length does not count, but what follows from it does (longrope's factors). Neither the names of tensors
+    in the files nor the number of ranks count. Nor does it count whether weights stay packed, if they are multiplied as
+    if they were dequantised (``packed_layers.py``): such instances hand over to each other.
     """
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":
@@ -113,9 +114,9 @@ def fingerprint(
 
 
 def foreign_fingerprint(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
-    """``fingerprint`` of a model by transformers' own class: of its config there and all its tensors.
+    """Return the ``fingerprint`` of a model that transformers' own class runs: of its config and all its tensors.
 
-    Its keys may be those of a native model's, but nothing here knows that they are.
+    The engine doesn't know whether its KV is that of a native model, so the two never share a fingerprint.
     """
     digest = xxhash.xxh3_64(b"transformers" + json.dumps(config, sort_keys=True, default=str).encode())
     for name in sorted(weights):

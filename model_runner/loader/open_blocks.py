@@ -23,10 +23,10 @@ def open_blocks(
     shard: Shard | None = None,
     activations: QuantizedActivations = "int16",
 ) -> BlockSource:
-    """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
+    """Open the quantised weights that ``--quantization`` chooses for ``source``. Raises ``UnsupportedModel``.
 
-    ``dtype``: what dense weights have. ``shard``: of which rank, where the model is shared by several.
-    ``activations``: what they are rounded to.
+    ``dtype``: type of dense weights. ``shard``: this rank's part, or None. ``activations``: the type that activations
+    are rounded to.
     """
     blocks = _open(quantization, source, spec, dtype, shard)
     blocks.activations = activations

@@ -36,8 +36,9 @@ def choose_quantization(
     is_torch: bool,
     is_alone: bool,
 ) -> Quantization:
-    """What ``--quantization`` comes to. ``dtype``: of the model; ``is_torch``: it runs on the torch engine;
-    ``is_alone``: on one rank. Raises ``UnsupportedModel``.
+    """Return the quantisation that ``--quantization`` means for this model and device. Raises ``UnsupportedModel``.
+
+    ``dtype``: type of the model. ``is_torch``: whether it runs on the torch engine. ``is_alone``: whether on one rank.
     """
     as_packed = choose_packed(options.quantization, source, device, is_torch=is_torch, is_alone=is_alone)
     if as_packed is not None:
@@ -56,8 +57,9 @@ def choose_quantization(
 def choose_packed(
     asked: str, source: ModelSource, device: torch.device, *, is_torch: bool, is_alone: bool
 ) -> AsPacked | None:
-    """How the model's weights stay as the files have them, None: they don't. ``asked``: ``--quantization``. Otherwise
-    as ``choose_quantization``.
+    """Return how weights stay as the files have them, or None if they don't. Raises ``UnsupportedModel``.
+
+    ``asked``: value of ``--quantization``. The other arguments are those of ``choose_quantization``.
     """
     if asked not in ("auto", "packed", "w8a8"):
         return None
@@ -92,8 +94,10 @@ def open_packed(
     seed: int | None,
     shard: Shard | None,
 ) -> PackedLayers:
-    """The layers of ``model``, which has taken no memory for them yet. ``spec``: of the whole model, of which that is
-    the part of ``shard``. ``seed``: of random weights, None: the files'. Raises ``InvalidWeights``.
+    """Prepare the packed layers of ``model``, which has no memory for them yet. Raises ``InvalidWeights``.
+
+    ``model``: the part ``shard`` of the whole model ``spec``. ``seed``: seed of random weights, or None for the files'
+    weights.
     """
     # Imported here: it imports Triton.
     from ..ops.packed.product import packed_product

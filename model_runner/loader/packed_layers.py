@@ -1,7 +1,7 @@
-"""Linear layers that keep their weights as few bits as the checkpoint has, and how they come by them.
+"""Linear layers that keep their weights in as few bits as the checkpoint, and how those are loaded.
 
-In this order: which layers do is chosen (``PackedLayers``), before the model has memory for floats in their place; the
-rest of the model is loaded without them (``left_out``); they are filled (``fill``).
+``PackedLayers`` first chooses the layers, before the model has memory for floats in their place. Then the rest of the
+model is loaded without them (``left_out``). Last, ``fill`` loads their weights.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PARTLY = "others that lie in one product with them can't stay packed"
 
 
 class PackedLayers:
-    """Those of ``layers`` (by the names of their weights) that stay packed; the others' weights become floats.
+    """The layers that stay packed, by the names of their weights. The other layers' weights become floats.
 
-    ``left_out``: the names of those weights.
+    ``left_out``: the names of the packed weights.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class PackedLayers:
         *,
         eight: bool = False,
     ) -> None:
-        """``dtype``: of the model. ``product``: what computes; ``eight``: with activations in FP8. ``shard``: of which
-        rank the ``layers`` are.
+        """Choose the ``layers`` that stay packed.
+
+        ``dtype``: type of the model. ``product``: what multiplies with packed weights. ``eight``: whether activations
+        are in FP8. ``shard``: the rank's part that the ``layers`` are.
         """
         self._source = source
         self._shard = shard
@@ -57,7 +59,7 @@ class PackedLayers:
         self._eight = eight
         self._layers: dict[tuple[str, ...], Linear] = {}
         self._others: dict[str, str] = {}
-        """Why not, by name."""
+        """Reason why a weight does not stay packed, by name."""
         for names, layer in layers.items():
             if not self._find_others(names):
                 layer.keep_packed()
@@ -97,19 +99,21 @@ class PackedLayers:
         return "w8a8" if otherwise else "none"
 
     def log_summary(self) -> None:
-        """What is packed, what is not though it is in the files, and why."""
+        """Log which matrices stay packed, which packed ones of the files do not, and why."""
         kinds = Counter(
             layer.packed.kind for names, layer in self._layers.items() for _ in names if layer.packed is not None
         )
-        told = ", ".join(f"{count} in {kind}" for kind, count in sorted(kinds.items())) or "none"
-        log.info("matrices that stay packed: %s, %.1f MiB", told, self.nbytes / 2**20)
+        counts = ", ".join(f"{count} in {kind}" for kind, count in sorted(kinds.items())) or "none"
+        log.info("matrices that stay packed: %s, %.1f MiB", counts, self.nbytes / 2**20)
         floats = str(self._dtype).removeprefix("torch.")
         for reason in sorted(set(self._others.values())):
             names = [name for name, why in self._others.items() if why == reason]
             log.warning("dequantised to %s: %s: %s", floats, _listing(names), reason)
 
     def _find_others(self, names: Sequence[str]) -> bool:
-        """Whether the weights can't stay packed, together; says why of those that are."""
+        """Return whether the weights of a layer can't stay packed together, and record why for those that
+        are packed.
+        """
         packed = [name for name in names if name in self._source.names]
         reasons = {name: reason for name in packed if (reason := self._why_not(name)) is not None}
         if len(packed) == len(names) and not reasons:
@@ -137,7 +141,7 @@ class PackedLayers:
         return matrix
 
     def _part(self, name: str, matrix: PackedMatrix) -> PackedMatrix:
-        """This rank's."""
+        """Return the part of the matrix that this rank has."""
         part = None if self._shard is None else self._shard.slice_of(name)
         if part is None:
             return matrix
@@ -155,6 +159,6 @@ def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _listing(names: Sequence[str]) -> str:
-    """Without the numbers of layers and experts: how many of each."""
+    """List the names, with the number of layers and experts in place of their indices."""
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names)
     return ", ".join(f"{count} {name}" for name, count in sorted(alike.items()))

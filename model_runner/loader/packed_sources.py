@@ -33,19 +33,19 @@ class PackedSource(ABC):
 
     @abstractmethod
     def why_not(self, name: str) -> str | None:
-        """Why no product takes the matrix as it is; None where one does. Reads little."""
+        """Return why no product takes the matrix as it is, or None if one does. Reads little."""
 
     @abstractmethod
     def unit(self, name: str) -> int:
         """Return the number of columns that parts of a matrix must be a multiple of."""
 
     def groups(self, name: str) -> Tensor | None:
-        """[I] int64: which columns share a scale, where they are no neighbours."""
+        """Return the group of each column ([I] int64), or None if columns that share a scale are neighbours."""
         return None
 
     @abstractmethod
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """The matrix, on ``device``; raises ``InvalidWeights``."""
+        """Read the matrix to ``device``. Raises ``InvalidWeights``."""
 
 
 class _PackedTensor(NamedTuple):
@@ -130,7 +130,7 @@ class CheckpointMatrices(PackedSource):
         return own.take(torch.from_numpy(order).to(device))
 
     def _beside(self, name: str, what: Literal["scales", "groups"]) -> str | None:
-        """What the matrix's tensor of that kind is called, None where it has none."""
+        """Return the name of the matrix's tensor of scales or groups, or None if it has none."""
         endings = FOUR_BITS.get(self._packing.kind)
         if endings is None:
             return None

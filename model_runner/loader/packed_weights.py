@@ -51,31 +51,37 @@ Read = Callable[[str], Tensor | None]
 
 
 def is_beside(name: str) -> bool:
-    """Whether the tensor is no weight itself."""
+    """Return whether the tensor belongs to a weight without being one."""
     return name.endswith(BESIDE + OF_TENSORS)
 
 
 def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[str, Tensor]:
-    """The weight's own name, and [O, I] float32; what is not packed comes as it is. Raises ``InvalidWeights``."""
+    """Return the weight's own name and its values ([O, I] float32). Raises ``InvalidWeights``.
+
+    A tensor that is not packed is returned unchanged.
+    """
     found = packed_matrix(name, tensor, packing, read)
     return (name, tensor) if found is None else (weight_name(name), found.dequantise())
 
 
 def weight_name(name: str) -> str:
-    """The weight's own, of the tensor that has its numbers."""
+    """Return the name of the weight that the numbers in tensor ``name`` are of."""
     ending = next((endings.numbers for endings in FOUR_BITS.values() if name.endswith(endings.numbers)), None)
     return name if ending is None else f"{name.removesuffix(ending)}.weight"
 
 
 def is_packed(name: str, dtype: str, packing: Packing) -> bool:
-    """Whether the tensor has a packed weight's numbers; ``dtype``: as safetensors calls it."""
+    """Return whether the tensor has a packed weight's numbers. ``dtype``: its type as safetensors calls it."""
     endings = FOUR_BITS.get(packing.kind)
     return dtype == "F8_E4M3" if endings is None else name.endswith(endings.numbers)
 
 
 def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> PackedMatrix | None:
-    """With what lies beside it, on the device where ``tensor`` is and ``read`` reads to; None where it is not packed.
+    """Return the packed matrix with the numbers in ``tensor``, or None if they are not packed.
+
     Raises ``InvalidWeights``.
+
+    ``read`` reads the tensors that belong to it, to the device of ``tensor``.
     """
     endings = FOUR_BITS.get(packing.kind)
     if endings is not None and name.endswith(endings.numbers):
@@ -97,7 +103,11 @@ def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> Pa
 
 
 def fp8(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> FP8Matrix:
-    """``scales``: one, one a row [O] or [O, 1], or one a ``block`` of rows and columns, the last ones cut."""
+    """Return the FP8 matrix of a weight and its scales. Raises ``InvalidWeights``.
+
+    ``scales``: one for the matrix, one for each row ([O] or [O, 1]), or one for each ``block`` of rows and columns. The
+    last blocks may be cut.
+    """
     scales, (outputs, inputs) = scales.float(), weight.shape
     if scales.numel() == 1:
         return FP8Matrix(weight, scales.reshape(1, 1), outputs, inputs)
@@ -111,7 +121,10 @@ def fp8(name: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None
 
 
 def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Int4Matrix:
-    """``words`` int32 [I, O / 8], ``zeros`` int32 [G, O / 8], ``scales`` [G, O]: groups are neighbouring columns."""
+    """Return the matrix of a weight as AWQ stores it; its groups are neighbouring columns.
+
+    ``words``: int32 [I, O / 8]. ``zeros``: int32 [G, O / 8]. ``scales``: [G, O].
+    """
     order = torch.tensor(AWQ_ORDER, device=words.device)
     numbers_IO, zeros_GO = (_parts(packed)[..., order].flatten(-2) for packed in (words, zeros))
     _check(numbers_IO.shape, zeros_GO.shape, scales.shape)
@@ -119,16 +132,20 @@ def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Int4Matrix:
 
 
 def gptq(words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, zero_offset: int) -> Int4Matrix:
-    """``words`` int32 [I / 8, O], ``zeros`` int32 [G, O / 8], ``scales`` [G, O]; ``groups`` [I]: each column's, None:
-    neighbours'.
+    """Return the matrix of a weight as GPTQ stores it.
+
+    ``words``: int32 [I / 8, O]. ``zeros``: int32 [G, O / 8]. ``scales``: [G, O]. ``groups``: the group of each column
+    ([I]), or None if groups are neighbouring columns.
     """
     numbers, zeros_GO = _parts(words.T).flatten(-2), _parts(zeros).flatten(-2) + zero_offset
     return _in_groups(numbers, zeros_GO, scales, groups)
 
 
 def int4(words: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None) -> Int4Matrix:
-    """``words`` int32 [O, I / 8], ``zeros`` int32 [O / 8, G] (None: all are SYMMETRIC_ZERO), ``scales`` [O, G]; both
-    kinds of numbers lie that much higher than what they mean. ``groups``: as of ``gptq``.
+    """Return the matrix of a weight as compressed-tensors stores it.
+
+    ``words``: int32 [O, I / 8]. ``zeros``: int32 [O / 8, G], or None if all are SYMMETRIC_ZERO. Numbers and zero points
+    are stored higher than their values, by the same amount. ``scales``: [O, G]. ``groups``: as in ``gptq``.
     """
     numbers, scales_GO = _parts(words).flatten(-2), scales.T
     if zeros is None:
@@ -151,7 +168,7 @@ def _in_groups(numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | 
 
 
 def _parts(words: Tensor) -> Tensor:
-    """[..., 8]: the numbers in each word, the lowest bits first: uint8."""
+    """Return the numbers in each word, the lowest bits first: uint8 [..., 8]."""
     places = torch.arange(A_WORD, dtype=torch.int32, device=words.device) * BITS
     return ((words[..., None] >> places) & 0xF).to(torch.uint8)
 

@@ -54,7 +54,7 @@ class BlockSource(ABC):
     """Where quantised weights come from."""
 
     left_out: frozenset[str] = frozenset()
-    """Weights that need not be loaded as floats: the source has them, and nobody else reads them."""
+    """Weights that need not be loaded as floats: the source has them, and no other code reads them."""
     identifying: frozenset[str] = frozenset()
     """Weights that ``sample`` tells from others: those, and what other ranks have left out."""
     activations: QuantizedActivations = "int16"
@@ -64,9 +64,9 @@ class BlockSource(ABC):
 
     @abstractmethod
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """The weights ``names`` of one linear layer, which lie below each other; None where it has to be dense.
+        """Return the weights ``names`` of one linear layer, one below the other, or None if it has to be dense.
 
-        ``weight`` is the same in a float type, [N, K]; its values are there unless ``names`` are ``left_out``.
+        ``weight``: the same weights in a float type, [N, K]. Its values are there unless ``names`` are ``left_out``.
         """
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -79,7 +79,7 @@ class BlockSource(ABC):
 
 
 def has_whole_blocks(spec: ModelSpec) -> bool:
-    """Whether every row that is divided among ranks is made of whole blocks, in ``spec``, a rank's part."""
+    """Return whether every row that ranks divide consists of whole blocks. ``spec``: a rank's part of the model."""
     inner = {layer.mlp.inner for layer in spec.layers}
     inner |= {
         mlp.shared.inner for mlp in (layer.mlp for layer in spec.layers) if isinstance(mlp, ExpertsSpec) and mlp.shared

@@ -30,7 +30,10 @@ class SafetensorsWeights(WeightSource):
     """The tensors of a folder's checkpoint, memory-mapped."""
 
     def __init__(self, folder: Path, spec: ModelSpec, left_out: Container[str] = ()) -> None:
-        """``left_out``: our names of tensors that nobody wants as floats; they are not read."""
+        """Open the safetensors files in ``folder`` as weights of ``spec``.
+
+        ``left_out``: the engine's names of tensors that are not needed as floats. They are not read.
+        """
         self._spec = spec
         self._left_out = left_out
         self._files = checkpoint_files(folder)
@@ -65,7 +68,7 @@ class SafetensorsWeights(WeightSource):
 
 
 def _places(files: Sequence[Path]) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor by the tensor's name."""
     places: dict[str, Path] = {}
     for file in files:
         with _opened(file) as tensors:
@@ -83,7 +86,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def packing_of(folder: Path) -> Packing | None:
-    """What the folder's config says, where it has one; ``spec_reader.py`` has refused what can't be read."""
+    """Return how the config in the folder says that weights are packed, or None.
+
+    ``spec_reader.py`` has refused what can't be read.
+    """
     config = folder / "config.json"
     raw = json.loads(config.read_text()) if config.is_file() else {}
     quantised = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
@@ -92,7 +98,10 @@ def packing_of(folder: Path) -> Packing | None:
 
 
 def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Tensor | None:
-    """``tensors``: of ``file``, which is open, and mostly the one: where there are many experts, opening takes long."""
+    """Read the tensor ``name``, or return None if there is none.
+
+    ``tensors``: the open ``file``, which mostly holds it. With many experts, opening a file for each tensor takes long.
+    """
     if name not in places:
         return None
     with nullcontext(tensors) if places[name] == file else _opened(places[name]) as own:
@@ -105,7 +114,10 @@ def _plain(tensor: Tensor) -> Stored:
 
 
 def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
-    """Its blocks, and the scales that lie elsewhere; a stack is dequantised matrix by matrix, as it would be large."""
+    """Return the MXFP4 tensor of ``blocks`` and the scales beside it.
+
+    A stack is dequantised one matrix at a time, because all of it would be large.
+    """
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")

@@ -12,18 +12,19 @@ from ...model_files.tensor_names import EMBEDDING
 
 SAMPLES = 64
 OF_A_ROW = 4
-"""Values of each row of the table of embeddings: whoever adds tokens to a model may train their rows, and nothing else,
-and KV of prompts that have them is another.
+"""Values of each row of the table of embeddings.
+
+Adding tokens to a model may change their rows and nothing else, and the KV of prompts with them differs.
 """
 
 
 def spread(size: int) -> Tensor:
-    """``SAMPLES`` indices over ``size``, by a prime step, so that rows and columns don't move in lockstep."""
+    """Return ``SAMPLES`` indices over ``size``, by a prime step, so that rows and columns don't move in lockstep."""
     return torch.from_numpy(np.arange(SAMPLES, dtype=np.int64) * 7919 % size)
 
 
 def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """What tells ``tensor``, as ``dtype``, from others of its name."""
+    """Return bytes that tell ``tensor``, converted to ``dtype``, from others with its name."""
     if tensor.numel() == 0:
         return as_sample(name, tensor.shape, tensor, dtype)
     view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
@@ -38,6 +39,8 @@ def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
 
 
 def as_sample(name: str, shape: Sequence[int], found: Tensor, dtype: torch.dtype) -> bytes:
-    """``sample`` of a tensor of that ``shape``; ``found``: its floats at the ``spread`` of rows and columns."""
-    told = f"{name}{list(shape)}{dtype}".encode()
-    return told + found.to(dtype).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    """Return the ``sample`` of a tensor of that ``shape``. ``found``: its floats at the ``spread`` of rows
+    and columns.
+    """
+    header = f"{name}{list(shape)}{dtype}".encode()
+    return header + found.to(dtype).contiguous().view(torch.uint8).cpu().numpy().tobytes()
