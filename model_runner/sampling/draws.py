@@ -40,7 +40,9 @@ class DrawnRows(NamedTuple):
     def of(
         cls, logits_NV: Tensor, max_N: Tensor, params: RowParams, positions: I64, upload: Upload | None = None
     ) -> DrawnRows:
-        """``max_N``: each row's largest logit."""
+        """Gather what drawing from the rows of ``logits_NV`` at ``positions`` needs. ``max_N``: each row's largest
+        logit.
+        """
 
         def column(values: npt.NDArray[np.generic]) -> Tensor:
             there = torch.from_numpy(values.copy()).to(logits_NV.device) if upload is None else upload(values)
@@ -57,7 +59,7 @@ class DrawnRows(NamedTuple):
         )
 
     def take(self, which: npt.NDArray[np.intp], upload: Upload | None = None) -> DrawnRows:
-        """Some of them."""
+        """Return the rows ``which``."""
         if len(which) == len(self.logits_NV):
             return self
         index = torch.from_numpy(which).to(self.logits_NV.device) if upload is None else upload(which)
@@ -72,7 +74,7 @@ class DrawnRows(NamedTuple):
         return self.min_p_N1 * best_N1
 
     def scaled(self, logits_NM: Tensor) -> Tensor:
-        """Logits over temperature, the largest 0. Subtracting first keeps a small temperature exact."""
+        """Return logits over temperature, less the largest. Subtracting first keeps a small temperature exact."""
         return (logits_NM - self.max_N1).div_(self.temperature_N1)
 
 
@@ -82,7 +84,7 @@ def drop_tails(params: RowParams) -> npt.NDArray[np.bool_]:
 
 
 def from_all(rows: DrawnRows, *, drops_tail: bool) -> Tensor:
-    """No top-k, no top-p. ``drops_tail``: whether ``least_weights`` may drop tokens."""
+    """Draw a token of each row without top-k and top-p. ``drops_tail``: whether ``least_weights`` may drop tokens."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     if drops_tail:
         zero_below(weights_NV, rows.least_weights(weights_NV.amax(1, keepdim=True)))
@@ -90,7 +92,7 @@ def from_all(rows: DrawnRows, *, drops_tail: bool) -> Tensor:
 
 
 def from_top_k(rows: DrawnRows) -> Tensor:
-    """A small top-k: nothing but the candidates is ever looked at."""
+    """Draw a token of each row with a small top-k: only the candidates are read."""
     best = top_tokens(rows.logits_NV, CANDIDATES)
     ranks_K = torch.arange(best.ids.shape[1], device=best.ids.device)
     scaled_NK = rows.scaled(best.values).masked_fill_(ranks_K >= rows.top_k_N1, -torch.inf)
@@ -98,7 +100,10 @@ def from_top_k(rows: DrawnRows) -> Tensor:
 
 
 def from_candidates(rows: DrawnRows, weights_NK: Tensor, ids_NK: Tensor) -> Tensor:
-    """Top-p and min-p over candidates (best first, weights of a sum of 1 or, for top-p alone, of the vocabulary's)."""
+    """Draw a token of each row by top-p and min-p over its candidates.
+
+    Candidates are sorted best first. Their weights sum to 1 or, if there is top-p alone, are parts of the vocabulary's.
+    """
     before_NK = weights_NK.cumsum(1, dtype=torch.float64) - weights_NK
     keep_NK = (before_NK < rows.top_p_N1) & (weights_NK >= rows.least_weights(weights_NK[:, :1]))
     keep_NK[:, 0] = True
@@ -162,7 +167,7 @@ def _largest(weights_NV: Tensor, size: int) -> Tensor:
 
 
 def zero_below(weights_NV: Tensor, border_N1: Tensor) -> Tensor:
-    """Zero the weights below the border, in place; [N] int64, how many are left."""
+    """Set weights below the border to zero, in place, and return how many are left ([N] int64)."""
     # Comparing into floats and multiplying is vectorised, which masks of bools are not: a tenth of the time.
     keep_NV = torch.ge(weights_NV, border_N1, out=torch.empty_like(weights_NV))
     weights_NV.mul_(keep_NV)

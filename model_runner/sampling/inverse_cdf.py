@@ -17,27 +17,31 @@ BLOCK = 256
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1), of 53 random bits, for each (seed, position); the same for the same pair, for ever.
+    """Return one number in [0, 1), of 53 random bits, for each (seed, position).
 
-    The seed is mixed once so that neighbouring seeds start far apart; the position is the counter. There is no state: a
-    request that is retracted, moved or replayed draws the same numbers again.
+    The same pair always has the same number. The seed is mixed once so that neighbouring seeds start far apart; the
+    position is the counter. There is no state: a request that is retracted, moved or replayed draws the same numbers
+    again.
     """
     counters = mix(seeds + GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
     return (mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def pick_few(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
-    """[N] int64: the first index whose cumulative weight exceeds ``u`` × total. For small M; weights are float32, >= 0.
+    """Return the first index of each row at which the cumulative weight exceeds ``u`` × total ([N] int64).
 
-    Sums are float64: float32 running sums over a vocabulary are off by up to 1e-3, more than the rarest tokens weigh.
-    A row of zeros or NaN gives 0.
+    For small M; weights are float32 and not negative. Sums are float64: float32 running sums over a vocabulary are off
+    by up to 1e-3, more than the rarest tokens weigh. A row of zeros or NaN gives 0.
     """
     cumulative_NM = weights_NM.cumsum(1, dtype=torch.float64)
     return _first_above(cumulative_NM, uniforms_N.unsqueeze(1) * cumulative_NM[:, -1:])
 
 
 def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
-    """As ``pick_few`` for a whole vocabulary: finds the block, then the weight in it, so few sums are cumulated."""
+    """Return what ``pick_few`` would, for a whole vocabulary.
+
+    Finds the block first and then the weight in it, so that few sums are cumulated.
+    """
     size = weights_NM.shape[1]
     if size % BLOCK:
         weights_NM = pad(weights_NM, (0, BLOCK - size % BLOCK))
@@ -52,6 +56,6 @@ def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_NM: Tensor, target_N1: Tensor) -> Tensor:
-    """The first index above the target; the last one of positive weight where rounding left no sum above it."""
+    """Return the first index above the target, or the last one with weight if rounding left no sum above it."""
     index_N = (cumulative_NM <= target_N1).sum(1)
     return torch.minimum(index_N, (cumulative_NM < cumulative_NM[:, -1:]).sum(1))

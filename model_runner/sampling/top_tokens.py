@@ -1,8 +1,8 @@
 """The most likely tokens of each row, exactly, without sorting the vocabulary.
 
 "Best" is one total order everywhere (sampling, greedy, logprobs): larger logit first, and among equal logits the lower
-token id. Low-precision models produce equal logits all the time, so ``torch.topk``, which promises nothing about
-ties, would make an answer depend on how the library happens to walk the row.
+token id. Low-precision models produce equal logits all the time. ``torch.topk`` promises nothing about ties, so its
+answer would depend on how the library happens to read the row.
 
 Shapes: N rows, V vocabulary, K wanted tokens, G blocks of ``BLOCK`` neighbouring tokens.
 """
@@ -26,11 +26,13 @@ class TopTokens(NamedTuple):
 
 
 def top_tokens(logits_NV: Tensor, k: int) -> TopTokens:
-    """The ``k`` (at most V) best tokens of each row of float32 logits. A row's answer depends on that row alone.
+    """Return the ``k`` best tokens of each row of float32 logits, or all V of them.
 
-    Every one of the k best tokens lies in one of the k blocks with the largest maximum (ties: the lower block), so
-    one vectorised pass for the maxima leaves only ``k * BLOCK`` candidates to select from. Rows with NaN give ids
-    that mean nothing.
+    Each row's result depends on that row alone.
+
+    Every one of the k best tokens lies in one of the k blocks with the largest maximum (ties: the lower block). So one
+    vectorised pass for the maxima leaves only ``k * BLOCK`` candidates to select from. Rows with NaN give meaningless
+    ids.
     """
     vocab = logits_NV.shape[1]
     k = min(k, vocab)
@@ -55,9 +57,9 @@ def top_tokens(logits_NV: Tensor, k: int) -> TopTokens:
 
 
 def _select(values_NM: Tensor, ids_NM: Tensor, k: int) -> TopTokens:
-    """The ``k`` best of M candidates a row; ids are below 2**32 and distinct within a row."""
-    # One int64 key holds the whole order, so no two keys are equal: the upper half is the float's bits made monotone,
-    # the lower half falls as the id rises. Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
+    """Return the ``k`` best of each row's M candidates. Ids are below 2**32 and distinct within a row."""
+    # One int64 key holds the whole order, so no two keys are equal. The upper half is the float's bits made monotone,
+    # and the lower half falls as the id rises. Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
     bits = (values_NM + 0.0).view(torch.int32)
     monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (monotone.to(torch.int64) << 32) | (_LOW_32 - ids_NM)

@@ -113,7 +113,7 @@ def _chunk_at(
 
 @triton.jit
 def _last_kept(orders: tl.tensor, amounts: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """The largest order down to which the ``amounts`` add up to ``wanted``."""
+    """Return the largest order down to which the ``amounts`` add up to ``wanted``."""
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
         higher = border + (tl.full((), 1, tl.int64) << (ORDER_BITS - 1 - step))
@@ -132,7 +132,7 @@ def _from_list(
     at: tl.tensor,
     LIST: tl.constexpr,
 ) -> tl.tensor:
-    """The token at the uniform number ``at``. ``total``: mass of the vocabulary."""
+    """Return the token of a row's list at the uniform number ``at``. ``total``: mass of the vocabulary."""
     index = tl.arange(0, LIST)
     orders = tl.load(list_ptr + index, mask=index < size, other=0)
     orders = tl.where(index < size, orders, best)
@@ -167,7 +167,7 @@ def _down_to(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """What each token of a chunk adds, from the best order down to ``border``: its mass, or 1."""
+    """Return what each token of a chunk adds, from the best order down to ``border``: its mass, or 1."""
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)
     is_in = (ids < vocab) & (order_of(logits, ids) >= border)
@@ -195,7 +195,7 @@ def _border(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """As ``_last_kept``, of the tokens down to order ``least``; and their mass down to it."""
+    """Return the ``_last_kept`` order of all tokens from the best down to order ``least``, and the mass down to it."""
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
         higher = border + (tl.full((), 1, tl.int64) << (ORDER_BITS - 1 - step))
@@ -287,7 +287,7 @@ def _from_vocabulary(
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """As ``_from_list``, over all tokens."""
+    """Return the token at the uniform number ``at`` as ``_from_list`` does, but among all tokens of the vocabulary."""
     top_k, top_p = tl.load(words_ptr + row * WORDS + TOP_K), float_word(words_ptr, row, TOP_P)
     border = tl.zeros((), tl.int64)
     if top_k > 0:
@@ -354,7 +354,9 @@ def _kept(
     chunk: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Masses of a chunk's tokens, 0 of those that are not kept. ``least``: the least weight that min-p keeps."""
+    """Return the masses of a chunk's tokens, 0 for those that are not kept. ``least``: the least weight that min-p
+    keeps.
+    """
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)
     weights = weight_at(distance(logits, logit_of(best), temperature_of(words_ptr, row)))

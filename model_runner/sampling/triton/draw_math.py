@@ -1,12 +1,12 @@
-"""The sampler's arithmetic on a device, so that sums come out alike whoever adds them up in which order.
+"""Arithmetic of the sampler on a device, with sums that do not depend on the order of adding.
 
-What a token weighs is a fixed-point number: ``exp((logit - largest) / temperature)`` in units of 2^-43, an int64.
-Integer sums are exact, so neither the division of a row among programs nor a batch changes a bit of them, and whatever
-is found by them (a border of top-p, the token at a uniform number) is the same however it is looked for. The CPU adds
-the same float32 weights in float64; a weight is rounded by at most 2^-44 here, less than float64 sums over a vocabulary
-and float32's ``exp`` differ by anyway.
+The weight of a token is a fixed-point number: ``exp((logit - largest) / temperature)`` in units of 2^-43, an int64.
+Integer sums are exact, so neither the division of a row among programs nor a batch changes a bit of them. What is found
+by them (a border of top-p, the token at a uniform number) is the same however it is searched for. The CPU adds the same
+float32 weights in float64. A weight is rounded by at most 2^-44 here. Float64 sums over a vocabulary, and
+implementations of float32's ``exp``, differ by more.
 
-A token's *order* is one int64, too: larger logit first, then lower id, as in ``top_tokens.py``. All are distinct.
+The *order* of a token is one int64, too: larger logit first, then lower id, as in ``top_tokens.py``. All are distinct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ID_BITS = tl.constexpr(20)
 _LARGEST_ID = tl.constexpr((1 << 20) - 1)
 ORDER_BITS = tl.constexpr(52)
 MAX_VOCAB = 1 << 19
-"""Weights of so many tokens add up to less than 2^63."""
+"""The largest vocabulary: the weights of its tokens add up to less than 2^63."""
 
 _MINUS_INFINITY_KEY = tl.constexpr(0x007FFFFF)
 _INFINITY_KEY = tl.constexpr(0xFF800000)
@@ -31,7 +31,7 @@ _NAN_KEY = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """``inverse_cdf.uniforms`` of one (seed, position), both int64 bits: float64 in [0, 1)."""
+    """Return ``inverse_cdf.uniforms`` of one (seed, position), both int64 bits: float64 in [0, 1)."""
     seed = seed.to(tl.uint64, bitcast=True)
     counter = mix(seed + GOLDEN) + (position.to(tl.uint64, bitcast=True) + 1) * GOLDEN
     return (mix(counter) >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
@@ -39,7 +39,10 @@ def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """int64 of ``ORDER_BITS``: better tokens have larger ones. NaN counts as better than any number."""
+    """Return the order of each token, an int64 of ``ORDER_BITS`` that is larger for better tokens.
+
+    NaN counts as better than any number.
+    """
     # Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
@@ -49,27 +52,27 @@ def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def id_of(order: tl.tensor) -> tl.tensor:
-    """int64."""
+    """Return the token id (int64) of an order."""
     return (order & _LARGEST_ID) ^ _LARGEST_ID
 
 
 @triton.jit
 def logit_of(order: tl.tensor) -> tl.tensor:
-    """float32."""
+    """Return the logit (float32) of an order."""
     bits = ((order >> ID_BITS) - 0x80000000).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_finite(best: tl.tensor) -> tl.tensor:
-    """Whether a row whose best order this is has neither NaN nor infinity, and not only -inf."""
+    """Return whether the row with this best order has neither NaN nor infinity, and not only -inf."""
     key = best >> ID_BITS
     return (key > _MINUS_INFINITY_KEY) & (key < _INFINITY_KEY)
 
 
 @triton.jit
 def is_above_numbers(best: tl.tensor) -> tl.tensor:
-    """Whether what has this order is NaN or +inf."""
+    """Return whether the logit of this order is NaN or +inf."""
     return (best >> ID_BITS) >= _INFINITY_KEY
 
 
@@ -103,22 +106,22 @@ def weight_at(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def mass_of(weight: tl.tensor) -> tl.tensor:
-    """The fixed-point number of a weight in [0, 1]."""
+    """Return the fixed-point number of a weight in [0, 1]."""
     return (weight * ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
 def share_of(total: tl.tensor, share: tl.tensor) -> tl.tensor:
-    """The least mass that is not below ``share`` (float64) of ``total``: in 1 … total."""
+    """Return the least mass that is not below ``share`` (float64) of ``total``, in 1 … total."""
     wanted = tl.ceil(total.to(tl.float64) * tl.minimum(share, 1.0))
     return tl.minimum(tl.maximum(wanted.to(tl.int64), 1), total)
 
 
 @triton.jit
 def target_in(total: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """The first token whose cumulated mass exceeds this is the one at the uniform number ``at``: in 0 … total - 1.
+    """Return the cumulated mass that the token at the uniform number ``at`` is the first to exceed, in 0 … total - 1.
 
-    ``at`` is at most 1 - 2^-53, so that the product is one place below the total's float64 at least, which is more
-    than the total may have been rounded up by.
+    ``at`` is at most 1 - 2^-53, so the product is at least one place below the total's float64. The total may have been
+    rounded up by less than that.
     """
     return (total.to(tl.float64) * at).to(tl.int64)

@@ -1,7 +1,7 @@
-"""How the sampler's kernels read a row: its parameters, and its logits as they are after biases, penalties and bans.
+"""How the sampler's kernels read a row: its parameters, and its logits after biases, penalties and bans.
 
-Every kernel edits what it reads by itself: a row's edited logits are kept nowhere, and the model's stay as they are,
-which log-probabilities are of.
+Every kernel edits what it reads: a row's edited logits are stored nowhere. The model's logits stay unchanged, because
+log-probabilities are computed from them.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from .row_table import (
 
 @triton.jit
 def float_word(words_ptr: tl.tensor, row: tl.tensor, word: tl.constexpr) -> tl.tensor:
-    """float64."""
+    """Return a word of the row as a float64."""
     return tl.load(words_ptr + row * WORDS + word).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def is_drawn(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Whether the row's token is chosen at random. ``row`` < 0 fills up a batch."""
+    """Return whether the row's token is chosen at random. ``row`` < 0 fills up a batch."""
     is_greedy = tl.load(words_ptr + row * WORDS + GREEDY, mask=row >= 0, other=1)
     return (row >= 0) & (is_greedy == 0)
 
 
 @triton.jit
 def draws_from_all(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Whether neither top-k nor top-p keeps it from any token."""
+    """Return whether the row draws from all tokens: it has neither top-k nor top-p."""
     top_k = tl.load(words_ptr + row * WORDS + TOP_K)
     return (top_k == 0) & (float_word(words_ptr, row, TOP_P) == float("inf"))
 
 
 @triton.jit
 def temperature_of(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """float32."""
+    """Return the temperature of the row as a float32."""
     return float_word(words_ptr, row, TEMPERATURE).to(tl.float32)
 
 
 @triton.jit
 def least_weight(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Below which min-p drops a token; the best one weighs 1 and stays. float32."""
+    """Return the float32 weight below which min-p drops a token. The best token weighs 1 and stays."""
     return tl.minimum(float_word(words_ptr, row, MIN_P).to(tl.float32), 1.0)
 
 
@@ -71,7 +71,10 @@ def edited_logits(
     ids: tl.tensor,
     vocab: tl.tensor,
 ) -> tl.tensor:
-    """float32 of the row's tokens ``ids``; -inf where there are none. ``logits_ptr`` points to the row's first."""
+    """Return the float32 logits of the row's tokens ``ids`` after its edits; -inf for ids beyond the vocabulary.
+
+    ``logits_ptr`` points to the row's first logit.
+    """
     is_there = ids < vocab
     logits = tl.load(logits_ptr + ids, mask=is_there, other=-float("inf")).to(tl.float32)
     place = tl.load(words_ptr + row * WORDS + EDITS)

@@ -1,10 +1,10 @@
 """The sampler's table of rows on the device: parameters, and what changes a row's logits.
 
 A row's words (int64, floats as the bits of a float64) are written when its request begins. What its penalties count,
-its biases and the tokens it must not stop with have a place of their own in the *edits* (a word of the row says which,
-NO_EDITS: none), dense, so that every program finds those of its tokens without a search, and so that the token that a
-step chooses is counted by the kernel that chooses it, with no word from the host: 8 bytes a token of the vocabulary and
-place. Who owns the places is the caller's matter.
+its biases and the tokens it must not stop with have a place of their own in the *edits*. A word of the row says which,
+or NO_EDITS. Edits are dense, so every program finds those of its tokens without a search. The kernel that chooses a
+token also counts it, without the host. This takes 8 bytes for each token of the vocabulary and place. The caller
+assigns places to rows.
 
 Shapes: R rows, N of them that begin, V vocabulary, M places of edits, H entries of lists.
 """
@@ -68,8 +68,9 @@ class RowTable:
 def make_table(
     rows: int, vocab_size: int, places: int, device: torch.device, last_tokens: Tensor | None = None
 ) -> RowTable:
-    """A table without requests, over ``last_tokens`` ([R] int64) or its own. Raises ``ValueError`` for a vocabulary
-    whose weights can't be added up.
+    """Make a table without requests, over ``last_tokens`` ([R] int64) or its own.
+
+    Raises ``ValueError`` for a vocabulary with weights that can't be added up.
     """
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is larger than {MAX_VOCAB}, which these kernels sum")
@@ -84,7 +85,9 @@ def make_table(
 
 
 def pack_words(params: RowParams, places: I64) -> I64:
-    """[N, WORDS]: the words of rows with these parameters ([N]) and places of edits ([N], ``NO_EDITS``: none)."""
+    """Return the words ([N, WORDS]) of rows with these parameters ([N]) and places of edits ([N],
+    ``NO_EDITS``: none).
+    """
     words = np.empty((len(params), WORDS.value), dtype=np.int64)
     for name, word in _WORDS.items():
         values = params[name]
@@ -127,7 +130,7 @@ def join_edits(lists: Sequence[EditLists]) -> EditLists:
 
 
 def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
-    """Rows ``rows`` ([N] int64) begin with ``words`` ([N, WORDS] int64), and have no last token. On the device."""
+    """Begin rows ``rows`` ([N] int64) on the device, with ``words`` ([N, WORDS] int64) and without a last token."""
     if len(rows):
         block = triton.next_power_of_2(WORDS.value)
         _start_rows[(len(rows),)](table.words, table.last_tokens, rows, words, WORDS=WORDS, BLOCK=block, num_warps=1)

@@ -1,7 +1,7 @@
 """Chooses the next token of each row by the rules of ``rules.py``, on the device: nothing waits, nothing is sorted.
 
-A row is divided into chunks of the vocabulary, of a size that depends on nothing. Programs work on a chunk of a row
-each, and meet between launches only:
+A row is divided into chunks of the vocabulary of one size. Each program works on one chunk of a row. Programs
+exchange results only between launches:
 
     best      of each chunk the best token. A batch of greedy rows goes on with ``choose``.
     measure   of each chunk, how many tokens lie within each of LEVELS distances of the row's best, and their mass
@@ -9,10 +9,10 @@ each, and meet between launches only:
     choose    one program a row: the best; or the token at the row's uniform number among its list, or among all
     search    as ``choose``, over the vocabulary, for rows of more tokens than a list takes; others leave at once
 
-What enough is, and where top-k and top-p end, is found by bisection over the bits of a token's order: for the k-th
-token by count, for the nucleus by mass. Masses are exact sums (``draw_math.py``), so that all ways give the same token,
-and a row's token does not depend on the batch. A search costs ORDER_BITS looks at each token: it is for flat
-distributions, 100 times as many looks as a list needs.
+Bisection over the bits of a token's order finds how much is enough, and where top-k and top-p end. The k-th token
+is found by count, the nucleus by mass. Masses are exact sums (``draw_math.py``), so all ways give the same token, and a row's
+token does not depend on the batch. A search reads each token ORDER_BITS times, 100 times as often as a list does. It is
+for flat distributions.
 
 The token is written where the next step looks for it, and counted for penalties. A batch is filled up by rows of -1.
 
@@ -80,8 +80,8 @@ def sample(
 
     ``logits``: [N, V] of float32, bfloat16 or float16, elements of a row side by side; left as they are. ``rows``,
     ``positions``: [N] int64; a row of -1 is none, and each of the others is there once. ``tokens`` ([N] int64) and
-    ``finite`` ([N] bool: the edited logits held no NaN and no +inf, and not only -inf) are written; a row that is not
-    finite gets a token that means nothing. ``draws``: False where the host knows that all rows are greedy.
+    ``finite`` ([N] bool) are written. A row is finite if its edited logits hold no NaN and no +inf, and not only -inf.
+    The token of any other row means nothing. ``draws``: False where the host knows that all rows are greedy.
     """
     count, vocab = logits.shape
     if count == 0:

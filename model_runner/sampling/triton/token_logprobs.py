@@ -1,8 +1,8 @@
-"""Log-probabilities of the model's own distribution (before biases, penalties and temperature), as ``logprobs.py``'s:
-the chosen token's and those of the best ones, ties by the lower id.
+"""Log-probabilities of the chosen token and the best ones, ties by the lower id, as ``logprobs.py`` computes them.
 
-Each chunk of a row gives its best tokens and the sum of its exponentials; a program a row puts them together in the
-order of the chunks. Which those are depends on the vocabulary alone, so a row's answer does not depend on the batch.
+They are those of the model's own distribution, before biases, penalties and temperature. Each chunk of a row gives its
+best tokens and the sum of its exponentials. One program for each row joins them in the order of the chunks. The chunks
+depend on the vocabulary alone, so a row's result does not depend on the batch.
 
 Shapes: N rows, V vocabulary, S chunks, K best tokens.
 """
@@ -56,9 +56,10 @@ def token_logprobs(
     work: LogprobWork,
     chunk: int = _CHUNK,
 ) -> None:
-    """Write to ``chosen`` ([N] float32) the log-probability of ``targets[i]`` ([N] int64) by row ``i`` of ``logits``
-    ([N, V], elements of a row side by side), and to ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) those of
-    the K best tokens, best first. Where K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
+    """Write to ``chosen`` ([N] float32) the log-probability of each row's ``targets`` ([N] int64).
+
+    ``logits``: [N, V], elements of a row side by side. ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) get the
+    K best tokens, best first. If K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
     """
     count, vocab = logits.shape
     if count == 0:
