@@ -1,13 +1,13 @@
 """Commits the KV pool's memory a little ahead of its use, while the worker has nothing else to do.
 
-A pool page costs nothing until it is first written, and then a fault for every 4 KiB of it: 1.4 µs where the kernel has
-the memory at hand, up to 10 µs where a hypervisor has to find it first. A prompt of 512 tokens of a small model brings
-2,900 such faults, 4 to 30 ms on top of a pass of 145 ms. Committing the whole pool at start would take seconds and
-gigabytes that may never be used, so the worker keeps a margin ahead of the highest page that a step has touched.
+A pool page costs nothing until it is first written, and then a fault for every 4 KiB of it. A fault takes 1.4 µs if the
+kernel has the memory at hand, and up to 10 µs if a hypervisor has to find it first. A prompt of 512 tokens of a small
+model brings 2,900 such faults, 4 to 30 ms on top of a pass of 145 ms. Committing the whole pool at start would take
+seconds and gigabytes that may never be used. So the worker keeps a margin ahead of the highest page that a step touched.
 (The allocator hands out low pages first and reuses freed ones, so that page is what marks the pool's use.)
 
-In a control group, or on a host whose memory others take meanwhile, committing the last of it would bring the
-out-of-memory killer for pages that may never be used: ahead of use, the margin never touches a reserve.
+In a control group, or if other processes take the host's memory meanwhile, committing the last of it would bring the
+out-of-memory killer, for pages that may never be used. Ahead of use, the margin therefore never touches a reserve.
 """
 
 from __future__ import annotations
@@ -86,28 +86,28 @@ class PoolPrefault:
         return 0 if self._is_idle else IDLE_MS
 
     def used(self, slot: int) -> None:
-        """A step writes ``slot``."""
+        """Note that a step writes ``slot``, so that the margin begins behind it."""
         self._is_idle = False
         if self._region is not None:
             self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._most))
 
     def trim(self, nbytes: int) -> None:
-        """The region ends behind ``nbytes`` from now on: what is beyond was given back."""
+        """End the region behind ``nbytes``: what is beyond was given back."""
         self._most = nbytes
         self._end = self._looked_until = min(self._end, nbytes)
         self._target = min(self._target, nbytes)
 
     def forget(self) -> None:
-        """The region's memory was given back: commit none of it until ``again``."""
+        """Commit nothing until ``again``, because the region's memory was given back."""
         self._end = self._looked_until = self._target = 0
 
     def again(self) -> None:
-        """It is used from the beginning."""
+        """Commit the region from its beginning again."""
         if self._region is not None:
             self._target = min(self._margin, self._most)
 
     def advance(self) -> None:
-        """Nothing came within ``wait_ms``: commit the next slice."""
+        """Commit the next slice, when nothing came within ``wait_ms``."""
         self._is_idle = True
         if self._region is None or self._end >= self._target:
             return

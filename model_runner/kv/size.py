@@ -1,7 +1,8 @@
 """How many tokens the KV pools hold.
 
-Where layers with a window have a pool of their own, a given memory is divided so that both run out together in typical
-use: by how much of a typical request's tokens lie in its window (``windows_ratio``, or ``--swa-full-tokens-ratio``).
+If layers with a window have a pool of their own, memory is divided so that both pools run out together in typical use.
+The measure is the share of a typical request's tokens in its window (``windows_ratio``, or
+``--swa-full-tokens-ratio``).
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class PoolRequest(NamedTuple):
 
 
 class WindowRequest(NamedTuple):
-    """What is to be known of layers with a window: ``ratio`` (None: ``windows_ratio``) is the share of the tokens that
-    window pages are made for; ``piece``: tokens of a prompt that are computed in one step; ``most_rows``: requests.
+    """Limits that size the pool of layers with a window.
+
+    ``ratio``: share of the tokens that window pages are made for (None: ``windows_ratio``). ``piece``: tokens of a
+    prompt that one step computes. ``most_rows``: requests.
     """
 
     window: int
@@ -69,9 +72,10 @@ class PoolChoice(NamedTuple):
 
 
 def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
-    its pages at once; nor with a second tier that gets pages later than they are computed, when windows have moved on,
-    or rounds them.
+    """Return the window of each layer that frees the pages behind its window, by layer.
+
+    There are none if prompts are never cut, since each then needs all of its pages at once. There are none either with
+    a second tier that rounds pages, or that gets pages later than they are computed, when windows have moved on.
     """
     keeps_whole = options.hicache_write_policy == "write_through" and options.hicache_host_dtype == "auto"
     if options.chunked_prefill_size == -1 or (options.enable_hierarchical_cache and not keeps_whole):
@@ -82,13 +86,15 @@ def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
 
 
 def piece_of(options: WorkerOptions, device_type: str) -> int:
-    """Tokens of a prompt that a step computes at most."""
+    """Return the largest number of tokens of a prompt that one step computes."""
     return min(options.chunked_prefill_size or USUAL_PIECE[device_type], options.max_prefill_tokens)
 
 
 def windows_ratio(window: int, context_length: int, page_size: int) -> float:
-    """Of a typical request's tokens, the share that lies in its window. Typical is four windows: with fewer window
-    pages many short requests, which never leave their first window, would find much less room than in a single pool.
+    """Return the share of a typical request's tokens that lies in its window.
+
+    A typical request is as long as four windows. With fewer window pages, many short requests, which never leave their first window, would find much less room than
+    in a single pool.
     """
     return min(1.0, (window + page_size) / min(4 * window, context_length))
 
@@ -138,8 +144,10 @@ def choose_pool_tokens(
     memory: Memory,
     device_type: str,
 ) -> PoolTokens:
-    """As ``choose_max_total_tokens``, for pages of so many bytes of each pool; where all layers have windows the first
-    is 0.
+    """Choose the slots of the pool that keeps all tokens and of the one behind a window.
+
+    Sizes the pools as ``choose_max_total_tokens`` does. ``page_bytes``: bytes of a page in each of them; the first is 0
+    if all layers have windows.
     """
     size, (kept_bytes, window_bytes) = request.page_size, page_bytes
     ratio = windows.ratio or windows_ratio(windows.window, windows.context_length, size)
@@ -179,9 +187,10 @@ def choose_pool_tokens(
 def choose_max_total_tokens(
     request: PoolRequest, page_bytes: int, weight_bytes: int, memory: Memory, device_type: str
 ) -> int:
-    """Slots to hand out, a multiple of the page size; ``memory`` is the device's, with the weights loaded.
+    """Return the number of slots to hand out, a multiple of the page size.
 
-    Raises ``NotEnoughMemory`` where not a page fits, or where ``max_total_tokens`` asks for more than is free.
+    ``memory``: the device's, with the weights loaded. Raises ``NotEnoughMemory`` if not a page fits, or if
+    ``max_total_tokens`` asks for more than is free.
     """
     page_size = request.page_size
     if request.max_total_tokens is not None:
@@ -219,12 +228,12 @@ def _fraction(request: PoolRequest, device_type: str) -> float:
 
 
 def _budget(request: PoolRequest, weight_bytes: int, memory: Memory, device_type: str) -> int:
-    """Bytes for the pool.
+    """Return the bytes for the pool.
 
-    A fraction of the device is the instance's share. What others use of it is none of its share, as long as the pool
-    fits into what they leave: the result does not depend on which of several instances on a device starts first.
+    A fraction of the device is the instance's share. What others use does not count against it, as long as the pool
+    fits into what they leave. So the result does not depend on which of several instances on a device starts first.
 
-    What steps take comes from the instance's part of the rest. If that is too small, it comes off the share.
+    What steps take comes from the instance's part of the rest. If that is too small, it is deducted from the share.
     """
     fraction = _fraction(request, device_type)
     if device_type == "cpu":

@@ -1,6 +1,6 @@
-"""Steps of several sizes, timed before the first request comes, so that what its steps take can be foreseen.
+"""Steps of several sizes, timed before the first request comes, so that the time of steps can be estimated.
 
-Small ones first: on a slow machine, or with a large model, the largest are left out, and the scheduler's cost model
+Small ones run first. On a slow machine, or with a large model, the largest are left out. The scheduler's cost model
 assumes the worst of them until it has seen some.
 """
 
@@ -33,7 +33,7 @@ class _Shape(NamedTuple):
         return self.rows * self.q_len
 
     def measured(self, forward_ms: float) -> MeasuredStep:
-        """As the cost model counts."""
+        """Return the step and its time as the cost model counts steps."""
         if self.q_len == 1:
             return MeasuredStep(self.rows, self.rows * self.start, 0, 0.0, forward_ms)
         return MeasuredStep(0, 0, self.q_len, self.q_len * (self.start + self.q_len / 2), forward_ms)
@@ -55,10 +55,11 @@ SHAPES = (
 def measure_steps(
     steps: StepRunner, max_reqs: int, context_length: int, page_size: int, *, rehearse: bool = False
 ) -> list[MeasuredStep]:
-    """Run the steps, after the warm-up, whose page and rows they use. Each twice where time allows: the better counts.
-    ``rehearse``: each once before, which does not count: on a GPU, libraries load what a shape needs at its first use.
+    """Run the steps after the warm-up, in its page and rows, and return the time of each.
 
-    Contexts are page 0 over and over, which stays in the caches; what reading real KV takes can't be learned from them.
+    Each runs twice if time allows, and the faster run counts. ``rehearse``: run each once before, without counting it.
+    On a GPU, libraries load what a shape needs at its first use. Contexts consist of page 0, which stays in the caches,
+    so the time of reading real KV can't be learned from them.
     """
     result: list[MeasuredStep] = []
     spent_ms, expected_ms, tokens = 0.0, 0.0, FLAT_TOKENS
@@ -99,5 +100,5 @@ def _run(steps: StepRunner, shape: _Shape, page_size: int) -> float:
 
 
 def greedy_row(row: int, prompt_len: int = 1) -> RowInit:
-    """A request row whose tokens are the likeliest ones, and whose output nothing ends."""
+    """Return a row that chooses the likeliest tokens and that nothing ends."""
     return RowInit(row=row, prompt_len=prompt_len, sampling=SamplingParams(seed=0, temperature=0.0))

@@ -16,8 +16,10 @@ from ...messages.worker import ForwardStep
 
 
 class StepLimits(NamedTuple):
-    """``rows`` and ``columns`` of the request table; ``slots`` of the pool, page 0 included; ``pages`` of it, and
-    ``window_pages`` of the pool of windowed layers, 0: there is none.
+    """Limits of a step.
+
+    ``rows`` and ``columns``: size of the request table. ``slots``: of the pool, page 0 included. ``pages``: of the
+    pool. ``window_pages``: pages of the pool of windowed layers, or 0 without such layers.
     """
 
     rows: int

@@ -1,9 +1,9 @@
-"""How much of a device's memory everything takes that is allocated after the KV pool: attention's arrays, the request
-table, the sampler's, activations, logits, graphs.
+"""How much of a device's memory is taken by everything that is allocated after the KV pool.
 
-Nothing of it is added up by formulas, which a new buffer would not be part of. The largest steps that a server can be
-asked for run once before the pool is sized, over pools that hold page 0 alone, and the device says how much they took
-(vLLM's profile run). What was made for it is dropped again.
+That is attention's arrays, the request table, the sampler's arrays, activations, logits and graphs. Nothing is computed
+by formulas, which would miss a new buffer. Before the pool is sized, the largest steps that a server can be asked for
+run once, over pools that hold page 0 alone. The device reports how much they took (vLLM's profile run). What was
+allocated for them is dropped again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ GRAPH_BYTES = 2 << 20
 class StepSizes(NamedTuple):
     """Sizes of the largest steps.
 
-    ``rows``: requests. ``prompt_tokens``: tokens of prompts in one step. ``scored``: those of them whose
-    log-probabilities are asked for. ``context_length``: tokens of a request.
+    ``rows``: requests. ``prompt_tokens``: tokens of prompts in one step. ``scored``: the prompt tokens with
+    log-probabilities. ``context_length``: tokens of a request.
     """
 
     rows: int
@@ -44,7 +44,9 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, options: WorkerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
-        """Sizes for these options. ``gathers``: attention copies whole contexts, which are kept short here."""
+        """Return the sizes for these options. ``gathers``: attention copies whole contexts, which are kept
+        short here.
+        """
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
         each = options.max_logprobs_per_request
         scored = min(tokens, rows * each)
@@ -58,7 +60,9 @@ class StepSizes(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """``q_len`` tokens of ``row``, from position ``start`` on. ``scored``: log-probabilities of so many."""
+    """Tokens of one row in a step: ``q_len`` of them, from position ``start`` on. ``scored``: how many have
+    log-probabilities.
+    """
 
     row: int
     start: int
@@ -90,7 +94,7 @@ def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
     """Run the steps that take most: prompts beside decodes, ends of every request's prompt, decodes of all.
 
     KV goes to page 0. Every row is drawn, penalised and lists alternatives. Only the ends of prompts have long
-    contexts, as more of them would take seconds: what a decode needs for its context is there from the start.
+    contexts, since more of them would take seconds. What a decode needs for its context is allocated from the start.
     """
     queue = StepQueue(steps, NoPageMover(), ahead=1)
     rows, end = range(sizes.rows), sizes.context_length - 1
@@ -107,7 +111,7 @@ def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
 
 
 def _pieces(sizes: StepSizes) -> list[_Entry]:
-    """Whole prompts of ``prompt_tokens`` together."""
+    """Return whole prompts of ``prompt_tokens`` together."""
     entries: list[_Entry] = []
     tokens, scored = sizes.prompt_tokens, sizes.scored
     while tokens:

@@ -32,19 +32,21 @@ VARIANTS = (
     # An odd number of prompts.
     tuple(_WarmUpEntry(row, 0, 7) for row in range(3)),
 )
-"""Steps that together ask for every variant of a GPU's kernels: Triton compiles one for each set of constants, of
-arguments that are 1 or multiples of 16, and of addresses that are multiples of 16.
+"""Steps that together ask for every variant of a GPU's kernels.
+
+Triton compiles one for each set of constants, of arguments that are 1 or multiples of 16, and of addresses that are
+multiples of 16.
 """
 
 
 def warm_up(
     steps: StepRunner, max_reqs: int, context_length: int, page_size: int, *, every_variant: bool = False
 ) -> None:
-    """Run a prefill and two decode steps of up to two rows, one of each kind of sampling; then the steps of
-    ``VARIANTS``, if ``every_variant`` is wanted.
+    """Run a prefill and two decode steps of up to two rows, one of each kind of sampling.
 
-    KV goes to page 0, which no request ever reads, and the rows are forgotten when their first requests take them.
-    Raises ``InvalidWeights`` where the logits are not finite: such a model can answer nothing.
+    ``every_variant``: run the steps of ``VARIANTS`` as well. KV goes to page 0, which no request ever reads. The first
+    requests that take the rows reset them. Raises ``InvalidWeights`` if the logits are not finite: such a model can
+    answer nothing.
     """
     rows = range(min(2, max_reqs))
     prompt_len = min(PROMPT_TOKENS, context_length - 2)

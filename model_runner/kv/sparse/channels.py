@@ -1,9 +1,9 @@
-"""Which elements of a key are its label: the channels whose products with a query's say most of the score.
+"""The elements of a key that are its label: the channels that contribute most to a query's score.
 
-They are found once for a model, by ``pdserve calibrate``, and lie in a JSON file: of each layer and KV head all
-channels, those that matter most first, of which a server takes as many as ``--ds-heavy-channel-num`` says. The file
-says what model it is of by its family and sizes: the channels of one serve those that were tuned from it, too, as they
-are a matter of speed and nearness, not of right and wrong.
+``pdserve calibrate`` finds them once for a model and writes a JSON file. The file lists all channels of each layer and
+KV head, those that matter most first. A server takes the first ``--ds-heavy-channel-num`` of them. The file identifies
+its model by family and sizes. A model's file also serves models that were tuned from it: other channels cost speed and
+precision, but are not wrong.
 
 The method is that of Yang et al., "Post-Training Sparse Attention with Double Sparsity" (2024, arXiv 2408.07092).
 
@@ -43,7 +43,7 @@ class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(spec: ModelSpec) -> ModelSizes:
-        """The sizes of ``spec``; see ``refuse_unsuitable`` for those that have none of this kind."""
+        """Return the sizes of ``spec``. ``refuse_unsuitable`` refuses models without such sizes."""
         attention = spec.layers[0].attention
         return ModelSizes(
             family=spec.family,
@@ -83,7 +83,7 @@ class LabelChannels(NamedTuple):
 
     @staticmethod
     def of(ranked: Tensor, count: int) -> LabelChannels:
-        """The first ``count`` of the channels ``ranked`` [L, K, D]."""
+        """Make labels of the first ``count`` of the channels ``ranked`` [L, K, D]."""
         indices = ranked[..., :count].sort(-1).values
         return LabelChannels(indices, sha256(repr(indices.tolist()).encode()).hexdigest()[:16])
 
@@ -96,7 +96,7 @@ def write_channels(path: Path, spec: ModelSpec, ranked: Tensor, tokens: int) -> 
 
 
 def read_channels(path: Path, spec: ModelSpec) -> Tensor:
-    """All channels, ranked: [L, K, D] int64. Raises ``UnsupportedModel`` for a file that isn't ``spec``'s."""
+    """Read all channels, ranked: [L, K, D] int64. Raises ``UnsupportedModel`` for a file of another model."""
     flag = f"--ds-channel-config-path {path}"
     try:
         content = msgspec.json.decode(path.read_bytes(), type=ChannelFile)

@@ -1,6 +1,6 @@
 """How kernels read and write the elements of a KV pool; the bytes are those of ``kv/quantization.py``.
 
-Kinds: "" (floats, as they are), "int8", "fp8_e4m3" and "fp8_e5m2", whose heads end in a float32 scale. ``widen``
+Kinds: "" (floats, as they are), "int8", "fp8_e4m3" and "fp8_e5m2", with heads that end in a float32 scale. ``widen``
 (``ops/triton/widen.py``) turns elements into the queries' type, which holds each of them exactly. The scales are
 applied where a product with them is cheapest.
 """
@@ -25,9 +25,9 @@ _ROUNDS_INTEGERS = tl.constexpr(12582912.0)
 def load_scales(
     scales: tl.tensor, offsets: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Of heads that begin at byte ``offsets`` of the pool, of which ``scales`` is the view as float32; 0 where masked.
+    """Load the scales of heads that begin at byte ``offsets`` of the pool; 0 where masked.
 
-    With the factor that ``widen`` leaves to the scale.
+    ``scales``: the pool as float32. The result includes the factor that ``widen`` leaves to the scale.
     """
     found = tl.load(scales + ((offsets + HEAD_DIM) >> 2), mask=mask, other=0.0)
     return found * HALF_OF_E4M3 if KIND == "fp8_e4m3" else found
@@ -35,7 +35,7 @@ def load_scales(
 
 @triton.jit
 def quantize_rows(x: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """What ``kv_quantization.quantize`` makes of the heads ``x`` [N, D] float32: bytes [N, D], and scales [N]."""
+    """Quantise the heads ``x`` ([N, D] float32) to bytes [N, D] and scales [N], as ``quantization.quantize`` does."""
     magnitude = tl.abs(x)
     largest = tl.max(magnitude, 1)
     # A maximum may leave a NaN out.
@@ -57,7 +57,7 @@ def quantize_rows(x: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tenso
 
 @triton.jit
 def _float_bits(x: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """``x`` float32, of the range, rounded to floats of 8 bits: to nearest, ties to even."""
+    """Round ``x`` (float32, within the range) to floats of 8 bits, to nearest, ties to even, and return their bits."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     # Below the smallest normal number steps are equal: an addition rounds to them.
     STEPS: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)

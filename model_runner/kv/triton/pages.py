@@ -1,7 +1,7 @@
 """Pages of KV between the pool on a device and one contiguous buffer, which may be the host's pinned memory.
 
-Pages of a request lie anywhere in the pool; what crosses the bus is one run of them, all of their layers or some: one
-launch each way. Nothing in a page is looked at, so any kind of pool will do.
+Pages of a request lie anywhere in the pool, but one run of them crosses the bus, with all of their layers or some. That
+takes one launch each way. The contents of pages are not interpreted, so any kind of pool will do.
 
 Orders: pages that go to an engine that keeps another order (``mem_cache/kv_pages/page_order.py``) are permuted on
 the way. Which unit comes where is the same in each layer of a page, and is found by asking ``PageConverter`` itself.
@@ -30,8 +30,9 @@ def gather_pages(
 ) -> None:
     """Copy ``layers`` of ``pages`` ([N] int32 or int64) to ``staging``, one after another.
 
-    ``pool``: any type, contiguous, its first dimension the pages, which have ``num_layers`` equal parts. ``staging``:
-    at least so many bytes, contiguous. ``units``: of ``order_units``; staging then has the order that it leads to.
+    ``pool``: any type, contiguous. Its first dimension is pages, which consist of ``num_layers`` equal parts.
+    ``staging``: contiguous and large enough. ``units``: from ``order_units``; pages then get the order that it leads
+    to.
     """
     _move(pool, pages, layers, num_layers, staging, units, is_gather=True)
 
@@ -39,14 +40,17 @@ def gather_pages(
 def scatter_pages(
     pool: Tensor, pages: Tensor, layers: LayerRange, num_layers: int, staging: Tensor, units: Tensor | None = None
 ) -> None:
-    """The way back; ``units`` leads from the order of ``staging`` to the pool's."""
+    """Copy ``staging`` to ``layers`` of ``pages``, as ``gather_pages`` does in the other direction.
+
+    ``units`` leads from the order of ``staging`` to the pool's.
+    """
     _move(pool, pages, layers, num_layers, staging, units, is_gather=False)
 
 
 def order_units(layout: KVLayout, source: KVOrder, group: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """[U]: which unit of a layer's part of a page in the order ``source`` comes where in the order of ``layout``.
+    """Return the permutation [U] from the order ``source`` to that of ``layout``, for a layer's part of a page.
 
-    A unit is an element, or a byte where elements have scales. Raises ``ValueError`` where there is one order only.
+    A unit is an element, or a byte if elements have scales. Raises ``ValueError`` if there is one order only.
     """
     kept = layout.groups[group]
     one = msgspec.structs.replace(kept, layers=kept.layers[:1], page_bytes=kept.page_bytes // kept.num_layers)
@@ -62,7 +66,7 @@ def order_units(layout: KVLayout, source: KVOrder, group: int = 0) -> np.ndarray
 
 
 def unit_bytes(layout: KVLayout, group: int = 0) -> int:
-    """What an order moves as one."""
+    """Return the bytes of a unit, which orders move as one."""
     kept = layout.groups[group]
     return 1 if kept.scale_dtype is not None else int(getattr(torch, kept.dtype).itemsize)
 

@@ -10,9 +10,9 @@ exchange results only between launches:
     search    as ``choose``, over the vocabulary, for rows of more tokens than a list takes; others leave at once
 
 Bisection over the bits of a token's order finds how much is enough, and where top-k and top-p end. The k-th token
-is found by count, the nucleus by mass. Masses are exact sums (``draw_math.py``), so all ways give the same token, and a row's
-token does not depend on the batch. A search reads each token ORDER_BITS times, 100 times as often as a list does. It is
-for flat distributions.
+is found by count, the nucleus by mass. Masses are exact sums (``draw_math.py``), so all ways give the same token, and a
+row's token does not depend on the batch. A search reads each token ORDER_BITS times, 100 times as often as a list does.
+It is for flat distributions.
 
 The token is written where the next step looks for it, and counted for penalties. A batch is filled up by rows of -1.
 

@@ -58,8 +58,8 @@ def token_logprobs(
 ) -> None:
     """Write to ``chosen`` ([N] float32) the log-probability of each row's ``targets`` ([N] int64).
 
-    ``logits``: [N, V], elements of a row side by side. ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) get the
-    K best tokens, best first. If K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
+    ``logits``: [N, V], elements of a row side by side. ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) get
+    the K best tokens, best first. If K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
     """
     count, vocab = logits.shape
     if count == 0:
