@@ -1,7 +1,7 @@
-"""Lowers a ``ModelSpec`` to the fused operations that the CPU engine walks (``layer_ops.h``), or says what it lacks.
+"""Lowers a ``ModelSpec`` to the fused operations that the CPU engine runs (``layer_ops.h``), or says what it lacks.
 
-Every field of a spec that an engine computes by is named here: a field that is not, and is set, is refused by its name,
-so that a new one in ``spec.py`` is served by the torch engine until this file knows it.
+Every field of a spec that the engine computes by is named here. A field that is set and not named is refused by its
+name. So the torch engine serves a new field of ``spec.py`` until this file knows it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SCORINGS = {ExpertScoring.SOFTMAX: NativeScoring.SOFTMAX, ExpertScoring.SIGMOID:
 GROUP_SCORES = {GroupScore.LARGEST: NativeGroupScore.LARGEST, GroupScore.TWO_LARGEST: NativeGroupScore.TWO_LARGEST}
 QK_NORMS = {None: NativeQKNorm.NONE, QKNorm.HEAD: NativeQKNorm.HEAD, QKNorm.ALL: NativeQKNorm.ALL}
 
-# Of ModelSpec also what loaders and those who make the tables of rotations see to.
+# Fields of each spec that the engine, the loaders or the tables of rotations compute by.
 COMPUTED: dict[type, tuple[str, ...]] = {
     ModelSpec: (
         *("family", "vocab_size", "hidden_size", "layers", "final_norm", "ropes", "context_length", "tied_head"),
@@ -108,7 +108,7 @@ class Lowered(NamedTuple):
 
 
 def refusal(spec: ModelSpec, dtype: DType, kv_dtype: DType) -> str | None:
-    """Why the kernels can't run this model; None if they can."""
+    """Return why the kernels can't run this model, or None if they can."""
     dtype, kv_dtype = dtype_name(dtype), dtype_name(kv_dtype)
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_KV_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
@@ -136,10 +136,10 @@ def lower(
     head: Slice | None = None,
     activations: ActivationDType = ActivationDType.INT16,
 ) -> Lowered:
-    """The operations of ``spec``, which ``refusal`` has let pass, over activations of ``dtype``.
+    """Return the operations of ``spec``, which ``refusal`` must allow, over activations of ``dtype``.
 
-    ``head``: the rows of the head that this rank has; None: all. ``activations``: what they are rounded to where
-    weights are quantised.
+    ``head``: the rows of the head that this rank has, or None for all. ``activations``: the type that activations are
+    rounded to if weights are quantised.
     """
     attention = spec.layers[0].attention
     model = ModelOps(
@@ -185,7 +185,7 @@ def _with_network(spec: LayerSpec, project: ProjectQKV, attend: Attend) -> Layer
 
 
 def lower_latent(spec: MLASpec) -> LatentOp:
-    """What latent attention has beside the weights."""
+    """Return the sizes and constants of latent attention."""
     return LatentOp(
         spec.kv_lora_rank,
         spec.q_lora_rank or 0,
@@ -197,7 +197,7 @@ def lower_latent(spec: MLASpec) -> LatentOp:
 
 
 def lower_experts(spec: ExpertsSpec) -> ExpertsOp:
-    """What is beside the two products of each expert."""
+    """Return the sizes and constants of a layer's experts."""
     shared_inner, activation = (
         (0, spec.activation) if spec.shared is None else (spec.shared.inner, spec.shared.activation)
     )
@@ -222,7 +222,7 @@ def _norm(spec: NormSpec | None) -> NormOp:
 
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
-    """The places of a spec, and what stands there, that the engine has no operation for."""
+    """Yield the places of a spec, and their values, that the engine has no operation for."""
     yield from _unknown("", spec, ModelSpec)
     yield from _unknown("final_norm.", spec.final_norm, NormSpec)
     first = spec.layers[0].attention
@@ -292,7 +292,7 @@ def _inner_sizes(layer: LayerSpec) -> Iterator[int]:
 
 
 def _unknown(path: str, part: object, kind: type) -> Iterator[str]:
-    """Where ``part`` is no ``kind``, or is set to something that this file does not know."""
+    """Yield what ``part`` sets that this file does not know, or ``part`` itself if it is no ``kind``."""
     if type(part) is not kind:
         yield f"{path.removesuffix('.')}: {type(part).__name__}"
         return

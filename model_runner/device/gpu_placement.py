@@ -1,7 +1,7 @@
-"""Placement of an instance whose passes run on a GPU.
+"""Placement of an instance with passes on a GPU.
 
 Little is computed on the host: one thread launches kernels, others move pages. No thread is bound to a core, since each
-instance of the host would choose the same one, and two launching threads on one core take turns of milliseconds. The
+instance of the host would choose the same one. Two launching threads on one core take turns of milliseconds. The
 launching thread stays on the cores of the GPU's NUMA node and takes its memory from there. It moves to these cores when
 all is loaded and compiled, since compilers inherit the cores of the thread that starts them.
 """
@@ -47,5 +47,5 @@ def stay_near(node: int | None, machine: Machine) -> None:
 
 
 def cores_near(node: int, machine: Machine) -> frozenset[int]:
-    """Cores of ``node`` that this process may use; none if the host has one node."""
+    """Return the cores of ``node`` that this process may use; none if the host has one node."""
     return machine.nodes.get(node, frozenset()) if len(machine.nodes) > 1 else frozenset()

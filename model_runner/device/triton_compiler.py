@@ -63,7 +63,9 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True):
     ptx: str
 
     def count(self, instruction: str) -> int:
-        """How many instructions of the PTX begin so, such as "wgmma" or "cp.async.cg.shared.global"."""
+        """Return how many instructions of the PTX begin with ``instruction``, such as "wgmma" or
+        "cp.async.cg.shared.global".
+        """
         return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", self.ptx, re.MULTILINE))
 
 
@@ -117,7 +119,7 @@ def compile_kernel(request: CompileRequest) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as the tool that comes with Triton tells."""
+    """Return the registers and the bytes of stack of a thread, as the tool that comes with Triton reports them."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

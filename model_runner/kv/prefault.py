@@ -3,11 +3,11 @@
 A pool page costs nothing until it is first written, and then a fault for every 4 KiB of it. A fault takes 1.4 µs if the
 kernel has the memory at hand, and up to 10 µs if a hypervisor has to find it first. A prompt of 512 tokens of a small
 model brings 2,900 such faults, 4 to 30 ms on top of a pass of 145 ms. Committing the whole pool at start would take
-seconds and gigabytes that may never be used. So the worker keeps a margin ahead of the highest page that a step touched.
-(The allocator hands out low pages first and reuses freed ones, so that page is what marks the pool's use.)
+seconds and gigabytes that may never be used. So the worker keeps a margin ahead of the highest page that a step
+touched. (The allocator hands out low pages first and reuses freed ones, so that page is what marks the pool's use.)
 
 In a control group, or if other processes take the host's memory meanwhile, committing the last of it would bring the
-out-of-memory killer, for pages that may never be used. Ahead of use, the margin therefore never touches a reserve.
+out-of-memory killer. Ahead of use, the margin therefore never touches a reserve.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def piece_of(options: WorkerOptions, device_type: str) -> int:
 def windows_ratio(window: int, context_length: int, page_size: int) -> float:
     """Return the share of a typical request's tokens that lies in its window.
 
-    A typical request is as long as four windows. With fewer window pages, many short requests, which never leave their first window, would find much less room than
-    in a single pool.
+    A typical request is as long as four windows. With fewer window pages, many short requests, which never leave their
+    first window, would find much less room than in a single pool.
     """
     return min(1.0, (window + page_size) / min(4 * window, context_length))
 
