@@ -11,6 +11,7 @@ The header is written last, so a file that is not finished has none. Does not im
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -68,7 +69,9 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a packed model consists of. Places are offsets in the file."""
 
     key: str
-    """Key of everything that the weights depend on; see ``key.py``."""
+    """Key of everything that the weights depend on; see ``WeightsName``."""
+    source: str
+    """Path of the model's files."""
     fingerprint: str
     """Fingerprint of the whole model, also on a rank."""
     quantization: Quantization
@@ -91,7 +94,7 @@ class MemoryOfWeights(NamedTuple):
 
     total: int
     page_cache: int
-    """Bytes that the kernel counts as available, because it could read them from the disk again."""
+    """Bytes that the kernel counts as available, because it could read them from the disk again. 0: it keeps them."""
 
 
 class PackedModel:
@@ -113,27 +116,56 @@ class PackedModel:
         self._begin: int = self._bytes.ctypes.data
         self.contents = self._check(size, key)
         """What the model consists of."""
-        self.memory = MemoryOfWeights(size, 0 if _is_memfd(fd) else size)
+        is_kept = _is_memfd(fd) or lock_memory(self._begin, size)
+        self.memory = MemoryOfWeights(size, 0 if is_kept else size)
 
     def address(self, place: int) -> int:
         """Return the address of what lies at ``place`` in the file."""
         return self._begin + place
 
     def _check(self, size: int, key: str) -> Contents:
-        magic, version, begin, end, digest = HEADER.unpack(self._bytes[: HEADER.size].tobytes())
-        if magic != MAGIC or version != FORMAT:
-            raise DamagedWeights("its header is not that of packed weights of this version")
-        if end != size or not BODY <= begin <= end:
-            raise DamagedWeights(f"it has {size} bytes instead of {end}")
+        begin, end, digest = read_header(self._bytes[: HEADER.size].tobytes(), size)
         if xxhash.xxh3_128_digest(self._bytes[BODY:].data) != digest:
             raise DamagedWeights("its bytes have changed since it was written")
-        try:
-            contents = msgspec.msgpack.decode(self._bytes[begin:end].tobytes(), type=Contents)
-        except msgspec.MsgspecError as e:
-            raise DamagedWeights(f"its contents can't be read: {e}") from e
+        contents = decode_contents(self._bytes[begin:end].tobytes())
         if contents.key != key:
             raise DamagedWeights("it belongs to another model")
         return contents
+
+
+class Header(NamedTuple):
+    """Where the contents begin and end, and the digest of all that follows the header's page."""
+
+    begin: int
+    end: int
+    digest: bytes
+
+
+def read_header(data: bytes, size: int) -> Header:
+    """Read the header of a file of ``size`` bytes. Raises ``DamagedWeights``."""
+    if len(data) < HEADER.size:
+        raise DamagedWeights(f"it has {size} bytes and no header")
+    magic, version, *rest = HEADER.unpack(data)
+    header = Header(*rest)
+    if magic != MAGIC or version != FORMAT:
+        raise DamagedWeights("its header is not that of packed weights of this version")
+    if header.end != size or not BODY <= header.begin <= header.end:
+        raise DamagedWeights(f"it has {size} bytes instead of {header.end}")
+    return header
+
+
+def decode_contents(data: bytes) -> Contents:
+    """Decode the contents of a file. Raises ``DamagedWeights``."""
+    try:
+        return msgspec.msgpack.decode(data, type=Contents)
+    except msgspec.MsgspecError as e:
+        raise DamagedWeights(f"its contents can't be read: {e}") from e
+
+
+def read_contents(fd: int) -> Contents:
+    """Read the contents of the open file ``fd`` without a check of its digest. Raises ``DamagedWeights``."""
+    begin, end, _ = read_header(os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size)
+    return decode_contents(os.pread(fd, end - begin, begin))
 
 
 class PackedModelWriter:
@@ -188,6 +220,15 @@ def make_memory() -> int:
 def seal_memory(fd: int) -> None:
     """Forbid all changes of a file of ``make_memory``."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+def lock_memory(address: int, nbytes: int) -> bool:
+    """Keep mapped pages of a file in memory until they are unmapped; return whether the system allows it.
+
+    Under pressure, the kernel drops pages of files first. Each step would then read weights from the disk.
+    """
+    libc = ctypes.CDLL(None)
+    return bool(libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0)
 
 
 def _is_memfd(fd: int) -> bool:

@@ -27,5 +27,5 @@ def build(request: PackRequest, key: str, fd: int, threads: int) -> None:
     activations = ActivationDType[(weights.activations or "int16").upper()]
     packer = WeightPacker(request.own_spec, request.dtype, request.kv_dtype, Team(threads), vocab, activations)
     with torch.inference_mode():
-        contents = ModelPacker(weights, packer, writer).pack(key, request.positions)
+        contents = ModelPacker(weights, packer, writer).pack(key, request.path, request.positions)
     writer.finish(contents)

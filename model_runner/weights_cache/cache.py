@@ -5,7 +5,8 @@ Life of a file:
 - One builder locks ``NAME.part`` and writes it.
 - It is renamed to ``NAME.weights`` when it is whole and on the disk.
 - Any number of instances map it.
-- It is removed when the model's files have changed and are packed again, or after a week without use.
+- Whenever a model is packed, files are removed that were not used for a week. So are those of models that have changed
+  or are gone.
 
 A builder that is killed leaves a ``.part`` that the next one overwrites. Nothing in a file is trusted before its owner,
 its mode and its digest are checked.
@@ -27,7 +28,7 @@ from typing import Protocol
 from ...model_files.errors import InvalidWeights
 from ...runtime.private_cache import cache_folder, publish
 from ...runtime.trusted_path import distrust, make_private_folder
-from ..cpu_engine.packed_model import DamagedWeights, PackedModel, check_room, make_memory, seal_memory
+from ..cpu_engine.packed_model import DamagedWeights, PackedModel, check_room, make_memory, read_contents, seal_memory
 from .request import PackRequest, WeightsName
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class CachedWeights:
             )
             return self._private.open(request)
         seconds = time.monotonic() - begin
+        if packed.memory.page_cache:
+            log.info("the weights may leave memory if the host runs short of it: raise ulimit -l above their size")
         log.info(
             "packed weights: %.1f MiB, shared in %s, after %.2f s", packed.memory.total / MIB, self._folder, seconds
         )
@@ -187,13 +190,13 @@ class CachedWeights:
             time.sleep(POLL_SECONDS)
 
     def _remove_old(self, name: WeightsName) -> None:
-        """Remove packed models of files that have changed, and those that were not used for a week."""
+        """Remove packed models of files that have changed or are gone, and what was not used for a week."""
         oldest = time.time() - UNUSED_SECONDS
         for path in (*self._folder.glob("*.weights"), *self._folder.glob("*.part")):
             model, _, rest = path.stem.partition("-")
             has_changed = model == name.model and not rest.startswith(f"{name.source}-")
             with suppress(OSError):
-                if has_changed or path.lstat().st_mtime < oldest:
+                if has_changed or path.lstat().st_mtime < oldest or is_orphan(path):
                     remove_unlocked(path)
 
 
@@ -219,6 +222,19 @@ def is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
+
+
+def is_orphan(path: Path) -> bool:
+    """Return whether packed weights have lost the files that they were made from. Raises ``OSError``."""
+    if path.suffix != ".weights":
+        return False
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return not os.path.exists(read_contents(fd).source)
+    except DamagedWeights:
+        return True
+    finally:
+        os.close(fd)
 
 
 def remove_unlocked(path: Path) -> None:

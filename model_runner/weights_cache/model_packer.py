@@ -54,8 +54,8 @@ class ModelPacker:
         self._norms: list[PackedVector] = []
         self._vectors: list[PackedVector] = []
 
-    def pack(self, key: str, positions: int) -> Contents:
-        """Pack the model, with the rotations of ``positions`` positions; return the contents of the file."""
+    def pack(self, key: str, source: str, positions: int) -> Contents:
+        """Pack the model at the path ``source``, with the rotations of ``positions`` positions; return the contents."""
         model, weights = self._model, self._weights
         # The head counts as a layer.
         progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
@@ -69,6 +69,7 @@ class ModelPacker:
         ropes = [RotaryEmbedding(rope, dim, dtype=torch.float32, device=cpu) for rope in model.spec.ropes]
         return Contents(
             key=key,
+            source=source,
             fingerprint=weights.fingerprint,
             quantization=weights.quantization,
             activations=weights.activations,

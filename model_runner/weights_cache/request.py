@@ -91,6 +91,11 @@ class PackRequest:
         return -(-self.spec.context_length // ROTATION_STEP) * ROTATION_STEP
 
     @property
+    def path(self) -> str:
+        """Path of the model's files, without links."""
+        return os.path.realpath(self.source.path)
+
+    @property
     def source_bytes(self) -> int:
         """Bytes of the files that the weights come from; 0 for random weights."""
         return sum(file.size for file in self._files() if Path(file.path).suffix != ".json")
@@ -106,8 +111,7 @@ class PackRequest:
             None if part is None else (part.rank, part.size),
             self.node,
         )
-        path = os.path.realpath(self.source.path)
-        return WeightsName(_digest(path), _digest(list(self._files())), _digest(variant))
+        return WeightsName(_digest(self.path), _digest(list(self._files())), _digest(variant))
 
     def _files(self) -> Iterator[SourceFile]:
         path = self.source.path
