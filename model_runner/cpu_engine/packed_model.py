@@ -11,14 +11,8 @@ The header is written last, so a file that is not finished has none. Does not im
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import mmap
 import os
 import struct
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..loader.quantization import Quantization, QuantizedActivations
+from .weight_memory import CHUNK, WeightMemory
 
 FORMAT = 1
 """Version of the layout, and of ``Contents``."""
@@ -36,8 +31,6 @@ HEADER = struct.Struct("<16sQQQ16s")
 BODY = 4096
 """Where the weights begin: a page."""
 ALIGNMENT = 64
-MIB = 2**20
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class DamagedWeights(Exception):
@@ -98,36 +91,25 @@ class MemoryOfWeights(NamedTuple):
 
 
 class PackedModel:
-    """A packed model, mapped to be read. The mapping lives as long as this object."""
+    """A packed model in memory, which lives as long as this object."""
 
-    def __init__(self, fd: int, key: str) -> None:
-        """Map the open file ``fd`` and check all of it. Raises ``DamagedWeights`` and ``OSError``.
-
-        The descriptor may be closed afterwards.
-        """
-        size = os.fstat(fd).st_size
-        if size < BODY:
-            raise DamagedWeights(f"it has {size} bytes and no header")
-        # Read-only: a write by mistake ends the process, and changes nothing for the others.
-        self._mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise(self._mapping, mmap.MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._begin: int = self._bytes.ctypes.data
-        self.contents = self._check(size, key)
+    def __init__(self, memory: WeightMemory, key: str) -> None:
+        """Check all of a file in ``memory``. Raises ``DamagedWeights``."""
+        self._mapped = memory
+        self.memory = MemoryOfWeights(len(memory.data), memory.page_cache)
+        self.contents = self._check(key)
         """What the model consists of."""
-        is_kept = _is_memfd(fd) or lock_memory(self._begin, size)
-        self.memory = MemoryOfWeights(size, 0 if is_kept else size)
 
     def address(self, place: int) -> int:
         """Return the address of what lies at ``place`` in the file."""
-        return self._begin + place
+        return self._mapped.address + place
 
-    def _check(self, size: int, key: str) -> Contents:
-        begin, end, digest = read_header(self._bytes[: HEADER.size].tobytes(), size)
-        if xxhash.xxh3_128_digest(self._bytes[BODY:].data) != digest:
+    def _check(self, key: str) -> Contents:
+        data = self._mapped.data
+        begin, end, digest = read_header(data[: HEADER.size].tobytes(), len(data))
+        if xxhash.xxh3_128_digest(data[BODY:].data) != digest:
             raise DamagedWeights("its bytes have changed since it was written")
-        contents = decode_contents(self._bytes[begin:end].tobytes())
+        contents = decode_contents(data[begin:end].tobytes())
         if contents.key != key:
             raise DamagedWeights("it belongs to another model")
         return contents
@@ -171,13 +153,20 @@ def read_contents(fd: int) -> Contents:
 class PackedModelWriter:
     """Writes a packed model to the open, empty file ``fd``. Raises ``OSError``.
 
-    Writes by calls and not through a mapping, so that a full disk is an error and not a signal.
+    Writes by calls and not through a mapping, so that a full disk is an error and not a signal. Writes whole chunks, so
+    that the page cache has huge pages.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._end = BODY
+        # The place of the header stays empty until all the rest is there.
+        self._chunk = bytearray(BODY)
+        self._written = 0
         self._digest = xxhash.xxh3_128()
+
+    @property
+    def _end(self) -> int:
+        return self._written + len(self._chunk)
 
     def add(self, values: npt.NDArray[Any]) -> int:
         """Write an array; return its place."""
@@ -191,50 +180,23 @@ class PackedModelWriter:
         """Write the contents, and then the header."""
         begin = self._end
         self._append(memoryview(msgspec.msgpack.encode(contents)))
-        os.ftruncate(self._fd, self._end)
+        self._flush()
         header = HEADER.pack(MAGIC, FORMAT, begin, self._end, self._digest.digest())
         os.pwrite(self._fd, header, 0)
 
     def _append(self, data: memoryview) -> None:
         self._digest.update(data)
         while data:
-            written = os.pwrite(self._fd, data, self._end)
-            data = data[written:]
-            self._end += written
+            taken = data[: CHUNK - len(self._chunk)]
+            self._chunk += taken
+            data = data[len(taken) :]
+            if len(self._chunk) == CHUNK:
+                self._flush()
 
-
-def check_room(file: int | Path, needed: int) -> None:
-    """Raise ``OSError`` if the disk with ``file`` has no room for ``needed`` bytes."""
-    disk = os.statvfs(file)
-    free = disk.f_bavail * disk.f_frsize
-    # A file in memory has no disk: that has no blocks.
-    if disk.f_blocks and needed > free:
-        raise OSError(errno.ENOSPC, f"{needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB of the disk are free")
-
-
-def make_memory() -> int:
-    """Return the descriptor of an empty file without a name, in memory."""
-    return os.memfd_create("pdserve-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def seal_memory(fd: int) -> None:
-    """Forbid all changes of a file of ``make_memory``."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-
-
-def lock_memory(address: int, nbytes: int) -> bool:
-    """Keep mapped pages of a file in memory until they are unmapped; return whether the system allows it.
-
-    Under pressure, the kernel drops pages of files first. Each step would then read weights from the disk.
-    """
-    libc = ctypes.CDLL(None)
-    return bool(libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0)
-
-
-def _is_memfd(fd: int) -> bool:
-    return os.fstat(fd).st_nlink == 0
-
-
-def _advise(mapping: mmap.mmap, advice: int) -> None:
-    with suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(advice)
+    def _flush(self) -> None:
+        rest = memoryview(self._chunk)
+        while rest:
+            count = os.pwrite(self._fd, rest, self._written)
+            self._written += count
+            rest = rest[count:]
+        self._chunk = bytearray()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..cpu_engine.library import ActivationDType
-from ..cpu_engine.packed_model import PackedModelWriter, check_room
+from ..cpu_engine.packed_model import PackedModelWriter
 from ..cpu_engine.team import Team
+from ..cpu_engine.weight_memory import check_room
 from ..cpu_engine.weight_packer import WeightPacker
 from ..loader.weight_loader import WeightLoader
 from .model_packer import ModelPacker

@@ -28,7 +28,8 @@ from typing import Protocol
 from ...model_files.errors import InvalidWeights
 from ...runtime.private_cache import cache_folder, publish
 from ...runtime.trusted_path import distrust, make_private_folder
-from ..cpu_engine.packed_model import DamagedWeights, PackedModel, check_room, make_memory, read_contents, seal_memory
+from ..cpu_engine.packed_model import BODY, DamagedWeights, PackedModel, read_contents
+from ..cpu_engine.weight_memory import check_room, make_memory, map_file, take_memory
 from .request import PackRequest, WeightsName
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,7 @@ class PrivateWeights:
         fd = make_memory()
         try:
             self._builder.build(request, fd)
-            seal_memory(fd)
-            return PackedModel(fd, request.name().key)
+            return PackedModel(take_memory(fd), request.name().key)
         except DamagedWeights as e:
             raise InvalidWeights(f"the weights were damaged as they were packed: {e}") from e
         finally:
@@ -153,7 +153,9 @@ class CachedWeights:
             reason = distrust(state) or ("" if stat.S_ISREG(state.st_mode) else "it is not a file")
             if reason:
                 raise DamagedWeights(reason)
-            packed = PackedModel(fd, name.key)
+            if state.st_size < BODY:
+                raise DamagedWeights(f"it has {state.st_size} bytes and no header")
+            packed = PackedModel(map_file(fd), name.key)
             with suppress(OSError):  # a folder that is read-only
                 os.utime(fd)
         except DamagedWeights as e:

@@ -69,7 +69,7 @@ def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPat
     """A host may have a GPU that its torch knows nothing of."""
     placed: list[tuple[str, Placement | int | None]] = []
 
-    def load_model(options, threads, ranks) -> SimpleNamespace:
+    def load_model(options, threads, ranks, weights_source) -> SimpleNamespace:
         placed.append(("cpus", threads.cpus))
         engine, device = SimpleNamespace(attention_backend="triton"), SimpleNamespace(numa_node=lambda: 1)
         return SimpleNamespace(engine=engine, device=device, load_seconds={})

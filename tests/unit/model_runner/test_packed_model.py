@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,18 @@ import pytest
 from support.tiny_model import CONFIG
 from support.weights_rig import Rig
 
-from pdserve.model_runner.cpu_engine import packed_model
+from pdserve.model_runner.cpu_engine import packed_model, weight_memory
 from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.cpu_engine.packed_model import (
     BODY,
+    HEADER,
     Contents,
     DamagedWeights,
     PackedModel,
     PackedModelWriter,
-    check_room,
-    make_memory,
-    seal_memory,
 )
+from pdserve.model_runner.cpu_engine.weight_memory import CHUNK, check_room, make_memory, map_file, take_memory
 from pdserve.model_runner.device.cpu import CpuDevice
 from pdserve.model_runner.loader.weight_loader import WeightLoader
 from pdserve.model_runner.weights_cache.cache import PrivateWeights
@@ -114,7 +114,7 @@ def test_weights_that_the_kernel_may_drop_leave_the_pool_less_room(
     monkeypatch.setattr(CpuDevice, "memory", lambda device: Memory(4 * free, free))
     pools = {}
     for is_locked in (True, False):
-        monkeypatch.setattr(packed_model, "lock_memory", lambda address, nbytes, answer=is_locked: answer)
+        monkeypatch.setattr(weight_memory, "lock_memory", lambda address, nbytes, answer=is_locked: answer)
         model = rig.load(**options)
         pools[is_locked] = model.pools.plan.num_pages * model.pools.layout.page_bytes
         assert ("ulimit -l" in caplog.text) == (not is_locked)
@@ -131,14 +131,48 @@ def test_pages_are_locked_if_the_system_allows_it(rig: Rig) -> None:
     assert (packed.memory.page_cache == 0) == (locked >= packed.memory.total)
 
 
-def test_private_weights_are_sealed() -> None:
+def test_private_weights_can_not_be_written_and_leave_no_second_copy(rig: Rig) -> None:
+    fds = set(os.listdir("/proc/self/fd"))
+    packed = PrivateWeights(LocalBuilder()).open(rig.request())
+    assert set(os.listdir("/proc/self/fd")) == fds
+    begin = f"{packed.address(0):x}-"
+    (mapped,) = (line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(begin))
+    assert mapped.split()[1] == "r--p"
+
+
+def test_memory_moves_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory, "CHUNK", 1 << 16)
+    data = np.random.default_rng(0).integers(0, 256, 1_000_003, dtype=np.uint8)
     fd = make_memory()
-    os.ftruncate(fd, BODY)
-    seal_memory(fd)
-    for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 2 * BODY)):
-        with pytest.raises(PermissionError):
-            change()
+    os.pwrite(fd, data.tobytes(), 0)
+    taken = take_memory(fd)
+    assert np.array_equal(taken.data, data)
+    assert taken.page_cache == 0
+    assert os.fstat(fd).st_blocks * 512 <= mmap.PAGESIZE
     os.close(fd)
+
+
+def test_a_file_is_written_in_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_model, "CHUNK", 1 << 16)
+    writes: list[tuple[int, int]] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, place: int) -> int:
+        writes.append((place, len(data)))
+        return real(fd, data[: 1 << 15], place)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    arrays = [np.full(count, i, dtype=np.uint8) for i, count in enumerate((10, 1 << 17, 70_000, 0))]
+    with (tmp_path / "file").open("w+b") as opened:
+        writer = PackedModelWriter(opened.fileno())
+        places = [writer.add(array) for array in arrays]
+        writer.finish(Contents("key", "/model", "f", "none", None, 1, [], [], [], BODY, [], 0))
+        packed = PackedModel(map_file(opened.fileno()), "key")
+    for place, array in zip(places, arrays, strict=True):
+        assert place % 64 == 0
+        assert np.array_equal(packed._mapped.data[place : place + len(array)], array)
+    assert all(place % (1 << 15) == 0 for place, _ in writes)
+    assert writes[-1] == (0, HEADER.size)
 
 
 def test_each_layer_is_given_back_when_it_is_packed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +203,19 @@ def test_a_file_that_is_not_finished_has_no_header(tmp_path: Path) -> None:
     with file.open("w+b") as opened:
         writer = PackedModelWriter(opened.fileno())
         assert [writer.add(np.arange(10, dtype=np.float32)) for _ in range(2)] == [BODY, BODY + 64]
+        opened.write(bytes(BODY))
+        opened.flush()
         with pytest.raises(DamagedWeights, match="header"):
-            PackedModel(opened.fileno(), "key")
+            PackedModel(map_file(opened.fileno()), "key")
         writer.finish(Contents("key", "/model", "f", "none", None, 1, [], [], [], BODY, [], 0))
-        assert PackedModel(opened.fileno(), "key").contents.embedding == BODY
+        assert PackedModel(map_file(opened.fileno()), "key").contents.embedding == BODY
         with pytest.raises(DamagedWeights, match="another model"):
-            PackedModel(opened.fileno(), "other")
+            PackedModel(map_file(opened.fileno()), "other")
 
 
 def test_the_writer_names_a_full_disk() -> None:
     with Path("/dev/full").open("wb") as full, pytest.raises(OSError, match="No space left"):
-        PackedModelWriter(full.fileno()).add(np.zeros(10))
+        PackedModelWriter(full.fileno()).add(np.zeros(CHUNK))
 
 
 def test_room_is_looked_for_before_anything_is_loaded(tmp_path: Path) -> None:
