@@ -19,11 +19,9 @@ from support.reader import Reader
 from support.scrape import Page
 
 KINDS = ("tcp", "nixl", "mooncake", "shm", "cuda_ipc")
-QUICK = KINDS[:-2]
-"""Backends that every change tests.
-
-shm has most of the other tests. cuda_ipc, over memory of the host in a GPU's place, has the unit tests.
-"""
+QUICK = ("nixl", "mooncake")
+"""Backends that ``make test`` runs here. It runs tcp through host memory, below, and shm in most other files. The unit
+tests have cuda_ipc, over memory of the host in a GPU's part."""
 TOKENS = 24
 CHUNKED = ("--chunked-prefill-size", "64")
 LAYERED = ("--chunked-prefill-size", "256")
@@ -77,7 +75,9 @@ def reference(alone):
     return outputs(answered(alone)), long
 
 
-@pytest.mark.parametrize("kind", [*QUICK, pytest.param("cuda_ipc", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tcp", "cuda_ipc"))], indirect=True
+)
 def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_path, tiny_args, reference, kind):
     expected, long = reference
     with pd_pair(tmp_path, kind, *tiny_args, *CHUNKED) as pair:

@@ -1,4 +1,4 @@
-"""A cluster secret on a running pair, and instances that hand over in both directions."""
+"""A cluster secret on a running pair, and what belongs to an instance."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machine import limit
-from support.processes import ONE_THREAD, Launched, free_ports, launched, pd_pair, wait_until
-from support.scrape import Page
+from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.web_server import WebServer
 
 from pdserve.runtime.cluster_secret import BootstrapSignature, RouterKeys
 
 PROMPT = [50, 900, 77, 4000, *range(100, 160)]
 SAMPLING = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
-
-
-TIMELINE = ["bootstrap", "allocate", "queue", "prefill", "first_byte", "last_byte", "verify", "first_step"]
 
 
 def asked(server: Launched, **fields):
@@ -132,46 +128,6 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, t
         assert "another cluster secret" in pair.prefill.log()
         assert peers_of(other) == []
     assert asked(pair.router).json()["output_ids"] == expected
-
-
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
-def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_path, tiny_args, backend):
-    args = ["--handover", "on", "--disaggregation-transfer-backend", backend, *ONE_THREAD, *tiny_args]
-    control, data = free_ports(2)
-    fixed = ["--disaggregation-control-port", str(control), "--disaggregation-data-port", str(data)]
-    with launched(tmp_path, "a", "server", *args, *fixed) as a, launched(tmp_path, "b", "server", *args) as b:
-        for server in (a, b):
-            server.wait_healthy()
-        expected = asked(a).json()["output_ids"]
-        for room, (prefill, decode) in enumerate([(a, b), (b, a), (a, b)]):
-            for server in (a, b):
-                assert server.post("/flush_cache", {}).status_code == 200
-            port = prefill.info()["disaggregation"]["bootstrap_port"]
-            sent, received = legs(prefill, decode, **named(room, port))
-            assert (sent.status_code, received.status_code) == (200, 200)
-            assert received.json()["output_ids"] == expected
-            assert sent.json()["output_ids"] == expected[:1]
-            timing = received.json()["meta_info"]["timing"]
-            assert timing["transfer_bytes"] > 0
-            points = timing["timeline"]
-            assert list(points) == TIMELINE
-            for before, after in (("bootstrap", "allocate"), ("queue", "prefill"), ("first_byte", "last_byte")):
-                assert 0 < points[before] <= points[after]
-            assert points["allocate"] <= points["queue"]
-            assert max(points["prefill"], points["last_byte"]) <= points["verify"] < points["first_step"]
-        for server, done in ((a, 2), (b, 1)):
-            reported = server.info()["disaggregation"]
-            assert (reported["sent"]["done"], reported["received"]["done"]) == (done, 3 - done)
-            assert [(p["state"], p["reading"], p["writing"]) for p in reported["peers"]] == [("open", "ready", "ready")]
-        # Each instance counts its leg as one, and the client's answer where that was given: once.
-        for server, sent_legs in ((a, 2), (b, 1)):
-            page = Page(server.client.get(server.url + "/metrics").text)
-            assert page.total("pdserve_prefill_legs_finished_total", outcome="handed_over") == sent_legs
-            assert page.total("pdserve_request_transfer_seconds_count") == 3 - sent_legs
-        assert a.info()["disaggregation"]["control_port"] == control
-        wait_until(lambda: all(s.info()["pool"]["in_use"] == 0 for s in (a, b)), 10, "all memory is back")
-        for server in (a, b):
-            assert server.info()["invariants"] == "ok"
 
 
 def test_all_processes_of_an_instance_belong_to_its_supervisor(small_pair):

@@ -132,9 +132,9 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "victim", "children"),
     [
-        pytest.param("tcp", "prefill", ["bootstrap"], id="prefill"),
+        pytest.param("shm", "prefill", ["bootstrap"], id="prefill"),
         pytest.param("shm", "decode", DECODES[:2], id="decode"),
-        # One is watched and missed like the other, so every change does with some of each of the pair.
+        # All are watched alike, so some of each are enough here. test_backends.py has a prefill's death by tcp.
         pytest.param("tcp", "prefill", [*DECODES, *OTHERS], id="prefill-others", marks=pytest.mark.slow),
         pytest.param("shm", "decode", [*DECODES[2:], *OTHERS], id="decode-others", marks=pytest.mark.slow),
     ],
@@ -159,7 +159,7 @@ def test_killed_router_leaves_nothing_running_on_the_instances(pair):
     pair.router.wait_healthy()
 
 
-@pytest.mark.parametrize("pair", ["tcp", pytest.param("shm", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("pair", ["shm", pytest.param("tcp", marks=pytest.mark.slow)], indirect=True)
 def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(pair):
     assert answers(pair)
     before = len(pair.decode.log())
@@ -257,7 +257,7 @@ def test_sigterm_drains_until_every_answer_is_out_and_frees_the_port(tmp_path, t
         pass
 
 
-@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
 def test_host_that_is_no_host_fails_the_request_and_not_the_decode(pair):
     port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
     for i, host in enumerate(("127。0。0。1", "no such host", "[", "münchen.invalid", "\u0000")):
@@ -273,7 +273,7 @@ def test_host_that_is_no_host_fails_the_request_and_not_the_decode(pair):
     wait_until(lambda: answers(pair), 10, "the pair serves on", every=0.1)
 
 
-@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
 def test_an_instance_that_cannot_be_found_says_so_until_it_can(pair):
     prefill, before = pair.prefill, len(pair.prefill.log())
     bootstrap = prefill.family()["bootstrap"]

@@ -82,7 +82,7 @@ def expected(tmp_path_factory, request) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("args", "swaps"),
     [
-        ((), False),
+        pytest.param((), False, marks=pytest.mark.slow),
         ((WITH_PRIORITIES,), False),
         pytest.param((WITH_PRIORITIES,), True, marks=pytest.mark.slow),
         pytest.param((WITH_PRIORITIES, "--fair-scheduling"), False, marks=pytest.mark.slow),

@@ -1,4 +1,7 @@
-"""A stream moves between two instances while it is read: the tokens, text and logprobs of one that stayed."""
+"""Two unified instances that hand over in both directions: a prompt's KV, and a stream while it is read.
+
+A moved stream has the tokens, text and logprobs of one that stayed.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,24 @@ import pytest
 from support.machine import limit
 from support.processes import ONE_THREAD, Launched, free_ports, launched, wait_until
 from support.reader import Reader
+from support.scrape import Page
+
+from tests.e2e import test_cluster
 
 LONG = 600
 """Tokens: a stream that can be met in the middle."""
 PROMPT = [(i * 13 + 11) % 40000 + 100 for i in range(200)]
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+TIMELINE = ["bootstrap", "allocate", "queue", "prefill", "first_byte", "last_byte", "verify", "first_step"]
 
 
 class Two:
     """Two equal instances, and a router before them."""
 
-    def __init__(self, instances: list[Launched], bootstraps: list[int], router: Launched) -> None:
+    def __init__(self, instances: list[Launched], bootstraps: list[int], control: int, router: Launched) -> None:
         self.instances, self.bootstraps, self.router = instances, bootstraps, router
+        self.control = control
+        """Port of the first instance for control connections."""
 
     def holder(self, rid: str) -> int:
         """Return the number of the instance that has a request."""
@@ -48,19 +57,21 @@ class Two:
 
 @contextmanager
 def two(tmp_path, backend: str, *args: str):
-    bootstraps = free_ports(2)
+    bootstraps, fixed = free_ports(2), free_ports(2)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         instances = []
         for i, port in enumerate(bootstraps):
             own = ["--handover", "on", "--disaggregation-bootstrap-port", str(port), *ONE_THREAD]
             own += ["--disaggregation-transfer-backend", backend, "--cpus", str(cores[i % len(cores)])]
+            if i == 0:
+                own += ["--disaggregation-control-port", str(fixed[0]), "--disaggregation-data-port", str(fixed[1])]
             instances.append(stack.enter_context(launched(tmp_path, f"i{i}", "server", *own, *args)))
         workers = [word for instance in instances for word in ("--worker", instance.url)]
         router = stack.enter_context(launched(tmp_path, "router", "router", *workers))
         for server in (*instances, router):
             server.wait_healthy()
-        yield Two(instances, bootstraps, router)
+        yield Two(instances, bootstraps, fixed[0], router)
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +189,58 @@ def test_what_cant_be_moved_stays_and_says_why(pair):
     assert "bootstrap server" in away.text
     assert reader.ended()[-1]["output_ids"] == expected["output_ids"]
     pair.assert_all_returned()
+
+
+def test_unified_instances_hand_over_in_both_directions_by_one_connection(pair):
+    assert_both_directions_work(pair)
+
+
+@pytest.mark.slow
+def test_unified_instances_hand_over_in_both_directions_by_tcp(tmp_path, tiny_args):
+    with two(tmp_path, "tcp", *tiny_args) as found:
+        assert_both_directions_work(found)
+
+
+def assert_both_directions_work(found: Two) -> None:
+    """Hand over a prompt from the first instance, to it, and from it again. The two have one connection."""
+    a, b = found.instances
+    before = [(handovers(server), legs_counted(server)) for server in (a, b)]
+    expected = test_cluster.asked(a).json()["output_ids"]
+    for room, (prefill, decode) in enumerate([(a, b), (b, a), (a, b)]):
+        for server in (a, b):
+            assert server.post("/flush_cache", {}).status_code == 200
+        port = prefill.info()["disaggregation"]["bootstrap_port"]
+        sent, received = test_cluster.legs(prefill, decode, **test_cluster.named(room, port))
+        assert (sent.status_code, received.status_code) == (200, 200)
+        assert received.json()["output_ids"] == expected
+        assert sent.json()["output_ids"] == expected[:1]
+        timing = received.json()["meta_info"]["timing"]
+        assert timing["transfer_bytes"] > 0
+        points = timing["timeline"]
+        assert list(points) == TIMELINE
+        for earlier, later in (("bootstrap", "allocate"), ("queue", "prefill"), ("first_byte", "last_byte")):
+            assert 0 < points[earlier] <= points[later]
+        assert points["allocate"] <= points["queue"]
+        assert max(points["prefill"], points["last_byte"]) <= points["verify"] < points["first_step"]
+    # Each instance counts its leg as one, and the client's answer where that was given: once.
+    for server, (done, counted), sent_legs in zip((a, b), before, (2, 1), strict=True):
+        change = [sent_legs, 3 - sent_legs]
+        assert [new - old for new, old in zip(handovers(server), done, strict=True)] == change
+        assert [new - old for new, old in zip(legs_counted(server), counted, strict=True)] == change
+        peers = server.info()["disaggregation"]["peers"]
+        assert [(p["state"], p["reading"], p["writing"]) for p in peers] == [("open", "ready", "ready")]
+    assert a.info()["disaggregation"]["control_port"] == found.control
+    found.assert_all_returned()
+
+
+def handovers(server: Launched) -> tuple[int, int]:
+    """Return how many hand-overs the instance has sent and received."""
+    found = server.info()["disaggregation"]
+    return found["sent"]["done"], found["received"]["done"]
+
+
+def legs_counted(server: Launched) -> tuple[float, float]:
+    """Return the same by its metrics."""
+    page = Page(server.client.get(server.url + "/metrics").text)
+    sent = page.total("pdserve_prefill_legs_finished_total", outcome="handed_over")
+    return sent, page.total("pdserve_request_transfer_seconds_count")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -12,11 +15,14 @@ from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_unti
 from support.redis_server import SERVER, redis_server
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(400)]
+CONTEXT = [5, *PROMPT[1:]]
+"""Prompt of a session without an answer. It shares no page with the others."""
 GREEDY = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
 SEEDED = {
     **{"max_new_tokens": 300, "temperature": 0.9, "top_p": 0.95, "sampling_seed": 11, "ignore_eos": True},
     **{"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
 }
+SCORED = {"return_logprob": True, "logprob_start_len": 390}
 
 
 def args(tiny_args: list[str], folder: Path, *, store: bool = True) -> list[str]:
@@ -52,43 +58,90 @@ def restored(server: Launched, name: str, **body) -> dict:
     return response.json()
 
 
-def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_args, alone):
-    flags = [*args(tiny_args, tmp_path), "--kv-debug"]
-    wanted = {"return_logprob": True, "logprob_start_len": 390}
-    with launched(tmp_path, "first", "server", *flags) as first:
+class Written(NamedTuple):
+    """What an instance wrote down before it was killed."""
+
+    flags: list[str]
+    saved: dict[str, dict]
+    """Answers of ``/kv/snapshot``, by the session's name."""
+    slot: dict
+    copy: Path
+    """A second copy of the folder, for a test that damages it."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, tiny_args) -> Written:
+    folder = tmp_path_factory.mktemp("written")
+    (folder / "data").mkdir()
+    flags = [*args(tiny_args, folder / "data"), "--kv-debug"]
+    with launched(folder, "first", "server", *flags) as first:
         first.wait_healthy()
         saved = {
             "greedy": snapshot_midway(first, "greedy", GREEDY),
-            "seeded": snapshot_midway(first, "seeded", SEEDED, **wanted),
+            "seeded": snapshot_midway(first, "seeded", SEEDED, **SCORED),
         }
-        for said in saved.values():
-            known = said["prompt_tokens"] + said["output_tokens"]
-            assert said["kv"] == "stored"
-            assert said["prompt_tokens"] == 400
-            # The step that computes the KV of the last token may be under way already.
-            assert said["kv_tokens"] in ((known - 1) // 16 * 16, known // 16 * 16)
-            assert 40 <= said["output_tokens"] < 300
+        context = {"name": "context", "input_ids": CONTEXT, "sampling_params": GREEDY}
+        chat = {"name": "chat", "messages": [{"role": "user", "content": "tell me " * 200}]}
+        for asked in (context, chat):
+            saved[asked["name"]] = first.post("/kv/snapshot", asked).raise_for_status().json()
+        # In the words of llama-server: what has ended, by its rid.
+        first.generate(input_ids=PROMPT[::-1], sampling_params={**GREEDY, "max_new_tokens": 20}, rid="3")
+        slot = first.post("/slots/3?action=save", {"filename": "slot.bin"}).json()
         first.stop(signal.SIGKILL)
-    with launched(tmp_path, "first", "server", *flags) as again, launched(tmp_path, "other", "server", *flags) as other:
+    shutil.copytree(folder / "data", folder / "copy")
+    return Written(flags, saved, slot, folder / "copy")
+
+
+class Lives(NamedTuple):
+    """Two instances that know what was written, and what each listed at first."""
+
+    again: Launched
+    other: Launched
+    listed: list[dict[str, int]]
+    """Tokens with KV, by the session's name."""
+
+
+@pytest.fixture(scope="module")
+def lives(written, tmp_path_factory) -> Iterator[Lives]:
+    tmp = tmp_path_factory.mktemp("lives")
+    with (
+        launched(tmp, "again", "server", *written.flags) as again,
+        launched(tmp, "other", "server", *written.flags) as other,
+    ):
+        listed = []
         for server in (again, other):
             server.wait_healthy()
-            listed = {s["name"]: s for s in server.client.get(server.url + "/kv/sessions").json()["sessions"]}
-            assert {name: s["kv_tokens"] for name, s in listed.items()} == {
-                name: s["kv_tokens"] for name, s in saved.items()
-            }
-        found = {name: restored(other, name) for name in saved}
-        assert restored(again, "greedy")["output_ids"] == found["greedy"]["output_ids"]
-        assert found["greedy"]["meta_info"]["cached_tokens"] == reusable(saved["greedy"])
-        # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
-        assert found["seeded"]["meta_info"]["cached_tokens"] >= 400
-        looked = [server.info()["kv_debug"] for server in (again, other)]
-        assert all(seen["compared_pages"]["restore"] >= 25 and not any(seen["mismatches"].values()) for seen in looked)
-        streamed = other.post("/kv/restore", {"name": "greedy", "stream": True, "incremental": True})
-        assert streamed.text.endswith("data: [DONE]\n\n")
-        assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200
-        assert again.post("/kv/restore", {"name": "greedy"}).status_code == 404
+            sessions = server.client.get(server.url + "/kv/sessions").json()["sessions"]
+            listed.append({s["name"]: s["kv_tokens"] for s in sessions})
+        yield Lives(again, other, listed)
+
+
+def test_an_answer_goes_on_after_a_kill_and_at_another_instance(written, lives, alone):
+    again, other, saved = lives.again, lives.other, written.saved
+    for name in ("greedy", "seeded"):
+        said = saved[name]
+        known = said["prompt_tokens"] + said["output_tokens"]
+        assert said["kv"] == "stored"
+        assert said["prompt_tokens"] == 400
+        # The step that computes the KV of the last token may be under way already.
+        assert said["kv_tokens"] in ((known - 1) // 16 * 16, known // 16 * 16)
+        assert 40 <= said["output_tokens"] < 300
+    for listed in lives.listed:
+        assert listed.keys() == saved.keys() | {"slot.bin"}
+        assert {name: listed[name] for name in saved} == {name: said["kv_tokens"] for name, said in saved.items()}
+    found = {name: restored(other, name) for name in ("greedy", "seeded")}
+    assert restored(again, "greedy")["output_ids"] == found["greedy"]["output_ids"]
+    assert found["greedy"]["meta_info"]["cached_tokens"] == reusable(saved["greedy"])
+    # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
+    assert found["seeded"]["meta_info"]["cached_tokens"] >= 400
+    looked = [server.info()["kv_debug"] for server in (again, other)]
+    assert all(seen["compared_pages"]["restore"] >= 25 and not any(seen["mismatches"].values()) for seen in looked)
+    streamed = other.post("/kv/restore", {"name": "greedy", "stream": True, "incremental": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200
+    assert again.post("/kv/restore", {"name": "greedy"}).status_code == 404
     for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
-        whole = alone.generate(input_ids=PROMPT, sampling_params=sampling, **(wanted if name == "seeded" else {}))
+        whole = alone.generate(input_ids=PROMPT, sampling_params=sampling, **(SCORED if name == "seeded" else {}))
         assert found[name]["output_ids"] == whole["output_ids"], name
         assert found[name]["text"] == whole["text"]
         for field in ("output_token_logprobs", "input_token_logprobs"):
@@ -139,26 +192,36 @@ def test_an_answer_of_two_ranks_goes_on_elsewhere(tmp_path, tiny_args):
     goes_on_elsewhere(tmp_path, [*ranks, "--threads", "2", "--tp-size", "2"], plain)
 
 
-@pytest.mark.parametrize(
-    "lacks", [("damaged",), pytest.param(("without", "pages"), marks=pytest.mark.slow)], ids="-".join
-)
-def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_args, lacks):
+def computed_anew(tmp_path: Path, name: str, flags: list[str], session: str) -> list[int]:
+    """Return the output of a restored session of which nothing was cached."""
+    with launched(tmp_path, name, "server", *flags) as server:
+        server.wait_healthy()
+        found = restored(server, session)
+        assert found["meta_info"]["cached_tokens"] == 0, name
+        return found["output_ids"]
+
+
+def test_with_a_damaged_store_it_is_computed(written, tmp_path, tiny_args, alone):
+    pages = list((written.copy / "kv").rglob("*.page"))
+    assert pages
+    for path in pages:
+        framed = bytearray(path.read_bytes())
+        framed[-1] ^= 1
+        path.write_bytes(framed)
+    intact = alone.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
+    assert computed_anew(tmp_path, "damaged", args(tiny_args, written.copy), "greedy") == intact
+
+
+@pytest.mark.slow
+def test_without_a_store_or_with_other_pages_it_is_computed_and_by_another_model_refused(tmp_path, tiny_args):
     flags = args(tiny_args, tmp_path)
     with launched(tmp_path, "first", "server", *flags) as first:
         first.wait_healthy()
         snapshot_midway(first, "a", GREEDY)
         intact = restored(first, "a")["output_ids"]
-    for path in (tmp_path / "kv").rglob("*.page"):
-        framed = bytearray(path.read_bytes())
-        framed[-1] ^= 1
-        path.write_bytes(framed)
     without = args(tiny_args, tmp_path, store=False)
-    given = {"damaged": flags, "without": without, "pages": [*flags, "--page-size", "32"]}
-    for name in lacks:
-        with launched(tmp_path, name, "server", *given[name]) as server:
-            server.wait_healthy()
-            found = restored(server, "a")
-            assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (intact, 0), name
+    for name, given in (("without", without), ("pages", [*flags, "--page-size", "32"])):
+        assert computed_anew(tmp_path, name, given, "a") == intact
     with launched(tmp_path, "bf16", "server", *[w.replace("float32", "bfloat16") for w in flags]) as foreign:
         foreign.wait_healthy()
         refused = foreign.post("/kv/restore", {"name": "a"})
@@ -166,30 +229,20 @@ def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_ar
         assert "another model's" in refused.json()["error"]["message"]
 
 
-def test_a_prompt_is_computed_once_and_for_all(tmp_path, tiny_args):
-    flags = args(tiny_args, tmp_path)
-    with launched(tmp_path, "first", "server", *flags) as first:
-        first.wait_healthy()
-        asked = {"name": "context", "input_ids": PROMPT, "sampling_params": GREEDY}
-        assert first.post("/kv/snapshot", asked).json()["kv_tokens"] == 400
-        chat = {"name": "chat", "messages": [{"role": "user", "content": "tell me " * 200}]}
-        assert first.post("/kv/snapshot", chat).json()["kv"] == "stored"
-        # In the words of llama-server: what has ended, by its rid.
-        first.generate(input_ids=PROMPT[::-1], sampling_params={**GREEDY, "max_new_tokens": 20}, rid="3")
-        saved = first.post("/slots/3?action=save", {"filename": "slot.bin"}).json()
-        assert (saved["id_slot"], saved["n_saved"]) == (3, 420)
-        first.stop(signal.SIGKILL)
-    with launched(tmp_path, "second", "server", *flags) as second:
-        second.wait_healthy()
-        assert restored(second, "context")["cached_tokens"] == 384
-        follow_up = second.generate(input_ids=[*PROMPT, 5, 6], sampling_params={**GREEDY, "max_new_tokens": 4})
-        assert follow_up["meta_info"]["cached_tokens"] == 384
-        back = second.post("/slots/0?action=restore", {"filename": "slot.bin"}).json()
-        assert (back["n_restored"], back["n_read"] > 0) == (416, True)
-        answer = restored(second, "context", resume=True)
-        assert answer["output_ids"] == second.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
-        assert second.post("/slots/0?action=erase", {"filename": "slot.bin"}).json()["n_erased"] == 420
-        wait_until(lambda: second.info()["invariants"] == "ok", 15, "checked")
+def test_a_prompt_is_computed_once_and_for_all(written, lives):
+    assert written.saved["context"]["kv_tokens"] == 400
+    assert written.saved["chat"]["kv"] == "stored"
+    assert (written.slot["id_slot"], written.slot["n_saved"]) == (3, 420)
+    again = lives.again
+    assert restored(again, "context")["cached_tokens"] == 384
+    follow_up = again.generate(input_ids=[*CONTEXT, 5, 6], sampling_params={**GREEDY, "max_new_tokens": 4})
+    assert follow_up["meta_info"]["cached_tokens"] == 384
+    back = again.post("/slots/0?action=restore", {"filename": "slot.bin"}).json()
+    assert (back["n_restored"], back["n_read"] > 0) == (416, True)
+    answer = restored(again, "context", resume=True)
+    assert answer["output_ids"] == again.generate(input_ids=CONTEXT, sampling_params=GREEDY)["output_ids"]
+    assert again.post("/slots/0?action=erase", {"filename": "slot.bin"}).json()["n_erased"] == 420
+    wait_until(lambda: again.info()["invariants"] == "ok", 15, "checked")
 
 
 @pytest.mark.slow

@@ -62,8 +62,12 @@ def expected(alone: Launched) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
-def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "victim"), [("cpu", "worker-1"), pytest.param("torch", "worker", marks=pytest.mark.slow)]
+)
+def test_two_ranks_answer_as_one_and_the_death_of_one_is_the_instances(
+    engine: str, victim: str, model: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
     with launched(tmp_path, "two", "server", *model, *TWO, "--attention-backend", engine) as server:
         server.wait_healthy()
         assert {"worker", "worker-1"} <= server.family().keys()
@@ -72,6 +76,16 @@ def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[l
         assert answers(server) == expected
         wait_until(lambda: server.info()["pool"]["in_use"] == 0, 10, "no slot in use")
         assert server.info()["invariants"] == "ok"
+        family = server.family()
+        family[victim].send_signal(signal.SIGKILL)
+        wait_until(lambda: server.process is not None and server.process.poll() is not None, 5, "the instance ends")
+        assert server.process.returncode == 1
+        assert f"process {victim} was killed by SIGKILL; the instance stops" in server.log().splitlines()[-1]
+        assert not [process for process in family.values() if process.is_running() and not is_zombie(process)]
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
@@ -127,23 +141,6 @@ def test_three_ranks_of_a_published_model(tmp_path: Path) -> None:
         server.wait_healthy()
         assert "Paris" in server.generate(**asked[0])["text"]
         assert server.info()["fingerprint"] != fingerprint
-
-
-@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "worker-1"])
-def test_the_death_of_a_rank_is_the_instances(victim: str, model: list[str], tmp_path: Path) -> None:
-    with launched(tmp_path, "two", "server", *model, *TWO) as server:
-        server.wait_healthy()
-        family = server.family()
-        family[victim].send_signal(signal.SIGKILL)
-        assert server.process is not None
-        wait_until(lambda: server.process is not None and server.process.poll() is not None, 5, "the instance ends")
-        assert server.process.returncode == 1
-        assert f"process {victim} was killed by SIGKILL; the instance stops" in server.log().splitlines()[-1]
-        assert not [process for process in family.values() if process.is_running() and not is_zombie(process)]
-
-
-def is_zombie(process: psutil.Process) -> bool:
-    return process.status() == psutil.STATUS_ZOMBIE
 
 
 # tests/unit/model_files/test_sharding.py has what is refused; here it is said by a real process.

@@ -1,4 +1,7 @@
-"""KV that outlives pool and server: a conversation goes on from the store, after kill -9 and at another instance."""
+"""KV that outlives pool and server: a conversation goes on from the store, after kill -9 and at another instance.
+
+``test_store_faults.py`` damages and ends stores in ``make test``; here a slow test does so with each.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,7 @@ def test_a_conversation_goes_on_after_a_kill(tmp_path, tiny_args, alone, store):
     assert ask(alone, turn)["output_ids"] == found["output_ids"]
 
 
+@pytest.mark.slow
 def test_a_dead_store_costs_nothing_but_time(tmp_path, tiny_args):
     pytest.importorskip("redis")
     [port] = free_ports(1)
@@ -77,6 +81,7 @@ def test_a_dead_store_costs_nothing_but_time(tmp_path, tiny_args):
         assert "Redis" in tiers(server)["store"]["reason"]
 
 
+@pytest.mark.slow
 def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)

@@ -5,7 +5,9 @@ hand-over moves the last ones. Its tokens are those that transformers chooses, o
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import transformers
 from support.libraries import is_missing
 from support.model_harness import draw_weights, reference_logits
-from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wait_until
 from support.reader import Reader
 from support.tiny_model import CONFIG
 
@@ -116,52 +118,69 @@ def pages_of(length: int, info: dict) -> tuple[int, int]:
     return count * kept, min(count, seen) * windowed
 
 
+@pytest.fixture(scope="module")
+def pair(served: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with window_pair(tmp_path_factory.mktemp("pair"), "tcp", served[0], "cpu") as pair:
+        yield pair
+
+
+def window_pair(tmp: Path, backend: str, folder: Path, prefill: str) -> AbstractContextManager[Pair]:
+    """Start a pair with pools that hold less than the prompts. The decode computes with the CPU kernels."""
+    args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
+    engines = {"prefill_args": prefill, "decode_args": "cpu"}
+    return pd_pair(tmp, backend, *args, **{leg: ("--attention-backend", engine) for leg, engine in engines.items()})
+
+
+def assert_the_last_window_is_moved(pair: Pair, expected: list[list[int]]) -> None:
+    """Assert that windowed layers move as far as the decode sees, and that both give back what is behind."""
+    for server in (pair.prefill, pair.decode):
+        assert server.post("/flush_cache", {}).status_code == 200
+    params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    first, second = PROMPTS[2], PROMPTS[2] + expected[2] + [9 * i + 50 for i in range(40)]
+    before = pair.decode.info()["disaggregation"]["received"]
+
+    def moved() -> int:
+        return pair.decode.info()["disaggregation"]["received"]["bytes"] - before["bytes"]
+
+    assert pair.router.generate(input_ids=first, sampling_params=params)["output_ids"] == expected[2]
+    whole = sum(pages_of(len(first), pair.decode.info()))
+    assert moved() == whole
+    # What it has of the first is a prefix of this one, with the window before its end.
+    answer = pair.router.generate(input_ids=second, sampling_params=params)
+    assert answer["output_ids"] == pair.prefill.generate(input_ids=second, sampling_params=params)["output_ids"]
+    cached = (len(first) + TOKENS - 1) // 16 * 16
+    assert moved() - whole == sum(pages_of(len(second) - cached, pair.decode.info()))
+    # A shorter prefix of it has no window any more.
+    third = first[:200] + second[-30:]
+    again = pair.router.generate(input_ids=third, sampling_params=params | {"n": 2})
+    here = pair.prefill.generate(input_ids=third, sampling_params=params)
+    assert [one["output_ids"] for one in again] == [here["output_ids"]] * 2
+    for _ in range(2):
+        assert answers(pair.router) == expected
+    done = pair.decode.info()["disaggregation"]["received"]["done"] - before["done"]
+    assert done == 3 + 2 * len(PROMPTS)
+    for server in (pair.prefill, pair.decode):
+        pool = server.info()["pool"]
+        assert pool["window_total"] < sum(map(len, PROMPTS))
+    pair.assert_all_returned()
+
+
+def test_a_pair_hands_over_the_last_window(pair: Pair, served: tuple[Path, list[list[int]]]) -> None:
+    assert_the_last_window_is_moved(pair, served[1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "prefill"),
-    [
-        ("tcp", "torch"),
-        *(pytest.param(other, "cpu", marks=pytest.mark.slow) for other in ("shm", "nixl", "mooncake")),
-    ],
+    ("backend", "prefill"), [("tcp", "torch"), ("shm", "cpu"), ("nixl", "cpu"), ("mooncake", "cpu")]
 )
-def test_a_pair_hands_over_the_last_window(
+def test_other_pairs_hand_over_the_last_window(
     served: tuple[Path, list[list[int]]], tmp_path: Path, backend: str, prefill: str
 ) -> None:
-    """Pages of the windowed layers as far as the decode sees, and both give back what is behind."""
     folder, expected = served
     if backend in ("nixl", "mooncake") and is_missing(backend):
         pytest.skip(f"{backend} is not installed here")
-    args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
-    own = {
-        "prefill_args": ("--attention-backend", prefill),
-        "decode_args": ("--attention-backend", "cpu"),
-    }
-    with pd_pair(tmp_path, backend, *args, **own) as pair:
-        params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        first, second = PROMPTS[2], PROMPTS[2] + expected[2] + [9 * i + 50 for i in range(40)]
-
-        def moved() -> int:
-            return pair.decode.info()["disaggregation"]["received"]["bytes"]
-
-        assert pair.router.generate(input_ids=first, sampling_params=params)["output_ids"] == expected[2]
-        whole = sum(pages_of(len(first), pair.decode.info()))
-        assert moved() == whole
-        # What it has of the first is a prefix of this one, with the window before its end.
-        answer = pair.router.generate(input_ids=second, sampling_params=params)
-        assert answer["output_ids"] == pair.prefill.generate(input_ids=second, sampling_params=params)["output_ids"]
-        cached = (len(first) + TOKENS - 1) // 16 * 16
-        assert moved() - whole == sum(pages_of(len(second) - cached, pair.decode.info()))
-        # A shorter prefix of it has no window any more.
-        third = first[:200] + second[-30:]
-        again = pair.router.generate(input_ids=third, sampling_params=params | {"n": 2})
-        here = pair.prefill.generate(input_ids=third, sampling_params=params)
-        assert [one["output_ids"] for one in again] == [here["output_ids"]] * 2
-        for _ in range(2):
-            assert answers(pair.router) == expected
-        assert pair.decode.info()["disaggregation"]["received"]["done"] == 3 + 2 * len(PROMPTS)
-        for server in (pair.prefill, pair.decode):
-            pool = server.info()["pool"]
-            assert pool["window_total"] < sum(map(len, PROMPTS))
-        pair.assert_all_returned()
+    with window_pair(tmp_path, backend, folder, prefill) as pair:
+        assert_the_last_window_is_moved(pair, expected)
 
 
 @pytest.mark.slow
@@ -180,21 +199,18 @@ def test_a_pair_of_a_model_whose_layers_all_have_windows(tmp_path: Path) -> None
         pair.assert_all_returned()
 
 
-def test_a_stream_moves_with_its_window(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
-    """To the prefill that its prompt came from, when it is many windows behind that."""
-    folder, _ = served
-    args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
+def test_a_stream_moves_with_its_window(pair: Pair) -> None:
+    """It moves to the prefill that its prompt came from, when it is many windows behind that."""
     params = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
     asked = {"input_ids": FIRST[:150], "sampling_params": params}
-    with pd_pair(tmp_path, "tcp", *args) as pair:
-        expected = pair.prefill.generate(**asked)["output_ids"]
-        reader = Reader(pair.router.url, "/generate", asked | {"stream": True, "rid": "moves"})
-        reader.start()
-        reader.met(100)
-        port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
-        to = {"rid": "moves", "bootstrap_host": "127.0.0.1", "bootstrap_port": port}
-        wait_until(lambda: pair.decode.post("/migrate", to).status_code == 200, 15, "it has moved")
-        last = reader.ended()[-1]
-        assert last["output_ids"] == expected
-        assert pair.decode.info()["pool"]["window_in_use"] == 0
-        pair.assert_all_returned()
+    expected = pair.prefill.generate(**asked)["output_ids"]
+    reader = Reader(pair.router.url, "/generate", asked | {"stream": True, "rid": "moves"})
+    reader.start()
+    reader.met(100)
+    port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+    to = {"rid": "moves", "bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+    wait_until(lambda: pair.decode.post("/migrate", to).status_code == 200, 15, "it has moved")
+    last = reader.ended()[-1]
+    assert last["output_ids"] == expected
+    assert pair.decode.info()["pool"]["window_in_use"] == 0
+    pair.assert_all_returned()
