@@ -48,7 +48,7 @@ class Report(NamedTuple):
 def read_repository(root: Path) -> list[Report]:
     """Check every file of prose below ``root``, in the order of their paths."""
     glossary = Glossary(read_glossary(root / "docs" / "glossary.md"))
-    return [check_file(root, path, glossary) for path in sorted(_files(root))]
+    return [check_file(root, path, glossary) for path in sorted(prose_files(root))]
 
 
 def check_file(root: Path, path: str, glossary: Glossary) -> Report:
@@ -60,7 +60,8 @@ def check_file(root: Path, path: str, glossary: Glossary) -> Report:
     return Report(path, words, sorted(findings, key=lambda finding: finding.line))
 
 
-def _files(root: Path) -> Iterator[str]:
+def prose_files(root: Path) -> Iterator[str]:
+    """Yield the paths of the files below ``root`` that have prose, relative to it."""
     for folder, folders, names in os.walk(root):
         # Hidden folders are environments and caches.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_OURS]

@@ -1,4 +1,7 @@
-"""``pdserve bench kernel``: without a GPU it compiles what a launch would, with other tiles where they are given."""
+"""``pdserve bench kernel``: without a GPU it compiles what a launch would, with other tiles where they are given.
+
+``unit/model_runner/test_triton_ops.py`` runs ``device/test_device_bench_kernel.py`` in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.interpreter import interpret
 
 from pdserve.benchmark.errors import BenchError, BenchOptionsError
 from pdserve.benchmark.kernel import resources, timing
@@ -25,19 +27,7 @@ from pdserve.benchmark.kernel.run import _measured, run_kernel_bench
 from pdserve.benchmark.kernel.timing import Rates, Times, roofline
 from pdserve.model_runner.device.triton_compiler import CompileError
 
-DEVICE_TEST = Path(__file__).parents[2] / "device" / "test_device_bench_kernel.py"
 PAPER = Place(Mode.ON_PAPER, torch.device("cpu"), 90)
-
-
-@pytest.mark.timeout(120)
-def test_a_sample_agrees_with_torch_in_the_interpreter() -> None:
-    print(interpret([DEVICE_TEST], sample=True))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_agree_with_torch_in_the_interpreter() -> None:
-    interpret([DEVICE_TEST], sample=False)
 
 
 def on_paper_case(kernel: Any, **tile: int) -> Case:

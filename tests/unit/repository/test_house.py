@@ -10,7 +10,6 @@ import pytest
 from tools.house.command import main
 from tools.house.measure import FIGURES, House, measure
 
-ROOT = Path(__file__).parents[3]
 PARTS = """
 from dataclasses import dataclass
 from enum import Enum
@@ -141,17 +140,31 @@ def test_asserts_of_presence_and_fragments(tmp_path):
     assert (house.total["asserts"], house.total["fragments"]) == (2, 2)
 
 
-def test_the_repository_is_measured(capsys):
-    assert main(["--json"]) == 0
-    house = json.loads(capsys.readouterr().out)
-    assert {"scheduler", "model_runner", "server", "tests"} <= house["rooms"].keys()
-    assert "tools" not in house["rooms"]
+def assert_consistent(house: dict) -> None:
     assert house["total"].keys() == FIGURES.keys()
     for key, count in house["total"].items():
         assert (
             key in ("sub-rooms", "arrows", "widest", "names", "files", "fragments")
             or len(house["places"][key]) == count
         )
+
+
+def test_figures_as_json(tmp_path, capsys):
+    measured(tmp_path, parts=PARTS, use="y = tiers is None\nassert y is not None\n", a="class Tiers: ...\n")
+    assert main(["--root", str(tmp_path), "--json"]) == 0
+    house = json.loads(capsys.readouterr().out)
+    assert house["rooms"].keys() == {"room", "tests"}
+    assert (house["total"]["guards"], house["total"]["asserts"], house["total"]["names"]) == (1, 1, 1)
+    assert_consistent(house)
+
+
+@pytest.mark.slow
+def test_the_repository_is_measured(capsys):
+    assert main(["--json"]) == 0
+    house = json.loads(capsys.readouterr().out)
+    assert {"scheduler", "model_runner", "server", "tests"} <= house["rooms"].keys()
+    assert "tools" not in house["rooms"]
+    assert_consistent(house)
 
 
 def test_the_table_names_every_room(tmp_path, capsys):
