@@ -134,6 +134,7 @@ def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path
     assert len(steps._queued._table.counts) <= 2 * ROWS  # places go back with their requests
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="the device that records is the host's")
 def test_logits_of_bfloat16_stay_so_and_give_the_same_answers(device: Device, monkeypatch, tmp_path: Path) -> None:
     """The kernels convert what they read: to the bit what a conversion before them gives."""

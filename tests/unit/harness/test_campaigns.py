@@ -102,7 +102,7 @@ def prefers_the_low(monkeypatch) -> None:
         (NoStandstill, stops_working, "burst-fcfs", 12),
         (MemoryLeftIdle, gives_nothing, "burst-fcfs", 12),
         (FirstClaimIsServed, passes_the_first, "burst-fcfs", 12),
-        (WaitsAreBounded, prefers_the_low, "overload-priorities", 200),
+        pytest.param(WaitsAreBounded, prefers_the_low, "overload-priorities", 200, marks=pytest.mark.slow),
     ],
 )
 def test_a_judge_finds_a_mistake(judge, mistake, name, length, monkeypatch) -> None:

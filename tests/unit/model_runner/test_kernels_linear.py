@@ -78,6 +78,7 @@ def test_dense_of_random_sizes_and_strides(
     assert (difference.abs() <= SUM_TOLERANCE * magnitude + 1e-30).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("activations", ActivationDType)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(FORMATS))
@@ -179,6 +180,7 @@ def test_the_largest_numbers_do_not_overflow(kind: GGMLQuantizationType, activat
         assert ((ours - rounded @ weight.T).abs() <= SUM_TOLERANCE * magnitude_of(rounded, weight)).all(), byte
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("activations", ActivationDType)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,6 +260,7 @@ def test_the_fetch_hint_is_the_processors_own() -> None:
     assert fetch_hint() == (FetchHint.NON_TEMPORAL if amd else FetchHint.ALL_CACHES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("activations", ActivationDType)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [None, *FORMATS])

@@ -50,6 +50,7 @@ def draw(logits: torch.Tensor, params: RowParams, positions: np.ndarray, threads
     return chosen.tokens.tolist()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("vocab", [17, 4097, 49152, 49155])
 @pytest.mark.parametrize("spread", [1.0, 4.0, 12.0])
 @pytest.mark.parametrize("rule", RULES, ids=str)

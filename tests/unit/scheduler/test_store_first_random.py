@@ -146,6 +146,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
 def test_a_mistake_is_found(monkeypatch, mistake):
     mistake(monkeypatch)
