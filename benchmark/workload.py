@@ -28,7 +28,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """How reports call it."""
+        """Name of the load in reports."""
         rate = "" if math.isinf(self.rate) else f"{self.rate:g} req/s"
         limit = f"concurrency {self.concurrency}" if self.concurrency else ""
         return ", ".join(filter(None, (rate, limit))) or "all at once"
@@ -67,7 +67,7 @@ class WorkloadSource:
     """Reads the files once and builds the workload of each load."""
 
     def __init__(self, options: BenchOptions) -> None:
-        """Raises ``WorkloadError``."""
+        """Read the files that ``options`` name. Raises ``WorkloadError``."""
         self._options = options
         self._tokens = TokenRange(options.min_token_id, options.max_token_id)
         self._scenario: Scenario | None = None if options.scenario is None else read_scenario(options.scenario)

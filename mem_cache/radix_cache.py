@@ -405,7 +405,7 @@ class RadixCache(BasePrefixCache):
         return np.ascontiguousarray(tokens[: floor_to_page(len(tokens), self.page_size)], dtype=np.int32).tobytes()
 
     def _edge(self, node: TreeNode, key: bytes, pos: int, extra_key: str) -> bytes:
-        """Name of the child of ``node`` that ``key`` goes on with at byte ``pos``.
+        """Return the name of the child of ``node`` that ``key`` continues with at byte ``pos``.
 
         Pages are of one length, so that a namespace before one can't be mistaken for another namespace and page.
         """

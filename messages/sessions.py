@@ -44,7 +44,7 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def is_open(self) -> bool:
-        """Whether more of its answer is to come."""
+        """Whether the session's answer may go on."""
         output = unpack_i32(self.running.output)
         is_stopped = len(output) > 0 and int(output[-1]) in self.running.request.stop_ids
         return len(output) < self.running.max_new_tokens and not is_stopped

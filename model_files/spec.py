@@ -346,7 +346,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
@@ -372,7 +372,7 @@ class ModelSpec:
 
     @property
     def kv_elements(self) -> int:
-        """What every layer keeps of a token."""
+        """Elements that every layer stores for a token."""
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 

@@ -136,7 +136,7 @@ class WorkerMemorySaver:
 
     @property
     def released(self) -> list[MemoryTag]:
-        """What is not there now."""
+        """Tags of the memory that is released now."""
         return [tag for tag in ALL_TAGS if tag in self._released]
 
     def _release(self, tag: MemoryTag) -> None:

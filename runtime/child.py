@@ -55,7 +55,7 @@ class ChildContext(Generic[Options]):
     zmq_ctx: zmq.Context[Any]
 
     def address(self, channel: str) -> str:
-        """Address of one of the instance's channels."""
+        """Return the address of one of the instance's channels."""
         return ipc_address(self.run_dir, channel)
 
     def report_ready(self, info: dict[str, float] | None = None) -> None:

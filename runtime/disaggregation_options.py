@@ -149,7 +149,7 @@ class DisaggregationOptions(AccessOptions):
 
     @property
     def default_bootstrap_port(self) -> int:
-        """What a request means that names none."""
+        """Port of a request that names no bootstrap port."""
         return (
             DEFAULT_BOOTSTRAP_PORT if self.disaggregation_bootstrap_port is None else self.disaggregation_bootstrap_port
         )

@@ -61,7 +61,7 @@ class _Competition:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to remember."""
+        """Whether no counter has to be remembered."""
         return not (self.here or self._waiting or self._work)
 
     @property

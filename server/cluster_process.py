@@ -92,7 +92,7 @@ class ClusterProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and its end has not been taken in yet."""
+        """Whether the process has been started and its end has not been noted yet."""
         return self._process is not None
 
     @property
@@ -102,7 +102,7 @@ class ClusterProcess:
 
     @property
     def deaths(self) -> int:
-        """How often it died within the last ``MEMORY`` seconds."""
+        """Number of deaths of the process within the last ``MEMORY`` seconds."""
         while self._deaths and self._deaths[0] < time.monotonic() - MEMORY:
             self._deaths.popleft()
         return len(self._deaths)

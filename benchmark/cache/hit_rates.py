@@ -114,7 +114,7 @@ def table(rates: list[HitRate], bound: float) -> str:
 
 
 def draw(path: Path, rates: list[HitRate], bound: float) -> None:
-    """Hit rate against the pool's size."""
+    """Draw hit rates against the pool's size."""
     from .. import chart
 
     with chart.style():

@@ -66,7 +66,7 @@ class Theirs:
             self.manager.free(self.run(tokens))
 
     def request(self, tokens: Any) -> Any:
-        """Hashes its blocks, as a server does when a prompt comes."""
+        """Make a request with hashed blocks, as a server does when a prompt comes."""
         self.count += 1
         sampling = SamplingParams(max_tokens=4096)
         return Request(str(self.count), tokens.tolist(), sampling, None, block_hasher=self.hasher)

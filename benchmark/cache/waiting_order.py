@@ -55,7 +55,10 @@ def _waiting(count: int) -> list[Req]:
 
 
 def measure_queue(options: CacheBenchOptions) -> QueueTimes:
-    """Raises ``BenchError`` where the order is not that of brute force."""
+    """Measure how long it takes to order waiting requests.
+
+    Raises ``BenchError`` if the order is not that of brute force.
+    """
     page = options.page_size
     reqs = _waiting(options.queued)
     tokens = POOL_TOKENS // page * page

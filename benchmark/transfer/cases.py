@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What one request moves."""
+        """Bytes that one request moves."""
         return self.num_pages * self.page_bytes
 
 

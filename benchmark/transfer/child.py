@@ -50,7 +50,7 @@ class Descriptors(NamedTuple):
 
 
 def make_side(begin: Begin, files: Descriptors) -> Side:
-    """Raises ``BackendUnavailable``, and whatever a library does."""
+    """Make the side that ``begin`` describes. Raises ``BackendUnavailable``, and errors of the library."""
     nbytes = begin.page_bytes * begin.num_pages
     source, destination = (KVRegion(mmap.mmap(fd, nbytes), nbytes, fd) for fd in files)
     pools = Pools(source, destination, begin.page_bytes, begin.num_pages)
@@ -73,7 +73,7 @@ def make_side(begin: Begin, files: Descriptors) -> Side:
 
 
 def obey(side: Side, command: Command) -> Answer:
-    """Raises ``SideFailed``, and whatever a library does."""
+    """Execute ``command`` on ``side`` and return the answer. Raises ``SideFailed``, and errors of the library."""
     match side, command:
         case Writer(), Connect():
             side.connect(command.means)

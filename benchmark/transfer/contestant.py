@@ -46,7 +46,7 @@ class Contestant:
     """
 
     def __init__(self, way: Way, pools: SharedPools) -> None:
-        """Raises ``LeftOut``."""
+        """Start and connect the processes of ``way``. Raises ``LeftOut``."""
         self.way = way
         self._pools = pools
         self._pages: PageLists | None = None

@@ -31,7 +31,7 @@ class _Means(msgspec.Struct):
 
 
 def _make_engine(region: KVRegion) -> Any:
-    """Raises ``BackendUnavailable`` and ``SideFailed``."""
+    """Start an engine with ``region`` registered. Raises ``BackendUnavailable`` and ``SideFailed``."""
     find_backend("mooncake")  # sets the library up, as it does for the backend
     engine = import_module("mooncake.engine").TransferEngine()
     code = engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") or engine.register_memory(region.address, region.nbytes)

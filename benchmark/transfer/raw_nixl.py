@@ -30,7 +30,7 @@ class _Means(msgspec.Struct):
 
 
 def _make_agent(name: str, region: KVRegion) -> Any:
-    """Raises ``BackendUnavailable``."""
+    """Start an agent with ``region`` registered. Raises ``BackendUnavailable``."""
     find_backend("nixl")  # sets the library up, as it does for the backend
     from ...disaggregation.transfer.backends.nixl import interface_of
 

@@ -37,7 +37,10 @@ class Reactor:
             self._selector.unregister(sock)
 
     def wait(self, timeout: float | None) -> list[tuple[Any, bool, bool]]:
-        """(data, readable, writable) of what is ready; waits up to ``timeout`` seconds (None: for ever)."""
+        """Wait for sockets and return (data, readable, writable) of each ready one.
+
+        Waits at most ``timeout`` seconds (None: for ever).
+        """
         ready = []
         for key, mask in self._selector.select(timeout):
             if key.fd == self._doorbell:

@@ -57,7 +57,7 @@ class Stream:
         self._queued.extend(memoryview(view) for view in views if len(view))
 
     def pause(self) -> None:
-        """Called by ``then``: read no more in this turn, what comes next stays with the kernel."""
+        """Read no more in this turn. Further bytes stay in the kernel. ``then`` calls this."""
         self._paused = True
 
     def on_readable(self, budget: int = MAX_TURN) -> int:

@@ -169,7 +169,10 @@ def _layers(
 
 
 def _scale(head_dim: int, rope: RopeSpec, mscale_all_dim: float) -> float:
-    """YaRN (Peng et al., 2023) sharpens attention; here the scores of all elements, not the rotated ones alone."""
+    """Return the factor of attention scores. YaRN (Peng et al., 2023) sharpens attention by it.
+
+    Here it applies to the scores of all elements, not to those of the rotated ones alone.
+    """
     stretched = rope.factor if rope.type is not RopeType.DEFAULT else 1.0
     sharper = 0.1 * mscale_all_dim * math.log(stretched) + 1.0 if stretched > 1 else 1.0
     return float(head_dim**-0.5 * sharper * sharper)

@@ -54,14 +54,14 @@ LOCAL_THETA = 10000.0
 
 
 def gemma2_from_hf(config: HFConfig) -> ModelSpec:
-    """Gemma 2: every other layer slides a window, the first one does."""
+    """Read the config of Gemma 2. Every other layer has a sliding window, beginning with the first."""
     windows = config.windows([i % 2 == 0 for i in range(config.num_layers)])
     attention = replace(_attention_from_hf(config), softcap=config.cap("attn_logit_softcapping"))
     return _from_hf(config, [replace(attention, window=window) for window in windows], config.rope())
 
 
 def gemma3_from_hf(config: HFConfig) -> ModelSpec:
-    """Gemma 3's text model."""
+    """Read Gemma 3's text model."""
     norm = config.norm(offset=1.0)
     attention = replace(_attention_from_hf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=norm)
     pattern = config.integer("sliding_window_pattern")
@@ -76,7 +76,7 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Gemma 2."""
+    """Read the GGUF of Gemma 2."""
     attention = replace(_attention_from_gguf(config), softcap=config.number("attn_logit_softcapping", 50.0) or None)
     window = config.integer("attention.sliding_window")
     attentions = [replace(attention, window=window if slides else None) for slides in _gguf_slides(config)]
@@ -84,7 +84,7 @@ def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 
 def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Gemma 3's text model."""
+    """Read Gemma 3's text model."""
     attention = replace(_attention_from_gguf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     attentions = sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
     rope = config.rope()

@@ -81,7 +81,7 @@ class GGUFConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return self.integer("block_count")
 
     @property

@@ -34,7 +34,7 @@ def glm4_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Either."""
+    """Read a GGUF of either model."""
     norm = config.norm()
     layers = pre_normed([config.attention()] * config.num_layers, config.mlp(), norm)
     after = norm if config.has("blk.0.post_attention_norm.weight") else None

@@ -62,7 +62,7 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """llama.cpp rounds where yarn's stretch begins and ends; the model was trained without."""
+    """Read a GGUF. Yarn's borders stay unrounded as in training, although llama.cpp rounds them."""
     pattern = config.get("attention.sliding_window_pattern")
     if pattern not in (None, PERIOD):
         raise UnsupportedModel(f"attention.sliding_window_pattern {pattern} is not supported for this family")

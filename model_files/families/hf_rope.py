@@ -49,7 +49,7 @@ def read_rope(
 
 
 def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
-    """Files that ask for yarn state the trained length; the stretched one is what they mean to serve."""
+    """Return the context length after stretching. Files that ask for yarn state the trained length."""
     stretched = [int(r.original_context * r.factor) for r in ropes if r.type == RopeType.YARN]
     return max(context, *stretched) if stretched else context
 

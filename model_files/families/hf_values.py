@@ -38,12 +38,12 @@ class HFValues:
 
     @property
     def family(self) -> str:
-        """``model_type``."""
+        """The config's ``model_type``."""
         return str(self.get("model_type"))
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return self.integer("num_hidden_layers")
 
     @property

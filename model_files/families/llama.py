@@ -20,13 +20,13 @@ def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec | ExpertsSpec, 
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Llama."""
+    """Read the config of a Llama."""
     attentions = [config.attention()] * config.num_layers
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(), tensors=HF_LLAMA)
 
 
 def mistral_from_hf(config: HFConfig) -> ModelSpec:
-    """Mistral: no biases, and one window over all layers unless ``layer_types`` says otherwise."""
+    """Read the config of a Mistral: no biases, and one window over all layers unless ``layer_types`` says otherwise."""
     windows = config.windows([True] * config.num_layers)
     attentions = [replace(config.attention(), window=window) for window in windows]
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(), tensors=HF_LLAMA)

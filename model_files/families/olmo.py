@@ -26,13 +26,13 @@ OLMO3_THETA = 500000.0
 
 
 def olmo2_from_hf(config: HFConfig) -> ModelSpec:
-    """OLMo 2."""
+    """Read OLMo 2."""
     layer = _layer(config.attention(), config.mlp(), config.norm())
     return config.model([layer] * config.num_layers, config.rope(), tensors=HF_TENSORS)
 
 
 def olmo3_from_hf(config: HFConfig) -> ModelSpec:
-    """OLMo 3: every fourth layer sees the whole context."""
+    """Read the config of OLMo 3. Every fourth layer sees the whole context."""
     slides = config.slides([(i + 1) % 4 != 0 for i in range(config.num_layers)])
     attentions = sliding(config.attention(), slides, config.integer("sliding_window"))
     # In the older spelling, transformers has the rope_theta of layers with a window from here; published files agree.
@@ -42,7 +42,7 @@ def olmo3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """OLMo 2."""
+    """Read OLMo 2."""
     layer = _layer(config.attention(), config.mlp(), config.norm())
     return config.model([layer] * config.num_layers, config.rope())
 

@@ -60,7 +60,7 @@ class Frames:
         self._sock = sock
 
     def send(self, message: TemplateSource | Conversation | Rendered) -> None:
-        """Raises ``OSError``."""
+        """Send ``message`` with its length before it. Raises ``OSError``."""
         body = _encoder.encode(message)
         self._sock.sendall(_length.pack(len(body)) + body)
 

@@ -29,7 +29,9 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Ids of each text. ``add_special_tokens`` adds what the model wants around a plain text (often a BOS)."""
+        """Return the ids of each text. ``add_special_tokens``: add what the model wants around a plain text (often a
+        BOS).
+        """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

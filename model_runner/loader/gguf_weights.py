@@ -38,7 +38,7 @@ class GGUFMatrix(NamedTuple):
 
     @property
     def ordered_rows(self) -> npt.NDArray[Any]:
-        """``rows`` in our order, a copy if need be."""
+        """The rows in the engine's order, a copy if necessary."""
         return self.rows if self.order is None else self.rows[self.order]
 
 

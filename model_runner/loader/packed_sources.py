@@ -61,7 +61,7 @@ class CheckpointMatrices(PackedSource):
     """Matrices of the safetensors files in a folder. Numbers are read when asked for, and unpacked on the device."""
 
     def __init__(self, folder: Path, spec: ModelSpec, packing: Packing) -> None:
-        """Raises ``InvalidWeights`` where the files can't be read."""
+        """Find the packed matrices in the files of ``folder``. Raises ``InvalidWeights`` if they can't be read."""
         self._spec = spec
         self._packing = packing
         self._files: dict[str, Any] = {}

@@ -17,7 +17,7 @@ class OtherRanks(Protocol):
         ...
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
-        """Have them obey ``command``, after the steps that they were told; ``answers`` waits for them."""
+        """Have the ranks execute ``command``, after the steps that they have got. ``answers`` waits for them."""
         ...
 
     def answers(self) -> list[str]:

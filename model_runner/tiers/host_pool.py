@@ -58,7 +58,7 @@ class HostPool:
 
 
 def _map_file(nbytes: int, folder: Path | None) -> mmap.mmap:
-    """Raises ``NotEnoughMemory``."""
+    """Map an unnamed file of ``nbytes`` in ``folder``. Raises ``NotEnoughMemory``."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="pdserve-hicache-") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)

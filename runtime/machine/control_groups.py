@@ -88,7 +88,10 @@ def _groups(tree: SystemTree, controller: str) -> Iterator[Group]:
 
 
 def _v1_mount(root: Path, controller: str) -> Path:
-    """Controllers may be mounted together ("cpu,cpuacct"), with or without a link for each."""
+    """Return the folder where ``controller`` is mounted.
+
+    Controllers may be mounted together ("cpu,cpuacct"), with or without a link for each.
+    """
     if not (root / controller).is_dir() and root.is_dir():
         for folder in root.iterdir():
             if controller in folder.name.split(","):

@@ -46,7 +46,7 @@ def _list(file: Path) -> frozenset[int]:
 
 
 def _slow(allowed: frozenset[int], tree: SystemTree) -> frozenset[int]:
-    """Efficiency cores among ``allowed``: none where all are of one kind."""
+    """Return the efficiency cores among ``allowed``; none if all cores are of one kind."""
     # Intel's hybrids name them.
     atoms = _list(tree.sys / "devices/cpu_atom/cpus")
     if atoms:
@@ -61,7 +61,7 @@ def _slow(allowed: frozenset[int], tree: SystemTree) -> frozenset[int]:
 
 
 def _nodes(allowed: frozenset[int], tree: SystemTree) -> dict[int, frozenset[int]]:
-    """Allowed cores by node; a kernel that knows no nodes has one."""
+    """Return the allowed cores by node. A kernel that knows no nodes has one."""
     files = (tree.sys / "devices/system/node").glob("node[0-9]*/cpulist")
     found = {int(file.parent.name.removeprefix("node")): allowed & _list(file) for file in files}
     nodes = {node: cores for node, cores in sorted(found.items()) if cores}

@@ -60,7 +60,7 @@ class ApiKeyAuth:
         self._namer = ThreadPoolExecutor(1, thread_name_prefix="key names")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 401 or 403 before anything of the body is read.
+        """Serve a request that its key permits. Others get 401 or 403 before anything of the body is read.
 
         Raises ``NotImplementedError`` for a protocol that nothing here checks, so that adding an endpoint of one can't
         bypass the keys.

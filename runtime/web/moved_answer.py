@@ -60,7 +60,7 @@ _TICKET = msgspec.json.Decoder(Ticket)
 
 
 def read_ticket(data: bytes) -> Ticket:
-    """Raises ``ValueError`` for what is none."""
+    """Decode and check a ticket. Raises ``ValueError`` if ``data`` is none."""
     if len(data) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket has at most {MAX_TICKET_BYTES} bytes")
     ticket = _TICKET.decode(data)

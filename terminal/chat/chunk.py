@@ -71,7 +71,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def own_timing(self) -> TimingReport | None:
-        """``timing`` where it is what pdserve sends."""
+        """The ``timing`` of a pdserve server, or None."""
         try:
             return msgspec.convert(self.timing, TimingReport | None)
         except msgspec.ValidationError:
@@ -79,7 +79,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What is new."""
+        """Text that this chunk adds."""
         return "".join(choice.delta.content or "" for choice in self.choices)
 
     @property

@@ -30,7 +30,7 @@ class Screen:
         self._line_is_open = not text.endswith("\n")
 
     def show_interrupt(self) -> None:
-        """Ctrl-C was pressed, which the terminal has shown as "^C": on a line that is not ended."""
+        """Show that Ctrl-C was pressed. The terminal has printed "^C", so the line is not ended."""
         self._line_is_open = True
         self.end_answer()
 

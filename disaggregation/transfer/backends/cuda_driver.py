@@ -77,7 +77,7 @@ class CudaDriver:
     """The driver API for one device: number ``ordinal`` among those that this process sees."""
 
     def __init__(self, library: Any, ordinal: int) -> None:
-        """Raises ``RegionError``."""
+        """Retain the device's primary context and make a stream. Raises ``RegionError``."""
         self._library = library
         for name, arguments in SIGNATURES.items():
             getattr(library, name).argtypes = arguments

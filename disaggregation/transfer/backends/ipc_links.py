@@ -187,7 +187,7 @@ class _Copies:
         """Whether something may have been queued of which there is no ticket."""
 
     def start(self, pieces: Sequence[DeviceCopy]) -> Any:
-        """Raises ``LinkLost``."""
+        """Queue the copies of ``pieces`` and return their ticket. Raises ``LinkLost``."""
         try:
             ticket = self._driver.copy(pieces)
         except LinkLost:
@@ -205,7 +205,7 @@ class _Copies:
 
     @property
     def under_way(self) -> bool:
-        """Whether there are any."""
+        """Whether any copy is under way."""
         return bool(self._tickets)
 
     def settle(self) -> bool:

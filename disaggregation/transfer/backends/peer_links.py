@@ -27,7 +27,7 @@ class PeerLinks:
 
     @property
     def has_next(self) -> bool:
-        """Whether something is to begin after the ``LinkDown``."""
+        """Whether another link is to begin after the ``LinkDown``."""
         return self.admit_next or self.connect_next is not None
 
     def admit_later(self, deadline: float) -> None:

@@ -40,8 +40,10 @@ def plan_rows(
     DOUBLINGS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ) -> None:
-    """Window ``program_id(0)``: row ``program_id(0)`` of ``split_sizes`` [W, capacity] and ``split_indptr``
-    [W, capacity + 1]. The first program does what all windows share. ``tokens`` [B]: the entries' last.
+    """Plan the splits of window ``program_id(0)``.
+
+    Writes row ``program_id(0)`` of ``split_sizes`` [W, capacity] and ``split_indptr`` [W, capacity + 1]. The first
+    program also writes what all windows share. ``tokens`` [B]: the last token of each entry.
     """
     entries = tl.arange(0, ENTRIES)
     is_entry = entries < num_entries
@@ -124,7 +126,10 @@ class RowArrays(NamedTuple):
 
     @classmethod
     def make(cls, capacity: int, pages: int, windows: Tensor, has_window_pages: bool) -> RowArrays:
-        """Zeroed, where ``windows`` lies: [W] int32, each that layers have, 0 of those without."""
+        """Make zeroed arrays on the device of ``windows``.
+
+        ``windows`` ([W] int32): each window that layers have, 0 for layers without.
+        """
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=windows.device)

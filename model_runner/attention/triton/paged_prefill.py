@@ -60,7 +60,10 @@ def paged_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Tile ``program_id(0)``, its (entry, first query) in ``tiles``; ``HEADS_AT_ONCE`` heads by ``program_id(1)``."""
+    """Attend for tile ``program_id(0)``, for ``HEADS_AT_ONCE`` heads by ``program_id(1)``.
+
+    ``tiles``: (entry, first query) of each tile.
+    """
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     QUERIES: tl.constexpr = BLOCK_M // HEADS_AT_ONCE
     entry = tl.load(tiles + tl.program_id(0) * 2)

@@ -45,7 +45,7 @@ class LayerViews:
 
     @property
     def strides(self) -> dict[str, int]:
-        """As kernels name them."""
+        """Strides by the names of the kernels' arguments."""
         return {
             "PAGE_SIZE": self.page_size,
             "PAGE_STRIDE": self.page_stride,

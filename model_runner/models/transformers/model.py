@@ -38,7 +38,10 @@ class PagedPass:
         self._batch, self._attention, self._layers = batch, attention, 0
 
     def end(self, layers: int) -> None:
-        """Raises ``RuntimeError`` unless all ``layers`` have attended: the pool would lack the others' KV."""
+        """End the pass.
+
+        Raises ``RuntimeError`` unless all ``layers`` have attended: the pool would lack the others' KV.
+        """
         if self._layers != layers:
             raise RuntimeError(f"{self._layers} layers attended in a pass, of {layers}")
         self._batch = self._attention = None

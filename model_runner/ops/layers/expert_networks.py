@@ -107,7 +107,7 @@ class ExpertNetworks:
 
     @property
     def is_packed(self) -> bool:
-        """Whether some weight is."""
+        """Whether any of the weights is packed."""
         return self.gate_up_proj.is_packed or self.down_proj.is_packed
 
     def forward(self, expert: int, x: Tensor) -> Tensor:

@@ -35,7 +35,10 @@ class Linear:
 
     @cached_property
     def weight(self) -> Tensor:
-        """[sum(outs), in]; takes its memory as it is asked for first. Of a packed one, a shape and a type alone."""
+        """The weight, [sum(outs), in], with memory from its first use on.
+
+        Of a packed weight only shape and type are used.
+        """
         return torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device=self._device)
 
     def keep_packed(self) -> None:

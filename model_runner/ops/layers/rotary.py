@@ -73,7 +73,7 @@ def attention_factor(rope: RopeSpec) -> float:
 
 
 def _llama3(inv_freq: Tensor, rope: RopeSpec) -> Tensor:
-    """Long waves are stretched by the factor, short ones left alone, those between blended (Llama 3.1)."""
+    """Stretch long waves by the factor, leave short ones alone, and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = ((rope.original_context / wavelength - low) / (high - low)).clamp(0, 1)

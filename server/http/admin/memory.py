@@ -68,7 +68,7 @@ async def release_memory(request: Request) -> Response:
 
 @endpoint(MemoryResumed, body=ResumeBody)
 async def resume_memory(request: Request) -> Response:
-    """Have it again, weights loaded anew; 503 with the reason where that can't be had."""
+    """Take the memory back and load the weights anew; 503 with the reason if that is impossible."""
     body = await parse_body(request, ResumeBody)
     return await _change(request, False, body.tags, 0.0, HttpState.of(request).options.startup_timeout)
 

@@ -169,7 +169,7 @@ def inner_bodies(schema: type[Body]) -> Mapping[str, type[Body] | None]:
 
 
 def _body_in(annotation: Any) -> type[Body] | None:
-    """The body that values of a type hold, if any."""
+    """Return the body that values of a type hold, if any."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return annotation
     return next((body for arg in get_args(annotation) if (body := _body_in(arg)) is not None), None)

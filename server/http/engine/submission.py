@@ -198,12 +198,12 @@ class Submission:
 
     @property
     def is_failed(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the submission has failed, so that nothing more will come."""
         return self._failure is not None
 
     @property
     def is_moved(self) -> bool:
-        """Whether its client reads the rest elsewhere."""
+        """Whether the client reads the rest of the answer elsewhere."""
         return isinstance(self._failure, AnswerMoved)
 
     @property
