@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+OTHER_WEIGHTS = "the files hold other weights than at the start; restart to serve those"
+"""Message of ``InvalidWeights`` for weights that are loaded again."""
+
 
 class ModelError(Exception):
     """Base of this folder's errors: the model can't be served as asked."""

@@ -16,8 +16,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..mem_cache.kv_pages.region import RegionError
 from ..messages.memory import (
     ALL_TAGS,
@@ -152,12 +150,13 @@ class WorkerMemorySaver:
         for region in model.pools.regions:
             if region is not None:
                 region.give_back()
-        if model.device.torch.type != "cpu":
-            for pool in model.pools.by_group:
+        if model.device.kind != "cpu":
+            for pool in model.pools.tensors:
                 pool.data.untyped_storage().resize_(0)
 
     def _resume(self, tags: list[MemoryTag]) -> str:
         taken: list[MemoryTag] = []
+        errors: tuple[type[Exception], ...] = (ModelError, RegionError, OSError, *self._model.device.memory_errors)
         try:
             self._check_room(tags)
             for tag in tags:
@@ -166,7 +165,7 @@ class WorkerMemorySaver:
                 self._released.discard(tag)
             if not self._released and not self._others.numbers:
                 self._steps.capture_graphs()
-        except (ModelError, RegionError, OSError, MemoryError, torch.OutOfMemoryError) as e:
+        except errors as e:
             # All or nothing: a part of the memory would be taken without any use.
             for tag in taken:
                 self._release(tag)
@@ -179,9 +178,9 @@ class WorkerMemorySaver:
             model.engine.take_weights()
             self._steps.use_weights()
             return
-        if model.device.torch.type != "cpu":
+        if model.device.kind != "cpu":
             try:
-                for pool in model.pools.by_group:
+                for pool in model.pools.tensors:
                     pool.data.untyped_storage().resize_(pool.data.nbytes)
                     pool.data.zero_()
             except BaseException:
@@ -195,7 +194,7 @@ class WorkerMemorySaver:
         """
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
-        pool_bytes = sum(pool.data.nbytes for pool in model.pools.by_group) - self._prefault.trimmed
+        pool_bytes = sum(pool.nbytes for pool in model.pools.by_group) - self._prefault.trimmed
         pool_bytes -= sum(region.nbytes for region in self._window_regions) - self._window_bytes
         # On a host they take theirs from one memory, on devices each from its own.
         ranks = 1 if model.device.beside else len(self._others.numbers) + 1

@@ -98,7 +98,7 @@ def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], P
         worker = load(ctx, channels, start_mover)
     except (ModelError, PlacementError, RegionError) as e:
         sys.exit(f"model worker: {e}")
-    worker.compiles.begin(str(worker.model.device.torch.type))
+    worker.compiles.begin(worker.model.device.kind)
     events.send(_ready_message(worker))
     ctx.report_ready(worker.load_seconds)
     while True:
@@ -148,7 +148,7 @@ def load(
         log.info("%s", line)
     others = started.ranks if isinstance(started.ranks, LeadRank) else NoOtherRanks()
     occupation = WorkerMemorySaver(model, steps, prefault, others)
-    rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device.torch, steps)
+    rank = RankProfiler(profile_folder(options, ctx.run_dir), 0, model.device.kind, steps)
     return Worker(
         *(
             model,
@@ -228,7 +228,7 @@ def _start_tiers(
         return NoWorkerTiers()
     from .tiers.worker_tiers import WorkerTiers
 
-    kind, address = model.device.torch.type, ctx.address("worker_events")
+    kind, address = model.device.kind, ctx.address("worker_events")
     # Made here, used by the store's thread alone.
     with floating(placement):
         return WorkerTiers(ctx.options, model.pools, kind, lambda: Sender(ctx.zmq_ctx, address).send)
@@ -245,9 +245,9 @@ def _ready_message(worker: Worker) -> WorkerReady:
         max_window_tokens=model.pools.max_window_tokens,
         limit_tokens=model.pools.limit_tokens,
         layout=model.pools.layout,
-        device=str(model.device.torch),
+        device=model.device.place,
         attention_backend=model.engine.attention_backend,
-        weights_dtype=str(model.dtype).removeprefix("torch."),
+        weights_dtype=model.dtype,
         backend_metadata=worker.mover.metadata,
         load_seconds=worker.load_seconds,
         measured=worker.measured,

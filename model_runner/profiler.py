@@ -15,9 +15,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd.profiler import profile, record_function
-
 from ..messages.profiling import (
     ProfileActivity,
     ProfileCommand,
@@ -31,8 +28,11 @@ from ..messages.worker import ForwardStep, StepResult
 from ..runtime.layers_done import NOT_COUNTED, PassProgress
 from ..runtime.trusted_path import make_private_folder
 from .options import WorkerOptions
+from .torch_import import note_torch
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler import profile
+
     from .ranks.other_ranks import OtherRanks
     from .steps.step_queue import StepQueue
     from .steps.step_runner import Launched, StepRunner
@@ -59,16 +59,19 @@ class ProfiledSteps:
     """A ``StepRunner`` that names its launches and waits in the profile."""
 
     def __init__(self, steps: StepRunner) -> None:
+        from torch.autograd.profiler import record_function
+
         self._steps = steps
+        self._record = record_function
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         """See ``StepRunner``."""
-        with record_function(step.summary):
+        with self._record(step.summary):
             return self._steps.launch(step, done)
 
     def follow(self, step: ForwardStep) -> None:
         """See ``StepRunner``."""
-        with record_function(step.summary):
+        with self._record(step.summary):
             self._steps.follow(step)
 
     def is_done(self, launched: Launched) -> bool:
@@ -77,14 +80,14 @@ class ProfiledSteps:
 
     def collect(self, launched: Launched) -> StepResult:
         """See ``StepRunner``."""
-        with record_function("collect"):
+        with self._record("collect"):
             return self._steps.collect(launched)
 
 
 class RankProfiler:
     """Records the steps of this rank: ``start``, steps by ``steps``, ``stop``. One thread."""
 
-    def __init__(self, folder: Path, rank: int, device: torch.device, steps: StepRunner) -> None:
+    def __init__(self, folder: Path, rank: int, device_kind: str, steps: StepRunner) -> None:
         """Record nothing yet; ``folder`` holds all profiles."""
         self.folder = folder
         self.number = rank
@@ -94,7 +97,7 @@ class RankProfiler:
         """What launches steps now."""
         self._profile: profile | None = None
         self._path = folder
-        self.activities: tuple[ProfileActivity, ...] = ("CPU", "GPU") if device.type == "cuda" else ("CPU",)
+        self.activities: tuple[ProfileActivity, ...] = ("CPU", "GPU") if device_kind == "cuda" else ("CPU",)
         """What can be recorded here."""
 
     def path(self, name: str, rank: int | None = None) -> Path:
@@ -114,6 +117,9 @@ class RankProfiler:
 
     def start(self, command: StartProfile) -> None:
         """Begin to record what of ``command.activities`` can be recorded here. Raises ``ProfileError``."""
+        note_torch("profiles")
+        from torch.autograd.profiler import profile
+
         self._path = self.path(command.name)
         # Not torch.profiler's own class: its first start imports Inductor, for seconds in which no step is computed.
         recording = profile(

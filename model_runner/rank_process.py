@@ -51,7 +51,7 @@ def _serve(ctx: ChildContext[WorkerOptions], started: Started) -> NoReturn:
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.pools.region, model.pools.layout)
         occupation = WorkerMemorySaver(model, steps, prefault, NoOtherRanks())
-        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device.torch, steps)
+        profiler = RankProfiler(profile_folder(ctx.options, ctx.run_dir), ranks.place.rank, model.device.kind, steps)
         while True:
             step = ranks.next_step(prefault.wait_ms)
             if step is None:

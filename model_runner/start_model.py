@@ -1,6 +1,7 @@
-"""What every process that computes does before its first step: threads placed, torch imported, the model loaded.
+"""What every process that computes does before its first step: threads placed, the model loaded.
 
-Imports torch as it runs and not before, since OpenMP settles on its cores when it is loaded.
+Torch is imported only for what needs it: GPUs, and torch engines on a CPU. OpenMP settles on its cores when it is
+loaded, so that must come after ``confine``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
 from ..runtime.ranks import RankPlace, places, worker_name
 from .device.gpu_placement import beside_gpu, prefer_node, stay_near
-from .device.placement import Placement, bind_compute_threads, confine, floating, machine_use, yield_cores
+from .device.placement import (
+    Placement,
+    bind_calling_thread,
+    confine,
+    floating,
+    machine_use,
+    start_torch_threads,
+    yield_cores,
+)
 from .options import WorkerOptions
 from .ranks.rank_placement import plan_rank_placement
+from .torch_import import note_torch, use_one_torch_thread
 from .weights_cache.build_process import BuilderProcess
 from .weights_cache.cache import CachedWeights, PrivateWeights, WeightsSource, weights_folder
 
@@ -96,40 +106,51 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
     begin = time.monotonic()
     cores = read_machine()
     placement = plan_rank_placement(options.threads, options.cpus, cores, place)
-    may_be_gpu = may_use_gpu(options.device)
-    if not may_be_gpu:
-        confine(placement)
     yield_cores(options.compute_nice or 0)
-    with uncollected():
-        import torch
-
-        from .cpu_engine.build import choose_level
-        from .engines.load import Threads, load_model
-
-    if may_be_gpu and torch.cuda.is_available():
-        placement = beside_gpu(placement, named=options.cpus is not None)
-    if may_be_gpu:
-        # Of torch alone the kernel's files don't tell whether it knows the GPU.
+    if may_use_gpu(options.device):
+        placement = _place_beside_gpu(placement, options)
+    else:
         confine(placement)
+    with uncollected():
+        from .cpu_engine.build import choose_level
+        from .engines.load import load_model
+        from .engines.load_setup import Threads
     machine = machine_use(placement, host_memory())
     if place.size > 1:
         machine = msgspec.structs.replace(machine, reason=f"rank {place.rank} of {place.size}: {machine.reason}")
     log.info("%s", machine.reason)
-    bind_compute_threads(placement)
     imported = time.monotonic()
     ranks = None if place.size == 1 else _make_ranks(ctx, begin, place, placement, channels)
-    threads = Threads(placement.spin_us, placement.cpus, lambda: floating(placement), placement.node)
+    threads = Threads(
+        placement.spin_us,
+        placement.cpus,
+        lambda: floating(placement),
+        placement.node,
+        count=placement.threads,
+        start_torch=lambda: start_torch_threads(placement),
+    )
     model = load_model(options, threads, ranks, _weights_source(options, placement))
     node = None if options.cpus is not None else model.device.numa_node()
     prefer_node(node, cores)
     if model.engine.attention_backend == "cpu":
-        # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
-        # operations that are left to it.
-        torch.set_num_threads(1)
+        bind_calling_thread(placement)
+        use_one_torch_thread()
         machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
     steps = _make_steps(model, options, ranks)
     seconds = {"imports": imported - begin, **model.load_seconds}
     return Started(model, steps, placement, machine, ranks, seconds, lambda: stay_near(node, cores))
+
+
+def _place_beside_gpu(placement: Placement, options: WorkerOptions) -> Placement:
+    """Import torch, which alone tells whether it knows the GPU, and confine this process accordingly."""
+    note_torch("a GPU")
+    with uncollected():
+        import torch
+
+    if torch.cuda.is_available():
+        placement = beside_gpu(placement, named=options.cpus is not None)
+    confine(placement)
+    return placement
 
 
 def freeze() -> None:
@@ -167,6 +188,7 @@ def _make_steps(model: LoadedModel, options: WorkerOptions, ranks: HostRanks | N
     def with_names(kind: type[S]) -> type[S]:
         if not options.enable_nvtx:
             return kind
+        note_torch("--enable-nvtx")
         from .steps.step_ranges import with_ranges
 
         return with_ranges(kind)

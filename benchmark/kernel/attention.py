@@ -17,7 +17,8 @@ from ...model_runner.attention.triton.store_kv import store_kv
 from ...model_runner.attention.triton.tiles import DecodeTiles, PrefillTiles, TileShape, decode_tiles, prefill_tiles
 from ...model_runner.batch.forward_batch import ForwardBatch
 from ...model_runner.device.choice import KV_DTYPES
-from ...model_runner.kv.pool import KVShape, make_layout, make_pool
+from ...model_runner.kv.layout import KVShape, make_layout
+from ...model_runner.kv.pool import make_pool
 from ..errors import BenchOptionsError
 from .case import Ask, Case, Mode, Place, replaced
 
@@ -33,7 +34,7 @@ def attention(ask: Ask, place: Place) -> Case:
     count = 1 if is_decode else sizes["tokens"]
     context = sizes["context"] if is_decode else sizes["cached"] + count
     heads, kv_heads, dim, page_size = (sizes[name] for name in ("heads", "kv_heads", "head_dim", "page_size"))
-    kept = ask.dtype if ask.variant == "plain" else KV_DTYPES[ask.variant]
+    kept = ask.dtype if ask.variant == "plain" else getattr(torch, KV_DTYPES.get(ask.variant, ask.variant))
     tiles, tile = _tiles(ask, place, TileShape(dim, dim, heads // kv_heads, kept.itemsize, ask.dtype.itemsize))
     window = sizes["window"] or None
     spec = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, window=window)

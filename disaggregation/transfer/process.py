@@ -37,7 +37,7 @@ def main() -> NoReturn:
 def start_engine(ctx: ChildContext[WorkerOptions], model: LoadedModel) -> TransferEngine:
     """Open the model's pools to peers and start the engine. Ends the process if the backend can't be used here."""
     # The model is loaded by now, so these imports delay nothing.
-    from ...model_runner.kv.staging import page_groups
+    from ...model_runner.kv.page_groups import page_groups
     from .engine import TransferEngine
 
     options = ctx.options

@@ -1,4 +1,4 @@
-"""The tensors of one forward pass, as the worker hands them to ``Engine.forward``.
+"""The tensors of one forward pass, as a torch engine takes them.
 
 Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens, P pages of the
 pool with page 0.
@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
+from .host_batch import HostBatch
 
 
 @dataclass(slots=True)
@@ -64,3 +66,40 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
+
+    def on_host(self) -> HostBatch:
+        """Return the batch of tensors on the host as arrays that share their memory."""
+        return HostBatch(
+            input_ids=self.input_ids.numpy(),
+            positions=self.positions.numpy(),
+            out_cache_loc=self.out_cache_loc.numpy(),
+            rows=self.rows.numpy(),
+            starts=np.array(self.starts, dtype=np.int64),
+            q_lens=np.array(self.q_lens, dtype=np.int64),
+            req_to_token=self.req_to_token.numpy(),
+            logit_indices=self.logit_indices.numpy(),
+            done=self.done,
+            prompt_lens=None if self.prompt_lens is None else np.array(self.prompt_lens, dtype=np.int64),
+            begun_at=None if self.begun_at is None else self.begun_at.numpy(),
+            window_pages=None if self.window_pages is None else self.window_pages.numpy(),
+        )
+
+
+def tensor_batch(batch: HostBatch) -> ForwardBatch:
+    """Make the batch of a torch engine on the host. Its tensors share the arrays' memory."""
+    put = torch.from_numpy
+    return ForwardBatch(
+        input_ids=put(batch.input_ids),
+        positions=put(batch.positions),
+        out_cache_loc=put(batch.out_cache_loc),
+        rows=put(batch.rows),
+        starts=batch.starts.tolist(),
+        q_lens=batch.q_lens.tolist(),
+        req_to_token=put(batch.req_to_token),
+        logit_indices=put(batch.logit_indices),
+        done=batch.done,
+        prompt_lens=None if batch.prompt_lens is None else batch.prompt_lens.tolist(),
+        window_pages=None if batch.window_pages is None else put(batch.window_pages),
+        begun_at=None if batch.begun_at is None else put(batch.begun_at),
+        host_rows=batch.rows,
+    )

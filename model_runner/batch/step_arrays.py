@@ -2,8 +2,7 @@
 
 Life of a step's copy: written to one of two areas of the host (the copy before may still be on its way), sent to the
 device behind all work that is queued there, in one piece, and read by the step. Nobody waits. Two areas are enough
-because one step at most is open while another is launched (``step_queue.py``). On the CPU host and device are one, and
-nothing is sent.
+because one step at most is open while another is launched (``step_queue.py``).
 
 Steps of few tokens, which graphs are captured of, have addresses that never change. Longer ones share an area that
 grows.
@@ -73,7 +72,7 @@ class _Area:
         self.capacity = capacity
         self.arrays = torch.zeros(shape, dtype=torch.int64, device=device.torch)
         self._device = device
-        self._hosts = [device.host_zeros(shape, torch.int64) for _ in range(2)] if device.beside else [self.arrays]
+        self._hosts = [device.host_zeros(shape, torch.int64) for _ in range(2)]
         self._turn = 0
 
     def load(self, arrays: list[I64], padded_to: int) -> DeviceArrays:
@@ -84,8 +83,7 @@ class _Area:
             written[which, : len(array)] = array
         for which in _PADDED:
             written[which, len(arrays[which]) : padded_to] = 0
-        if self._device.beside:
-            self._device.send(self.arrays, here)
+        self._device.send(self.arrays, here)
         return DeviceArrays(*(self.arrays[which, : len(array)] for which, array in enumerate(arrays)))
 
     def padded(self, size: int) -> PaddedArrays:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ...messages.base import I32, unpack_i32
 from ...messages.worker import ForwardStep
@@ -131,15 +129,6 @@ def paged_indices(kv_lens: I64, page_size: int) -> PagedIndices:
     return PagedIndices(indptr.astype(np.int32), ((kv_lens - 1) % page_size + 1).astype(np.int32))
 
 
-def kv_indices(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, num_pages: int, page_size: int) -> Tensor:
-    """[N] int32, on the table's device, as are ``rows`` [B] int64 and ``kv_indptr`` [B + 1]: the entries' pages."""
-    starts = kv_indptr.long()
-    entries = torch.arange(len(rows), device=rows.device)
-    entry_of_N = torch.repeat_interleave(entries, starts.diff(), output_size=num_pages)
-    ordinals_N = torch.arange(num_pages, device=rows.device) - starts.index_select(0, entry_of_N)
-    return req_to_token[rows.index_select(0, entry_of_N), ordinals_N * page_size] // page_size
-
-
 def _i64(data: bytes) -> I64:
-    """A writable copy: torch indexes with int64 and wants memory that it may write."""
+    """Return a writable copy, in the type that arrays are indexed with."""
     return unpack_i32(data).astype(np.int64)

@@ -25,7 +25,8 @@ from ..attention.base import AttentionBackend
 from ..attention.registry import BackendNeeds, make_attention_backend
 from ..batch.forward_batch import ForwardBatch
 from ..device.choice import choose_device, choose_dtype
-from ..kv.pool import make_layout, make_pool
+from ..kv.layout import make_layout
+from ..kv.pool import make_pool
 from ..kv.sparse.channels import refuse_unsuitable, write_channels
 from ..loader.load import load_model_weights
 from ..models.decoder import Decoder
@@ -102,8 +103,8 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
             f"the tokenizer makes token {int(windows.max())} of the text, and the model has {spec.vocab_size}; give "
             "the model's own as --tokenizer-path"
         )
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
+    device = torch.device(choose_device(options.device))
+    dtype = getattr(torch, choose_dtype(options.dtype, device.type))
     model = Decoder(spec, dtype, device)
     load_model_weights(model.weights(), source, spec, "auto", 0)
     return spec, _measure(model, windows.to(device), dtype), windows.numel()

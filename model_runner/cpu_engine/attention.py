@@ -9,67 +9,14 @@ import ctypes
 import weakref
 from ctypes import POINTER, c_int32, c_int64, c_void_p
 
-import numpy as np
 from torch import Tensor
 
 from ..batch.forward_batch import ForwardBatch
 from ..dtypes import dtype_name
-from ..kv.pool import KVPool
-from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, load_library
+from .library import NATIVE_DTYPES, load_library
+from .pool_view import KernelPool, pass_entries, pool_view
 from .structs import KVPoolView, Scoring, TokenRows
 from .team import Team
-
-HEAD_DIM_MULTIPLE = 16
-BLOCK_SLOTS = 16
-"""``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
-
-
-LATENT_HEADS = 16
-"""Query heads that read latent rows together, at most: enough to make reading cheap, and groups for other threads."""
-
-
-def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
-    """The pool as the kernels see it, for as many query heads; the caller keeps ``pool`` alive.
-
-    Raises ``ValueError`` where they can't.
-    """
-    layout, group = pool.layout, pool.group
-    if (
-        group.head_dim % HEAD_DIM_MULTIPLE
-        or dtype_name(pool.dtype) not in NATIVE_KV_DTYPES
-        or pool.data.device.type != "cpu"
-    ):
-        raise ValueError(
-            "the CPU attention kernel takes float32, bfloat16, int8 and float8 heads of a multiple of "
-            f"{HEAD_DIM_MULTIPLE}, not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
-        )
-    if layout.order != "blocks":
-        raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
-    if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
-        raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
-    begin, end = pool.heads
-    readers = end - begin
-    if group.kind == "mla":
-        if group.value_dim % HEAD_DIM_MULTIPLE:
-            raise ValueError(f"values of {group.value_dim} elements are no multiple of {HEAD_DIM_MULTIPLE}")
-        readers = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= LATENT_HEADS)
-    return KVPoolView(
-        pool.data.data_ptr() + begin * layout.page_size * pool.head_bytes,
-        NATIVE_KV_DTYPES[dtype_name(pool.dtype)],
-        group.num_layers,
-        layout.page_size,
-        readers,
-        group.head_dim,
-        group.kv_heads,
-        group.value_dim,
-    )
-
-
-def pass_entries(batch: ForwardBatch) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """[B, 4] int32: ``AttentionEntry`` of attention.h."""
-    q_lens = np.array(batch.q_lens, dtype=np.int32)
-    columns = (batch.rows.numpy(), batch.starts, q_lens, np.cumsum(q_lens) - q_lens)
-    return np.stack([np.asarray(column, dtype=np.int32) for column in columns], axis=1)
 
 
 class PagedAttention:
@@ -77,7 +24,7 @@ class PagedAttention:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KernelPool,
         num_heads: int,
         team: Team,
         *,
@@ -105,7 +52,7 @@ class PagedAttention:
         """Divide the pass among the threads. Keeps nothing of ``batch``, whose ``window_pages``, where it has any, lead
         to the pages of this pool.
         """
-        entries, table = pass_entries(batch), batch.req_to_token
+        entries, table = pass_entries(batch.rows.numpy(), batch.starts, batch.q_lens), batch.req_to_token
         status = self._library.pds_attention_prepare(
             self._plan,
             self._view,

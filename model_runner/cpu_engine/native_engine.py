@@ -12,18 +12,17 @@ from ctypes import c_int64
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
-from ..batch.forward_batch import ForwardBatch
+from ..batch.host_batch import HostBatch
 from ..dtypes import DType, dtype_name
-from ..kv.pool import KVPool
-from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, ActivationDType, load_library
 from .lowering import lower
 from .no_exchange import NoExchange
+from .pool_view import KernelPool, pass_entries, pool_view
 from .ranks import NativeRanks
 from .rope_tables import RopeTables
 from .structs import ForwardArgs, WeightPart
@@ -73,7 +72,7 @@ class NativeEngine:
         spec: ModelSpec,
         dtype: DType,
         ropes: RopeTables,
-        pools: Sequence[KVPool],
+        pools: Sequence[KernelPool],
         team: Team,
         ranks: Ranks = WHOLE,
         activations: ActivationDType = ActivationDType.INT16,
@@ -87,7 +86,7 @@ class NativeEngine:
         self._ranks, self._pools = ranks, pools  # the library keeps their addresses
         self._vocab_size = spec.vocab_size
         self.ropes, self.team = ropes, team
-        self.num_slots = pools[0].data.shape[0] * pools[0].layout.page_size
+        self.num_slots = pools[0].num_pages * pools[0].layout.page_size
         """Slots of the pool that the request table leads to, page 0 included."""
         shard = ranks.shard
         name = dtype_name(dtype)
@@ -111,33 +110,33 @@ class NativeEngine:
         """Whether other ranks write the same keys and values."""
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
+    def forward(self, batch: HostBatch) -> npt.NDArray[np.float32]:
+        """Compute the logits of ``batch.logit_indices``, [L, V]; write the pass's KV to the pool.
 
         Raises ``IndexError`` for a token that is not in the vocabulary.
         """
-        ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
+        ids = batch.input_ids
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
         self.check_size(len(ids))
-        self.ropes.check(int(positions.max()) + 1)
-        entries = pass_entries(batch)
-        wanted = batch.logit_indices.shape[0]
-        logits = torch.empty(wanted, self._vocab_size)
+        self.ropes.check(int(batch.positions.max()) + 1)
+        entries = pass_entries(batch.rows, batch.starts, batch.q_lens)
+        wanted, table = len(batch.logit_indices), batch.req_to_token
+        logits = np.empty((wanted, self._vocab_size), dtype=np.float32)
         args = ForwardArgs(
             len(ids),
             len(entries),
             wanted,
-            batch.input_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.out_cache_loc.data_ptr(),
-            batch.logit_indices.data_ptr(),
+            ids.ctypes.data,
+            batch.positions.ctypes.data,
+            batch.out_cache_loc.ctypes.data,
+            batch.logit_indices.ctypes.data,
             entries.ctypes.data,
-            batch.req_to_token.data_ptr(),
-            batch.req_to_token.stride(0),
-            None if batch.window_pages is None else batch.window_pages.data_ptr(),
+            table.ctypes.data,
+            table.strides[0] // table.itemsize,
+            None if batch.window_pages is None else batch.window_pages.ctypes.data,
             self.ropes.tables,
-            logits.data_ptr(),
+            logits.ctypes.data,
             batch.done.address,
         )
         if self._library.pds_engine_forward(self.handle, args) != 0:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ...model_files.spec import ModelSpec
 from ..dtypes import DType
-from ..kv.pool import KVPool
 from .library import ActivationDType
 from .native_engine import WHOLE, NativeEngine, NormKind, Ranks, VectorKind
 from .packed_model import PackedModel
+from .pool_view import KernelPool
 from .rope_tables import RopeRows, RopeTables
 from .structs import WeightPart
 from .team import Team
@@ -24,7 +24,7 @@ class NativeModel(NativeEngine):
         packed: PackedModel,
         spec: ModelSpec,
         dtype: DType,
-        pools: Sequence[KVPool],
+        pools: Sequence[KernelPool],
         team: Team,
         ranks: Ranks = WHOLE,
     ) -> None:

@@ -17,12 +17,13 @@ from ctypes import CFUNCTYPE, c_int32, c_int64, c_uint32
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from ...runtime.ranks import RankPlace
 from .library import load_library
 
+Floats = npt.NDArray[np.float32]
 PANEL = 32
 """``kPanel`` of linear.h: rows of the residual are padded to it."""
 FLOAT_BYTES = 4
@@ -86,16 +87,16 @@ class NativeRanks:
             raise MemoryError
         self.close = weakref.finalize(self, library.pds_ranks_free, self.handle)
 
-    def parts(self, exchange: int, count: int) -> Tensor:
-        """All ranks' parts in an exchange, of so many floats each: [R, count] float32."""
+    def parts(self, exchange: int, count: int) -> Floats:
+        """Return all ranks' parts in an exchange, of this many floats each: [R, count]."""
         first, second = (self._library.pds_ranks_part(self.handle, exchange, rank) for rank in (0, 1))
         stride = (second - first) // FLOAT_BYTES
-        return self._floats(first, self.place.size * stride).view(self.place.size, stride)[:, :count]
+        return self._floats(first, self.place.size * stride).reshape(self.place.size, stride)[:, :count]
 
-    def logits(self, rows: int) -> Tensor:
-        """[rows, V] float32."""
+    def logits(self, rows: int) -> Floats:
+        """Return rows of logits, [rows, V]."""
         begin = self._library.pds_ranks_logits(self.handle)
-        return self._floats(begin, rows * self.room.vocab).view(rows, self.room.vocab)
+        return self._floats(begin, rows * self.room.vocab).reshape(rows, self.room.vocab)
 
-    def _floats(self, address: int, count: int) -> Tensor:
-        return torch.frombuffer(self._memory, dtype=torch.float32, count=count, offset=address - self._address)
+    def _floats(self, address: int, count: int) -> Floats:
+        return np.frombuffer(self._memory, dtype=np.float32, count=count, offset=address - self._address)

@@ -11,14 +11,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ...runtime.machine.memory import Memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as TorchDevice
+    from torch import dtype as TorchDType
 
 T = TypeVar("T")
 
@@ -54,14 +58,26 @@ class Device(ABC):
 
     beside: bool
     can_capture: bool
+    memory_errors: tuple[type[Exception], ...] = (MemoryError,)
+    """What is raised if the device has no memory left."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.torch = device
+    def __init__(self, place: str) -> None:
+        """``place``: as torch names it, "cpu" or "cuda:0"."""
+        self.place = place
+        self.kind = place.split(":")[0]
+        """Kind of the device: "cpu" or "cuda"."""
+
+    @cached_property
+    def torch(self) -> TorchDevice:
+        """Return the device as torch has it. Imports torch."""
+        import torch
+
+        return torch.device(self.place)
 
     @property
     def name(self) -> str:
         """What it is: alike devices have the same."""
-        return self.torch.type
+        return self.kind
 
     def numa_node(self) -> int | None:
         """The NUMA node that the device is attached to; None if it has none or it is not known."""
@@ -80,7 +96,7 @@ class Device(ABC):
         """Run ``run``; return by how many bytes the memory that this process has on the device grew at most."""
 
     @abstractmethod
-    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
         """Zeros on the host, from where copies to the device are queued without anybody waiting."""
 
     @abstractmethod
@@ -140,5 +156,7 @@ class Device(ABC):
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
-    """The array as a tensor on the host, which may share its memory; read-only ones are copied."""
+    """Return the array as a tensor on the host, which may share its memory; read-only ones are copied."""
+    import torch
+
     return torch.from_numpy(array if array.flags.writeable else np.array(array))

@@ -1,68 +1,66 @@
-"""Chooses the device, and the types that it computes in."""
+"""Chooses the device, and the types that it computes in. Imports torch only where a GPU may be meant."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from ...model_files.errors import UnsupportedModel
+from ...runtime.machine.gpus import may_use_gpu
 from .base import Device
 from .cpu import CpuDevice
-from .cuda import CudaDevice
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
-KV_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-"""KV types with a name that is not torch's own, or that weights can't have."""
+KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""KV types with names of our own, and torch's names for them."""
 
 
-def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> torch.device:
-    """The device that ``name`` means, of GPUs the one with this number; raises ``UnsupportedModel`` where it is not
-    there.
+def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> str:
+    """Return the device that ``name`` means, as torch names it: "cpu", or of GPUs the one with this number.
+
+    Raises ``UnsupportedModel`` if it is not there.
     """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
+    if not may_use_gpu(name):
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        if name == "cuda":
+            raise UnsupportedModel("--device cuda: torch sees no CUDA device here; use --device cpu")
+        return "cpu"
     count = torch.cuda.device_count()
     if number >= count:
         raise UnsupportedModel(
             f"GPU {number} is asked for (--base-gpu-id, and one for each rank from there on), and torch sees {count} "
             "here (CUDA_VISIBLE_DEVICES)"
         )
-    return torch.device("cuda", number)
+    return f"cuda:{number}"
 
 
-def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
-    """The type of weights and activations: bfloat16 unless told otherwise, but for GPUs that don't compute in it.
+def choose_dtype(name: DTypeName, device_kind: str) -> str:
+    """Return the type of weights and activations: bfloat16 unless told otherwise, but for GPUs without it.
 
     Processors without products of bfloat16 store it all the same, half the bytes of float32, and widen it as they
     multiply; and hosts of any kind can hand over to each other.
     """
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16
+        return name
+    if device_kind == "cuda":
+        import torch
+
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return "bfloat16"
 
 
-def choose_kv_dtype(name: KVDTypeName, dtype: torch.dtype) -> torch.dtype:
-    """The type of the KV pool's elements, beside weights of ``dtype``."""
-    if name == "auto":
-        return dtype
-    chosen: torch.dtype = KV_DTYPES[name] if name in KV_DTYPES else getattr(torch, name)
-    return chosen
+def choose_kv_dtype(name: KVDTypeName, dtype: str) -> str:
+    """Return the type of the KV pool's elements, beside weights of ``dtype``."""
+    return dtype if name == "auto" else KV_DTYPES.get(name, name)
 
 
-def open_device(device: torch.device, *, strict: bool = False) -> Device:
-    """What runs work on ``device``. ``strict``: see ``CudaDevice``."""
-    if device.type == "cuda":
-        return CudaDevice(device, strict=strict)
-    return CpuDevice()
+def open_device(place: str, *, strict: bool = False) -> Device:
+    """Return what runs work on the device that torch calls ``place``. ``strict``: see ``CudaDevice``."""
+    if place == "cpu":
+        return CpuDevice()
+    from .cuda import CudaDevice
+
+    return CudaDevice(place, strict=strict)

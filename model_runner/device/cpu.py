@@ -1,18 +1,23 @@
-"""The host's own processor: work is done when the call returns, nothing is queued and nothing captured."""
+"""The host's own processor: work is done when the call returns, nothing is queued and nothing captured.
+
+Methods with tensors import torch, which nothing but a torch engine asks for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ...runtime.machine.memory import Memory, host_memory, resident_bytes
 from ...runtime.malloc import trim
 from .base import Device, Graph, HostCopy, T, as_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import dtype as TorchDType
 
 
 class _There:
@@ -33,7 +38,7 @@ class CpuDevice(Device):
     can_capture = False
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__("cpu")
 
     def memory(self) -> Memory:
         """Return the host's memory, within the control group that this process runs in."""
@@ -47,8 +52,10 @@ class CpuDevice(Device):
         """Raises ``NotImplementedError``."""
         raise NotImplementedError("memory of the host is everybody's")
 
-    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
         """See the base class."""
+        import torch
+
         return torch.zeros(*shape, dtype=dtype)
 
     def send(self, there: Tensor, here: Tensor) -> None:

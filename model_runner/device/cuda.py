@@ -43,16 +43,18 @@ class _CudaGraph(Generic[T]):
 
 
 class CudaDevice(Device):
-    """The GPU that torch calls ``device``, and takes from now on in this thread; its current stream is the main one.
+    """The GPU that torch calls ``place``, and takes from now on in this thread; its current stream is the main one.
 
     ``strict``: have ``no_sync`` mean it. Without, it costs nothing and does nothing.
     """
 
     beside = True
     can_capture = True
+    memory_errors = (MemoryError, torch.OutOfMemoryError)
 
-    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
-        super().__init__(device)
+    def __init__(self, place: str, *, strict: bool = False) -> None:
+        super().__init__(place)
+        device = self.torch
         # Kernels that Triton and FlashInfer launch go to the thread's device, whatever their arguments are on.
         if device.index is not None:
             torch.cuda.set_device(device)

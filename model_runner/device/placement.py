@@ -15,7 +15,9 @@ floats, and it may be the first to touch a page of the pool; so the process also
 
 Threads inherit the binding and the memory policy of the thread that starts them, hence the order in ``process.py``:
 
-    channels open → ``confine`` → torch is imported → ``bind_compute_threads`` → model loads → ``floating``: engine
+    channels open → ``confine`` → model loads → ``bind_calling_thread`` → ``floating``: transfer engine
+
+A torch engine calls ``start_torch_threads`` before its weights are loaded.
 """
 
 from __future__ import annotations
@@ -176,7 +178,13 @@ def prefer_memory_of(node: int) -> None:
         log.info("memory of NUMA node %d can't be asked for: %s", node, os.strerror(ctypes.get_errno()))
 
 
-def bind_compute_threads(placement: Placement) -> list[int]:
+def bind_calling_thread(placement: Placement) -> None:
+    """Bind the calling thread, the first of the C++ engine's, to its core, where threads are bound."""
+    if placement.cpus is not None:
+        os.sched_setaffinity(0, {placement.cpus[0]})
+
+
+def start_torch_threads(placement: Placement) -> list[int]:
     """Size torch's pool, start it, and bind the calling thread and each thread of the pool to its own core.
 
     Returns the kernel's ids of the bound threads, the calling one first; [] where nothing is to be bound. Raises

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..attention.group_pools import group_pools
-from ..batch.forward_batch import ForwardBatch
-from ..batch.step_plan import begun_tokens
+from ..batch.host_batch import HostBatch
 from ..kv.pools import Pools
+from ..sampling.row_params import F32
+from ..sampling.sampled import HostSampler
 from ..steps.common_steps import ALL_GENERAL, CommonSteps, RequestTables
-
-if TYPE_CHECKING:
-    from ..sampling.native import NativeSampler
 
 
 class Engine(ABC):
@@ -28,37 +19,25 @@ class Engine(ABC):
 
     attention_backend: str
     """Name of the attention backend; "cpu" is the C++ engine."""
-    logits_dtype: torch.dtype = torch.float32
-    """Type of the logits that ``compute`` returns."""
     graph_sizes: tuple[int, ...] = ()
     """Entries of decode steps to capture as graphs, ascending; empty: no step is captured."""
     step_weight_bytes: int
     """Bytes of weights that a decode step of one token reads."""
-    sampler: NativeSampler | None = None
-    """Chooses tokens on the CPU's vector units; None: operations of torch choose."""
+    sampler: HostSampler
+    """Chooses tokens from logits on the host."""
 
     def __init__(self, pools: Pools, *, clears_begun_pages: bool) -> None:
-        """Compute over ``pools``. ``clears_begun_pages``: zero the pages that a pass begins and does not fill."""
+        """Compute over ``pools``. ``clears_begun_pages``: zero the pages that a pass begins and does not fill.
+
+        Attention reads whole pages and masks the lanes beyond a row's end. A NaN that a former owner left there would
+        get through the mask, as 0 × NaN is NaN.
+        """
         self._pools = pools
-        self._groups = group_pools(pools.by_group)
         self._clears = clears_begun_pages
-        self._meet: Callable[[], None] = meet_alone
-        """Return when the ranks that share the pool have come."""
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the logits of ``batch.logit_indices``, [L, V] float32; write the pass's KV to the pool."""
-        with torch.inference_mode():
-            self.prepare(batch)
-            return self.compute(batch).float()
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Do the half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
-        if self._clears:
-            self._clear_begun_pages(batch)
 
     @abstractmethod
-    def compute(self, batch: ForwardBatch) -> Tensor:
-        """Do the other half, which can be captured if ``graph_sizes`` has any; logits of ``logits_dtype``."""
+    def host_logits(self, batch: HostBatch) -> F32:
+        """Compute the logits of ``batch.logit_indices``, [L, V], on the host; write the pass's KV to the pool."""
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
         """Return what computes common steps over ``tables``, with the weights that are loaded now."""
@@ -82,29 +61,9 @@ class Engine(ABC):
         Raises ``ModelError`` if that fails, or if the files hold other weights now.
         """
 
-    def _clear_begun_pages(self, batch: ForwardBatch) -> None:
-        """Clear the pages that this pass begins and does not fill: write zeros.
 
-        Attention reads whole pages and masks the lanes beyond a row's end. A NaN that a former owner left there would
-        get through the mask, as 0 × NaN is NaN.
-        """
-        begun_at, size = batch.begun_at, self._pools.page_size
-        if begun_at is None:
-            begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
-            begun_at = begun_at.to(batch.out_cache_loc.device)
-        if not len(begun_at):
-            return
-        pages = batch.out_cache_loc[begun_at] // size
-        for group in self._groups:
-            group.pool.clear(group.pages(batch, pages).to(torch.int64))
-        # A rank that is late must not clear what another one has written.
-        self._meet()
+class WithoutWeights(RuntimeError):
+    """A pass was asked for while the weights are not there."""
 
-
-def without_weights(_batch: ForwardBatch) -> Tensor:
-    """Raise ``RuntimeError``: stands for the model while its weights are dropped."""
-    raise RuntimeError("a pass was asked for while the weights are not there")
-
-
-def meet_alone() -> None:
-    """Return at once: no other rank shares the pool."""
+    def __init__(self) -> None:
+        super().__init__("a pass was asked for while the weights are not there")

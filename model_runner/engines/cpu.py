@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from ...model_files.spec import ModelSpec
-from ..batch.forward_batch import ForwardBatch
+from ..batch.host_batch import HostBatch
+from ..batch.step_plan import begun_tokens
 from ..cpu_engine.native_engine import Ranks
 from ..cpu_engine.native_model import NativeModel
 from ..cpu_engine.packed_model import PackedModel
@@ -15,9 +14,10 @@ from ..cpu_engine.team import Team
 from ..dtypes import DType
 from ..kv.pools import Pools
 from ..sampling.native import NativeSampler
+from ..sampling.row_params import F32
 from ..steps.common_steps import CommonSteps, RequestTables
 from ..steps.native_steps import NativeSteps
-from .base import Engine, meet_alone, without_weights
+from .base import Engine, WithoutWeights
 
 
 class CpuEngine(Engine):
@@ -53,9 +53,16 @@ class CpuEngine(Engine):
         """Model on the kernels; None while its weights are dropped."""
         self._use(packed)
 
-    def compute(self, batch: ForwardBatch) -> Tensor:
+    def host_logits(self, batch: HostBatch) -> F32:
         """See the base class."""
-        return without_weights(batch) if self.native is None else self.native.forward(batch)
+        if self.native is None:
+            raise WithoutWeights
+        if self._clears:
+            self._clear_begun_pages(batch)
+            if self.native.shares_heads:
+                # A rank that is late must not clear what another one has written.
+                self.native.meet()
+        return self.native.forward(batch)
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
         """See the base class."""
@@ -70,15 +77,22 @@ class CpuEngine(Engine):
     def drop_weights(self) -> None:
         """See the base class."""
         self.native = None
-        self._meet = meet_alone
 
     def take_weights(self) -> None:
         """See the base class."""
         self._use(self._reload())
 
     def _use(self, packed: PackedModel) -> None:
-        native = NativeModel(packed, self._spec, self._dtype, self._pools.by_group, self.team, self._ranks)
+        native = NativeModel(packed, self._spec, self._dtype, self._pools.blocks, self.team, self._ranks)
         self.native = native
         self.step_weight_bytes = native.weight_bytes
-        if native.shares_heads:
-            self._meet = native.meet
+
+    def _clear_begun_pages(self, batch: HostBatch) -> None:
+        begun_at, size = batch.begun_at, self._pools.page_size
+        if begun_at is None:
+            begun_at = begun_tokens(batch.starts, batch.q_lens, size)
+        pages = batch.out_cache_loc[begun_at] // size
+        kept, *windowed = self._pools.blocks
+        kept.clear(pages)
+        if windowed and batch.window_pages is not None:
+            windowed[0].clear(batch.window_pages[pages])

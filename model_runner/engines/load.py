@@ -1,53 +1,37 @@
 """Loads a model, and chooses the engine that computes it.
 
 In this order: description → device and types → weights → KV pools → engine. The attention backend "cpu" stands for the
-C++ engine, which has weights of its own. A model that transformers' own class computes (``--model-impl``) is described
-by a pass of itself, after its weights are loaded.
+C++ engine, which has weights of its own and does without torch. A model that transformers' own class computes
+(``--model-impl``) is described by a pass of itself, after its weights are loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from ...messages.worker import KVOrder
 from ...model_files.context_length import choose_context_length, with_context, without_idle_windows
-from ...model_files.errors import InvalidWeights, UnsupportedModel
-from ...model_files.foreign_config import read_foreign
+from ...model_files.errors import OTHER_WEIGHTS, InvalidWeights, UnsupportedModel
 from ...model_files.model_impl import ModelImpl, choose_model_impl
-from ...model_files.model_path import ModelSource, commit_of, resolve_model
+from ...model_files.model_path import commit_of, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
 from ..cpu_engine.packed_model import PackedModel
 from ..device.base import Device
 from ..device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
-from ..device.placement import SPIN_US
-from ..dtypes import dtype_name
-from ..kv.pool import make_layout
-from ..kv.pools import Pools
-from ..kv.quantization import LARGEST
+from ..dtypes import QUANTIZED
 from ..kv.size import layers_apart
-from ..kv.sparse.channels import LabelChannels, choose_channels
-from ..loader.load import foreign_fingerprint
-from ..loader.quantization import Quantization, QuantizedActivations
-from ..loader.weight_loader import OTHER_WEIGHTS, WeightLoader
-from ..models.transformers.refusals import refuse_for_transformers
 from ..options import WorkerOptions
 from ..ranks.part import ModelPart, WholeModel
+from ..torch_import import note_torch
 from .attention_choice import choose_attention_backend
-from .base import Engine
+from .load_setup import Loaded, Native, Setup, Threads, describe_for_ranks
 from .loaded import LoadedModel
-from .pool_maker import PoolMaker
-from .torch import TorchEngine, WrapLayer
 
 if TYPE_CHECKING:
+    from ..kv.sparse.channels import LabelChannels
     from ..ranks.host_ranks import HostRanks
     from ..weights_cache.cache import WeightsSource
     from ..weights_cache.request import PackRequest
@@ -56,43 +40,6 @@ log = logging.getLogger(__name__)
 
 LEAST_ROOM = 4096
 """Tokens that ranks can compute at once, whatever the options: what start-up measures with is as long."""
-
-
-@dataclass(frozen=True)
-class Threads:
-    """Where the calling thread computes; see ``Placement``."""
-
-    spin_us: int = SPIN_US
-    cpus: tuple[int, ...] | None = None
-    """Cores to compute on; the calling thread is bound to the first already. None: any."""
-    compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Within it compilers are started, which are not to inherit the thread's cores."""
-    node: int | None = None
-    """NUMA node of the cores; None: the host has one node, or the cores are on several."""
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What is known before the model's description is read."""
-
-    options: WorkerOptions
-    source: ModelSource
-    implementation: ModelImpl
-    device: Device
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    wrap_layer: WrapLayer | None
-    """Gives each layer's computation a name for profilers (``--enable-nvtx``); None: it has none."""
-    weights_source: WeightsSource
-    """Where the C++ engine gets its weights from."""
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds that the block takes to those of ``what``."""
-        begin = time.monotonic()
-        yield
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
 
 
 def load_model(
@@ -111,24 +58,21 @@ def load_model(
     if (commit := commit_of(source)) is not None:
         log.info("%s is that of commit %s", options.model_path, commit)
     implementation = choose_model_impl(options.model_impl, source)
-    chosen = choose_device(options.device, options.base_gpu_id + (0 if ranks is None else ranks.place.local))
-    device = open_device(chosen, strict=options.fail_on_host_sync)
-    dtype = choose_dtype(options.dtype, chosen)
+    place = choose_device(options.device, options.base_gpu_id + (0 if ranks is None else ranks.place.local))
+    device = open_device(place, strict=options.fail_on_host_sync)
+    dtype = choose_dtype(options.dtype, device.kind)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype)
-    wrap_layer = None
-    if options.enable_nvtx:
-        from ..steps.step_ranges import name_layers
-
-        wrap_layer = name_layers(chosen)
-    source_of_weights = weights_source or _pack_here()
-    setup = _Setup(options, source, implementation, device, dtype, kv_dtype, wrap_layer, source_of_weights)
+    setup = Setup(options, source, implementation, device, dtype, kv_dtype, threads or Threads())
     setup.seconds["config"] = time.monotonic() - begin
     if implementation is ModelImpl.TRANSFORMERS:
-        return _load_transformers(setup)
-    return _load_native(setup, threads or Threads(), ranks)
+        note_torch("transformers' own class")
+        from .load_torch import load_transformers
+
+        return load_transformers(setup)
+    return _load_native(setup, ranks, weights_source)
 
 
-def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> LoadedModel:
+def _load_native(setup: Setup, ranks: HostRanks | None, weights_source: WeightsSource | None) -> LoadedModel:
     options, device, timed = setup.options, setup.device, setup.timed
     with timed("config"):
         described = read_spec(setup.source)
@@ -137,14 +81,20 @@ def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> Lo
         identity = with_context(described, context_length)
         spec = without_idle_windows(identity)
         _refuse_kv_dtype(spec, setup)
-        labels = choose_channels(options, spec)
+        labels = _choose_labels(options, spec)
     part = _choose_part(spec, ranks, device, options)
-    with timed("kernels"), threads.compiling():
+    with timed("kernels"), setup.threads.compiling():
         own = spec if part.shard is None else part.shard.spec
-        backend = choose_attention_backend(options.attention_backend, own, device.torch, setup.dtype, setup.kv_dtype)
+        backend = choose_attention_backend(options.attention_backend, own, device.place, setup.dtype, setup.kv_dtype)
     log.info("model implementation: native, family %s", spec.family)
-    native = _Native(spec, identity, context_length, part, labels)
-    loading = _load_for_kernels(setup, native, threads) if backend == "cpu" else _load_torch(setup, native, backend)
+    native = Native(spec, identity, context_length, part, labels)
+    if backend == "cpu":
+        loaded = _load_for_kernels(setup, native, weights_source)
+    else:
+        note_torch(f"attention backend {backend}")
+        from .load_torch import load_for_torch
+
+        loaded = load_for_torch(setup, native, backend)
     return LoadedModel(
         implementation=setup.implementation,
         spec=spec,
@@ -152,15 +102,24 @@ def _load_native(setup: _Setup, threads: Threads, ranks: HostRanks | None) -> Lo
         vocab_size=spec.vocab_size,
         device=device,
         dtype=setup.dtype,
-        quantization=loading.quantization,
-        quantized_activations=loading.activations,
-        fingerprint=loading.fingerprint,
-        weight_bytes=loading.weight_bytes,
-        step_bytes=loading.step_bytes,
-        pools=loading.pools,
-        engine=loading.engine,
+        quantization=loaded.quantization,
+        quantized_activations=loaded.activations,
+        fingerprint=loaded.fingerprint,
+        weight_bytes=loaded.weight_bytes,
+        step_bytes=loaded.step_bytes,
+        pools=loaded.pools,
+        engine=loaded.engine,
         load_seconds=setup.seconds,
     )
+
+
+def _choose_labels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | None:
+    if not options.enable_double_sparsity:
+        return None
+    # Imported here: labels are torch's.
+    from ..kv.sparse.channels import choose_channels
+
+    return choose_channels(options, spec)
 
 
 def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, options: WorkerOptions) -> ModelPart:
@@ -169,8 +128,7 @@ def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, optio
     Raises ``UnsupportedModel``.
     """
     if ranks is None:
-        return WholeModel(spec, device.torch, options, layers_apart(options, spec))
-    # Imported here: they import torch.distributed.
+        return WholeModel(spec, device.place, options, layers_apart(options, spec))
     from ..ranks.on_devices import refuse_on_devices
     from ..ranks.rank_parts import PartInSharedPool, PartOnDevice
 
@@ -180,44 +138,17 @@ def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, optio
     return PartInSharedPool(spec, ranks)
 
 
-class _Native(NamedTuple):
-    """A model that pdserve has an implementation of."""
-
-    spec: ModelSpec
-    identity: ModelSpec
-    """Description by which instances recognise each other."""
-    context_length: int
-    part: ModelPart
-    labels: LabelChannels | None
-
-
-class _Loaded(NamedTuple):
-    """What depends on the engine."""
-
-    pools: Pools
-    engine: Engine
-    quantization: Quantization
-    activations: QuantizedActivations | None
-    fingerprint: str
-    weight_bytes: int
-    step_bytes: int = 0
-
-
 def _pack_here() -> WeightsSource:
     # Imported here: a worker packs in another process.
+    import torch
+
     from ..weights_cache.cache import PrivateWeights
     from ..weights_cache.local_builder import LocalBuilder
 
     return PrivateWeights(LocalBuilder(torch.get_num_threads()))
 
 
-def _make_pool_maker(setup: _Setup, native: _Native, order: KVOrder) -> PoolMaker:
-    options, part = setup.options, native.part
-    layout = make_layout(part.kept, options.page_size, setup.kv_dtype, order, part.windows, native.labels)
-    return PoolMaker(options, setup.device, native.spec.vocab_size, native.context_length, part, layout, native.labels)
-
-
-def _load_for_kernels(setup: _Setup, native: _Native, threads: Threads) -> _Loaded:
+def _load_for_kernels(setup: Setup, native: Native, weights_source: WeightsSource | None) -> Loaded:
     # Imported here: they load the compiled kernels.
     from ..cpu_engine.build import choose_level
     from ..cpu_engine.native_engine import Ranks
@@ -226,22 +157,23 @@ def _load_for_kernels(setup: _Setup, native: _Native, threads: Threads) -> _Load
     from ..weights_cache.request import PackRequest
     from .cpu import CpuEngine
 
-    options, shard = setup.options, native.part.shard
+    options, threads, shard = setup.options, setup.threads, native.part.shard
+    source = weights_source or _pack_here()
     with setup.timed("weights"):
-        dtypes = (dtype_name(setup.dtype), dtype_name(setup.kv_dtype))
+        dtypes = (setup.dtype, setup.kv_dtype)
         request = PackRequest(options, setup.source, native.spec, native.identity, shard, *dtypes, threads.node)
-        packed = setup.weights_source.open(request)
+        packed = source.open(request)
     contents = packed.contents
     with setup.timed("kv_pool"):
-        maker = replace(_make_pool_maker(setup, native, "blocks"), page_cache_bytes=packed.memory.page_cache)
+        maker = native.make_pool_maker(setup, "blocks", packed.memory.page_cache)
         # For the longest pass that there can be.
         uncut = native.context_length if options.chunked_prefill_size == -1 else 0
         prompts = max(options.max_prefill_tokens, uncut, LEAST_ROOM)
         room = ExchangeRoom(prompts + options.max_running_requests, native.spec.hidden_size, native.spec.vocab_size)
-        identity = _identity(setup, contents.fingerprint, maker, "cpu", choose_level().name)
+        identity = describe_for_ranks(setup, contents.fingerprint, maker, "cpu", choose_level().name)
         pools, exchange = maker.make(packed.memory.total, identity=identity, room=room)
     with setup.timed("kernels"):
-        team = Team(torch.get_num_threads(), threads.cpus, threads.spin_us)
+        team = Team(threads.team_size, threads.cpus, threads.spin_us)
         engine = CpuEngine(
             packed,
             request.own_spec,
@@ -249,11 +181,11 @@ def _load_for_kernels(setup: _Setup, native: _Native, threads: Threads) -> _Load
             pools,
             team,
             Ranks(shard, exchange),
-            partial(_PackedWeights(setup.weights_source, request).reopen, contents.fingerprint),
+            partial(_PackedWeights(source, request).reopen, contents.fingerprint),
             clears_begun_pages=options.hands_over,
         )
     found = (contents.quantization, contents.activations, contents.fingerprint)
-    return _Loaded(pools, engine, *found, packed.memory.total)
+    return Loaded(pools, engine, *found, packed.memory.total)
 
 
 class _PackedWeights(NamedTuple):
@@ -270,96 +202,9 @@ class _PackedWeights(NamedTuple):
         return packed
 
 
-def _load_torch(setup: _Setup, native: _Native, backend: str) -> _Loaded:
-    options, device, part = setup.options, setup.device, native.part
-    with setup.timed("weights"):
-        loader = WeightLoader(
-            *(options, setup.source, native.spec, native.identity, setup.dtype, device.torch, part.shard),
-            is_native=False,
-            find_group=partial(part.group, device.torch),
-        )
-        weights = loader.load()
-    maker = _make_pool_maker(setup, native, "tokens")
-
-    def make_engine(pools: Pools) -> TorchEngine:
-        return TorchEngine(
-            weights,
-            pools,
-            backend,
-            device,
-            options,
-            native.context_length,
-            partial(loader.reload, weights.fingerprint),
-            shares_heads=part.shares_heads,
-            wrap_layer=setup.wrap_layer,
-        )
-
-    with setup.timed("kv_pool"):
-        step_bytes = maker.measure_steps(make_engine)
-        identity = _identity(setup, weights.fingerprint, maker, backend, "")
-        pools, _ = maker.make(weights.nbytes, step_bytes, identity)
-    with setup.timed("kernels"):
-        engine = make_engine(pools)
-    found = (weights.quantization, weights.activations, weights.fingerprint)
-    return _Loaded(pools, engine, *found, weights.nbytes, step_bytes)
-
-
-def _identity(setup: _Setup, fingerprint: str, maker: PoolMaker, backend: str, level: str) -> str:
-    """Describe what ranks on several hosts must have in common."""
-    options = setup.options
-    kept = [group.dtype for group in maker.layout.groups]
-    served = (fingerprint, backend, level, setup.dtype, kept, maker.context_length)
-    sizes = (options.page_size, options.max_running_requests, options.max_prefill_tokens)
-    return repr((*served, *sizes, options.chunked_prefill_size))
-
-
-def _refuse_kv_dtype(spec: ModelSpec, setup: _Setup) -> None:
-    if spec.latent_dim is not None and setup.kv_dtype in LARGEST:
+def _refuse_kv_dtype(spec: ModelSpec, setup: Setup) -> None:
+    if spec.latent_dim is not None and setup.kv_dtype in QUANTIZED:
         raise UnsupportedModel(
             f"--kv-cache-dtype {setup.options.kv_cache_dtype} is not supported for latent attention (MLA); "
             "leave it out, or choose bfloat16"
         )
-
-
-def _load_transformers(setup: _Setup) -> LoadedModel:
-    options, source, device, timed = setup.options, setup.source, setup.device, setup.timed
-    with timed("config"):
-        described = read_foreign(source)
-        context_length = choose_context_length(described, options.context_length)
-        refuse_for_transformers(options)
-    with timed("imports"):
-        # Imported here: it takes seconds, and native models need none of it.
-        from ..models.transformers.loading import LoadRequest, load_transformers_model
-        from .transformers import TransformersEngine
-    with timed("weights"):
-        folder, seed = source.path, options.random_seed
-        loading = LoadRequest(folder, described, context_length, setup.dtype, device.torch, options.load_format, seed)
-        loaded = load_transformers_model(loading)
-        fingerprint = foreign_fingerprint(loaded.config, loaded.weights)
-        weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
-
-    def make_engine(pools: Pools) -> TransformersEngine:
-        return TransformersEngine(loaded.model, weight_bytes, pools, device, setup.dtype, options)
-
-    with timed("kv_pool"):
-        layout = make_layout(loaded.shape, options.page_size, setup.kv_dtype)
-        part = WholeModel(loaded.shape, device.torch, options)
-        maker = PoolMaker(options, device, described.vocab_size, context_length, part, layout)
-        step_bytes = maker.measure_steps(make_engine)
-        pools, _ = maker.make(weight_bytes, step_bytes)
-    return LoadedModel(
-        implementation=setup.implementation,
-        spec=None,
-        context_length=context_length,
-        vocab_size=described.vocab_size,
-        device=device,
-        dtype=setup.dtype,
-        quantization="none",
-        quantized_activations=None,
-        fingerprint=fingerprint,
-        weight_bytes=weight_bytes,
-        step_bytes=step_bytes,
-        pools=pools,
-        engine=make_engine(pools),
-        load_seconds=setup.seconds,
-    )

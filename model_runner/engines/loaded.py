@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ...model_files.model_impl import ModelImpl
 from ...model_files.spec import ModelSpec
 from ..device.base import Device
@@ -29,8 +27,8 @@ class LoadedModel:
     """Tokens of the longest sequence."""
     vocab_size: int
     device: Device
-    dtype: torch.dtype
-    """Type of weights and activations."""
+    dtype: str
+    """Name of the type of weights and activations."""
     quantization: Quantization
     """What ``--quantization auto`` came to."""
     quantized_activations: QuantizedActivations | None

@@ -16,11 +16,11 @@ GIB, KIB = 2**30, 2**10
 def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
     """Return the memory of a loaded model, after its first steps; ``host_tier``: bytes of a second tier."""
     memory, used, sizes = model.device.memory(), model.device.used(), model.pools
-    pools = [pool.data.nbytes for pool in sizes.by_group]
+    pools = [pool.nbytes for pool in sizes.by_group]
     # What the first may grow by takes no memory before it does.
     pools[0] -= (sizes.limit_tokens - sizes.max_total_tokens) // sizes.page_size * sizes.layout.groups[0].page_bytes
     # A CPU's pools are only reserved yet.
-    taken = model.weight_bytes + (0 if model.device.torch.type == "cpu" else sum(pools))
+    taken = model.weight_bytes + (0 if model.device.kind == "cpu" else sum(pools))
     return MemoryUse(
         weights=model.weight_bytes,
         kv_pool=pools[0],
@@ -43,7 +43,7 @@ def describe_weights(model: LoadedModel) -> str:
     rounded = "" if model.quantization == "none" else f", {model.quantization}"
     if model.quantized_activations is not None:
         rounded += f" times {model.quantized_activations} activations"
-    return f"{str(model.dtype).removeprefix('torch.')}{rounded}, for attention backend {model.engine.attention_backend}"
+    return f"{model.dtype}{rounded}, for attention backend {model.engine.attention_backend}"
 
 
 def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tokens: int) -> float:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..attention.base import attention_limits
+from ..attention.group_pools import group_pools
 from ..attention.registry import BackendNeeds, make_attention_backend
-from ..batch.forward_batch import ForwardBatch
+from ..batch.forward_batch import ForwardBatch, tensor_batch
+from ..batch.host_batch import HostBatch
+from ..batch.step_plan import begun_tokens
 from ..device.base import Device
 from ..kv.pools import Pools
 from ..loader.weight_loader import Weights
 from ..models.decoder import Decoder, LayerForward
 from ..options import WorkerOptions
+from ..sampling.row_params import F32
+from ..sampling.rules import TorchRules
 from ..steps.decode_graphs import graph_sizes, why_no_graphs
-from .base import Engine, meet_alone, without_weights
+from .base import Engine, WithoutWeights
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +34,54 @@ WrapLayer = Callable[[int, LayerForward], LayerForward]
 class AttentionEngine(Engine):
     """Computes a model of torch's layers, with an attention backend over the pools."""
 
+    logits_dtype: torch.dtype = torch.float32
+    """Type of the logits that ``compute`` returns."""
+
     def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: WorkerOptions) -> None:
         """Make the attention backend of the name ``backend`` from what it ``needs``."""
         self._attention = attention = make_attention_backend(backend, needs)
         super().__init__(pools, clears_begun_pages=options.hands_over or attention.reads_whole_pages)
         self.attention_backend = backend
+        self.sampler = TorchRules()
+        self._groups = group_pools(pools.tensors)
+        self._meet: Callable[[], None] = meet_alone
+        """Return when the ranks that share the pool have come."""
 
     @property
     def gathers(self) -> bool:
         """Whether attention copies whole contexts."""
         return not self._attention.is_graph_safe
 
-    def prepare(self, batch: ForwardBatch) -> None:
+    def host_logits(self, batch: HostBatch) -> F32:
         """See the base class."""
-        super().prepare(batch)
+        return self.forward(tensor_batch(batch)).numpy()
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute the logits of ``batch.logit_indices``, [L, V] float32; write the pass's KV to the pool."""
+        with torch.inference_mode():
+            self.prepare(batch)
+            return self.compute(batch).float()
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Do the half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
+        if self._clears:
+            self._clear_begun_pages(batch)
         self._attention.plan(batch)
+
+    @abstractmethod
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """Do the other half, which can be captured if ``graph_sizes`` has any; logits of ``logits_dtype``."""
+
+    def _clear_begun_pages(self, batch: ForwardBatch) -> None:
+        begun_at, size = batch.begun_at, self._pools.page_size
+        if begun_at is None:
+            begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
+            begun_at = begun_at.to(batch.out_cache_loc.device)
+        pages = batch.out_cache_loc[begun_at] // size
+        for group in self._groups:
+            group.pool.clear(group.pages(batch, pages).to(torch.int64))
+        # A rank that is late must not clear what another one has written.
+        self._meet()
 
     def _choose_graphs(self, sizes: tuple[int, ...], options: WorkerOptions, device: Device, model: object) -> None:
         why_not = why_no_graphs(options, device, model, self._attention.is_graph_safe)
@@ -74,7 +115,7 @@ class TorchEngine(AttentionEngine):
         model, rows = weights.model, options.max_running_requests
         sizes = graph_sizes(rows, options.graph_sizes, options.cuda_graph_max_bs)
         needs = BackendNeeds(
-            pools.by_group,
+            pools.tensors,
             weights.dtype,
             attention_limits(model.spec, rows, context_length),
             device,
@@ -112,3 +153,12 @@ class TorchEngine(AttentionEngine):
         if self._wrap_layer is not None:
             model.wrap_layers(self._wrap_layer)
         self._compute = lambda batch: model.forward(batch, attention)
+
+
+def without_weights(_batch: ForwardBatch) -> Tensor:
+    """Raise ``WithoutWeights``: stands for the model while its weights are dropped."""
+    raise WithoutWeights
+
+
+def meet_alone() -> None:
+    """Return at once: no other rank shares the pool."""

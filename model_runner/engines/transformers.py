@@ -28,7 +28,7 @@ class TransformersEngine(AttentionEngine):
         dtype: torch.dtype,
         options: WorkerOptions,
     ) -> None:
-        needs = BackendNeeds(pools.by_group, dtype, device=device, options=options)
+        needs = BackendNeeds(pools.tensors, dtype, device=device, options=options)
         super().__init__("torch", needs, pools, options)
         self._model = model
         self.step_weight_bytes = weight_bytes

@@ -15,15 +15,15 @@ Of latent rows (kind "mla") there is one a token and layer, key and value in one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...messages.worker import KVGroup, KVKind, KVLayout, KVOrder
+from ...messages.worker import KVLayout
+from ..dtypes import SCALE_BYTES
 from ..ops.reference import store_kv
-from .quantization import LARGEST, SCALE_BYTES, SCALE_DTYPE, pack_heads, unpack_heads
+from .quantization import LARGEST, pack_heads, unpack_heads
 from .sparse.channels import LabelChannels
 from .sparse.pool import SparseTokenToKVPool
 
@@ -31,91 +31,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 KEYS, VALUES = 0, 1
-
-
-class HasKV(Protocol):
-    """What keeps keys and values: a ``ModelSpec``, or a ``KVShape``."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that keep any."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a key, and of a value."""
-
-    @property
-    def latent_dim(self) -> int | None:
-        """Elements of a latent row that are the value, too; None: keys and values lie apart."""
-
-    @property
-    def kv_elements(self) -> int:
-        """What every layer keeps of a token."""
-
-
-class KVShape(NamedTuple):
-    """The sizes by themselves; see ``HasKV``."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    latent_dim: int | None = None
-
-    @property
-    def kv_elements(self) -> int:
-        """See ``HasKV``."""
-        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
-
-
-def make_layout(
-    spec: HasKV,
-    page_size: int,
-    dtype: torch.dtype,
-    order: KVOrder = "tokens",
-    windows: Mapping[int, int] | None = None,
-    labels: LabelChannels | None = None,
-) -> KVLayout:
-    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back.
-    ``labels``: what of each key is kept a second time.
-    """
-    windows = windows or {}
-    kind: KVKind = "mha" if spec.latent_dim is None else "mla"
-    width = spec.kv_elements * dtype.itemsize
-    if dtype in LARGEST:
-        width += spec.kv_elements // spec.head_dim * SCALE_BYTES
-    if labels is not None:
-        if kind != "mha" or dtype in LARGEST or order != "tokens" or windows:
-            raise ValueError("labels go with whole keys and values, in the order of tokens, that are kept")
-        kind = "sparse"
-        width += spec.num_kv_heads * labels.dim * dtype.itemsize
-
-    def group(layers: tuple[int, ...], window: int) -> KVGroup:
-        return KVGroup(
-            layers=layers,
-            kind=kind,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=_name(dtype),
-            page_bytes=len(layers) * page_size * width,
-            value_dim=spec.latent_dim or 0,
-            scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
-            window=window,
-            label_dim=0 if labels is None else labels.dim,
-            labels="" if labels is None else labels.digest,
-        )
-
-    kept = group(tuple(layer for layer in range(spec.num_layers) if layer not in windows), 0)
-    if not windows:
-        return KVLayout(page_size, (kept,), order)
-    return KVLayout(page_size, (kept, group(tuple(sorted(windows)), max(windows.values()))), order)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class MHATokenToKVPool:
@@ -156,6 +71,21 @@ class MHATokenToKVPool:
         self._own = self.data[..., begin:end, :]
         self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
         self._page_rows = self.data.view(num_pages * kept.num_layers * 2, size * all_heads * dim)
+
+    @property
+    def address(self) -> int:
+        """Address of page 0 on the pool's device."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.data.nbytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, page 0 included."""
+        return len(self.data)
 
     @property
     def head_bytes(self) -> int:
@@ -226,6 +156,21 @@ class MLATokenToKVPool:
             self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
         self._token_rows = self.data.view(-1, kept.head_dim)
         self._page_rows = self.data.view(num_pages * kept.num_layers, -1)
+
+    @property
+    def address(self) -> int:
+        """Address of page 0 on the pool's device."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.data.nbytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, page 0 included."""
+        return len(self.data)
 
     @property
     def head_bytes(self) -> int:

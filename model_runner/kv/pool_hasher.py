@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import torch
 
 from ...mem_cache.kv_pages.staging import Piece
 from ...messages.kv_debug import HashPages, PagesHashed
 from ..device.base import Device
 from .page_hasher import Bytes, PageHasher
 from .pools import Pools
-from .staging import PoolPages
 
 
 class NoPoolHasher:
@@ -45,13 +43,18 @@ class PoolHasher:
 
     def _page(self, group: int, page: int) -> Bytes:
         pools, nbytes = self._pools, self._pools.layout.groups[group].page_bytes
-        region, pool = pools.regions[group], pools.by_group[group]
+        region = pools.regions[group]
         if not nbytes:
             return np.empty(0, dtype=np.uint8)  # its pages are mere numbers
         if region is not None:
             return np.frombuffer(region.buffer, dtype=np.uint8, count=nbytes, offset=page * nbytes)
+        # Pages of a device, which torch reads.
+        import torch
+
+        from .staging import PoolPages
+
         host = self._host.get(group)
         if host is None:
             host = self._host[group] = self._device.host_zeros((nbytes,), torch.uint8).numpy()
-        PoolPages(pool, self._device).read([Piece(page * nbytes, memoryview(host.data))])
+        PoolPages(pools.tensors[group], self._device).read([Piece(page * nbytes, memoryview(host.data))])
         return host

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...messages.worker import KVLayout
 from ...runtime.machine.memory import Memory
 from ...runtime.transfer_backends import BACKENDS
 from ..options import WorkerOptions
-from .pool import KVPool, make_pool
+from .block_pool import BlockPool
 from .size import choose_pools
-from .sparse.channels import LabelChannels
+
+if TYPE_CHECKING:
+    from .pool import KVPool
+    from .sparse.channels import LabelChannels
 
 
 class PoolPlan(NamedTuple):
@@ -55,13 +56,23 @@ class Pools:
 
     layout: KVLayout
     plan: PoolPlan
-    by_group: Sequence[KVPool]
+    by_group: Sequence[BlockPool | KVPool]
     """Pool of each page group: of the layers that keep their pages, then of those that attend to a window, if any."""
     regions: Sequence[KVRegion | None]
     """Memory of each pool as one buffer; None on an accelerator, or if its pages have no bytes."""
 
     @property
-    def pool(self) -> KVPool:
+    def blocks(self) -> list[BlockPool]:
+        """Pools of the C++ engine; empty for torch's."""
+        return [pool for pool in self.by_group if isinstance(pool, BlockPool)]
+
+    @property
+    def tensors(self) -> list[KVPool]:
+        """Pools of a torch engine; empty for the C++ engine's."""
+        return [pool for pool in self.by_group if not isinstance(pool, BlockPool)]
+
+    @property
+    def pool(self) -> BlockPool | KVPool:
         """Pool of the layers that keep their pages."""
         return self.by_group[0]
 
@@ -104,31 +115,51 @@ class Pools:
 def make_pools(
     layout: KVLayout,
     plan: PoolPlan,
-    device: torch.device,
+    place: str,
     labels: LabelChannels | None = None,
     region: KVRegion | None = None,
     heads: tuple[int, int] | None = None,
     *,
     is_shared: bool = False,
 ) -> Pools:
-    """Make pools over ``region``, or over memory of their own without one. ``heads``: see ``MHATokenToKVPool``.
+    """Make pools over ``region``, or over memory of their own without one.
+
+    ``place``: device of the memory, as torch names it. ``heads``: see ``MHATokenToKVPool``. ``is_shared``: other
+    processes map it.
 
     On a CPU the window pool gets a region. Its memory is committed as it is touched, unlike that of a tensor of zeros.
-    ``is_shared``: other processes map it.
     """
-    buffer = None if region is None else region.buffer
-    pool = make_pool(layout, plan.num_pages, device, buffer, heads, labels=labels)
+    pool = _make_pool(layout, plan.num_pages, place, region, heads, labels=labels)
     if not plan.num_window_pages:
         return Pools(layout, plan, [pool], [region])
     window_region = None
-    if device.type == "cpu":
+    if place == "cpu":
         window_region = allocate_region(plan.num_window_pages * layout.groups[1].page_bytes, shared=is_shared)
-    buffer = None if window_region is None else window_region.buffer
-    window_pool = make_pool(layout, plan.num_window_pages, device, buffer, group=1)
+    window_pool = _make_pool(layout, plan.num_window_pages, place, window_region, group=1)
     return Pools(layout, plan, [pool, window_pool], [region, window_region])
 
 
-def make_smallest_pools(layout: KVLayout, device: torch.device, labels: LabelChannels | None) -> Pools:
+def make_smallest_pools(layout: KVLayout, place: str, labels: LabelChannels | None) -> Pools:
     """Make pools of page 0 alone."""
-    pools = [make_pool(layout, 1, device, group=group, labels=labels) for group in range(len(layout.groups))]
+    pools = [_make_pool(layout, 1, place, group=group, labels=labels) for group in range(len(layout.groups))]
     return Pools(layout, PoolPlan(1, 0, len(pools) - 1), pools, [None] * len(pools))
+
+
+def _make_pool(
+    layout: KVLayout,
+    num_pages: int,
+    place: str,
+    region: KVRegion | None = None,
+    heads: tuple[int, int] | None = None,
+    group: int = 0,
+    labels: LabelChannels | None = None,
+) -> BlockPool | KVPool:
+    buffer = None if region is None else region.buffer
+    if layout.order == "blocks":
+        # No other engine than the C++ one reads that order.
+        return BlockPool(layout, num_pages, buffer, heads, group)
+    import torch
+
+    from .pool import make_pool
+
+    return make_pool(layout, num_pages, torch.device(place), buffer, heads, group, labels)

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dtypes import SCALE_BYTES
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """What the largest magnitude of a head becomes, by the type of the elements."""
-SCALE_DTYPE = torch.float32
-SCALE_BYTES = SCALE_DTYPE.itemsize
 _SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
@@ -58,5 +58,5 @@ def pack_heads(x_THD: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """What ``pack_heads`` packed into ``rows`` [..., D + 4], as [..., D] float32."""
-    elements, scales = rows[..., :-SCALE_BYTES].view(dtype), rows[..., -SCALE_BYTES:].contiguous().view(SCALE_DTYPE)
+    elements, scales = rows[..., :-SCALE_BYTES].view(dtype), rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return dequantize(elements, scales[..., 0])

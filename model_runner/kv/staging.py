@@ -16,12 +16,10 @@ from ...mem_cache.kv_pages.region import HostMemory
 from ...mem_cache.kv_pages.staging import SCRATCH_BYTES, Part, Piece, Slabs, Staging, divide
 from ...mem_cache.kv_pages.word_sum import WORD_BYTES
 from ...messages.worker import KVLayout
-from ...runtime.transfer_backends import BACKENDS
 from ..device.base import Device
 from ..device.triton_support import triton_refusal
-from ..options import WorkerOptions
+from .block_pool import BlockPool
 from .pool import KVPool
-from .pools import Pools
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +32,19 @@ SUMS_AT_ONCE = 256
 class PoolPages:
     """Bytes of a pool; see ``DevicePages``. For one thread, which need not be the one that runs steps."""
 
-    def __init__(self, pool: KVPool, device: Device) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool | KVPool, device: Device) -> None:
+        self._data = torch.from_numpy(pool.data) if isinstance(pool, BlockPool) else pool.data
         self._device = device
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return self._pool.data.nbytes
+        return self._data.nbytes
 
     @property
     def address(self) -> int:
         """Address of page 0 on the device."""
-        return self._pool.data.data_ptr()
+        return self._data.data_ptr()
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Copy bytes of the pool to the host's; waits."""
@@ -59,7 +57,7 @@ class PoolPages:
     @property
     def has_sums(self) -> bool:
         """Whether Triton's kernel runs on the pool's device."""
-        return triton_refusal(self._pool.data.device) is None
+        return triton_refusal(self._data.device) is None
 
     def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
         """See ``DevicePages``; waits for the sums alone."""
@@ -69,10 +67,10 @@ class PoolPages:
         for at in range(0, len(parts), SUMS_AT_ONCE):
             some = parts[at : at + SUMS_AT_ONCE]
             with self._device.beside_steps():
-                out = torch.empty(len(some), dtype=torch.int64, device=self._pool.data.device)
+                out = torch.empty(len(some), dtype=torch.int64, device=self._data.device)
                 for i, (pages, begin, end) in enumerate(some):
                     there = self._device.upload(pages)
-                    page_checksum(self._pool.data, there, LayerRange(begin, end), num_layers, out[i : i + 1])
+                    page_checksum(self._data, there, LayerRange(begin, end), num_layers, out[i : i + 1])
                 self._device.transfer([(self._sums[: len(some)], out)])
             sums += [found % 2**64 for found in self._sums[: len(some)].tolist()]
         return sums
@@ -83,28 +81,11 @@ class PoolPages:
         return self._device.host_zeros((SUMS_AT_ONCE,), torch.int64)
 
     def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
-        flat = self._pool.data.view(-1).view(torch.uint8)
+        flat = self._data.view(-1).view(torch.uint8)
         return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
 
 
-def page_groups(pools: Pools, device: Device, options: WorkerOptions) -> list[PageGroup | None]:
-    """Return what peers may read and write of ``pools``: the pages of each group of the layout, None for one without
-    bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0, or the backend knows no
-    other: then they are ``direct``.
-    """
-    size, layout, kind = options.kv_staging_size, pools.layout, device.torch.type
-    stays_on_devices = BACKENDS[options.disaggregation_transfer_backend].stays_on_devices
-    if stays_on_devices or (size == 0 and kind != "cpu"):
-        return direct_groups(layout, pools.by_group, device)
-    if kind != "cpu" or size:
-        return staged_groups(layout, pools.by_group, device, size)
-    return [
-        PageGroup.of(group, region) if region is not None else None
-        for group, region in zip(layout.groups, pools.regions, strict=True)
-    ]
-
-
-def direct_groups(layout: KVLayout, pools: Sequence[KVPool], device: Device) -> list[PageGroup | None]:
+def direct_groups(layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device) -> list[PageGroup | None]:
     """What peers may read and write of ``pools`` where they lie, one for each group of the layout (None where it has no
     bytes); with one window to see them by, which is allocated here.
     """
@@ -125,7 +106,7 @@ def direct_groups(layout: KVLayout, pools: Sequence[KVPool], device: Device) -> 
 
 
 def staged_groups(
-    layout: KVLayout, pools: Sequence[KVPool], device: Device, gigabytes: float | None
+    layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device, gigabytes: float | None
 ) -> list[PageGroup | None]:
     """What peers may read and write of ``pools``, one for each group of the layout (None where it has no bytes),
     through ``gigabytes`` of the host's memory, which is allocated here.

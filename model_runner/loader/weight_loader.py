@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...model_files.errors import InvalidWeights, UnsupportedModel
+from ...model_files.errors import OTHER_WEIGHTS, InvalidWeights, UnsupportedModel
 from ...model_files.model_path import ModelSource
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
@@ -25,8 +25,6 @@ from .quantization import Quantization, QuantizedActivations
 from .quantized_blocks import BlockSource, has_whole_blocks
 
 log = logging.getLogger(__name__)
-
-OTHER_WEIGHTS = "the files hold other weights than at the start; restart to serve those"
 
 
 class Weights(NamedTuple):

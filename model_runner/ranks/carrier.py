@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...model_files.errors import UnsupportedModel
 from ..cpu_engine.ranks import Exchange, NativeRanks
-from .watch import end_after_watch
+from .process_end import end_after_watch
 from .world import World
 
 
@@ -37,9 +37,9 @@ class Carrier:
         """See ``cpu_engine/ranks.py``; called by the engine in mid-pass."""
         try:
             if what is Exchange.PARTS:
-                self._carry_parts(memory.parts(exchange, count))
+                self._carry_parts(torch.from_numpy(memory.parts(exchange, count)))
             else:
-                self._carry_logits(memory.logits(count))
+                self._carry_logits(torch.from_numpy(memory.logits(count)))
         except BaseException as e:  # noqa: BLE001
             # An exception would be lost in the engine, and every rank would wait for ever.
             end_after_watch("what was to be summed up over all hosts did not come", e)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region, map_region
 from ...messages.channel import Receiver, Sender
@@ -26,13 +26,15 @@ from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
 from ..cpu_engine.no_exchange import NoExchange
-from ..cpu_engine.ranks import NativeRanks
-from ..kv.pool import KVShape
+from ..kv.layout import KVShape
 from ..kv.pools import PoolPlan
-from .carrier import Carrier
+from ..torch_import import note_torch
 from .part import Own
-from .watch import end_process, gone, start_watch
-from .world import World
+from .process_end import end_process, gone
+
+if TYPE_CHECKING:
+    from ..cpu_engine.ranks import NativeRanks
+    from .world import World
 
 SPARE_SECONDS = 5.0
 
@@ -70,6 +72,9 @@ class HostRanks(ABC):
     def join(self) -> World:
         """Meet the others, the first time; all ranks do, or none. Raises ``UnsupportedModel``."""
         if self._world is None:
+            note_torch("torch.distributed, by which ranks of several hosts, or of a torch model, exchange")
+            from .world import World
+
             address, run_dir, deadline, outside = self._meeting
             # Before the supervisor, which knows less of the reason, gives up.
             seconds = max(deadline - time.monotonic() - SPARE_SECONDS, SPARE_SECONDS)
@@ -132,11 +137,16 @@ class LeadRank(HostRanks):
         """See the base class."""
         plan, carry = own.plan_pools(self._host_bytes(own.weight_bytes)), None
         if self.place.nodes > 1:
-            carrier = Carrier(self.join())
+            world = self.join()
+            # Imported here: they import torch.
+            from .carrier import Carrier
+            from .watch import start_watch
+
+            carrier = Carrier(world)
             carry = carrier.carry
             plan = plan._replace(num_pages=carrier.agree(plan.num_pages, own.identity))
             with self._meeting.outside():
-                start_watch(self.join())
+                start_watch(world)
         region = allocate_region(plan.num_pages * own.page_bytes, shared=True)
         exchange = own.room.make(self.place, carry=carry)
         assert region.fd is not None

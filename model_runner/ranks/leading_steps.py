@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from ...messages.channel import encode
 from ...messages.worker import CaptureGraphs, ForwardStep
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
-from ..steps.step_runner import Launched, Model, StepRunner
+from ..steps.executor import Model
+from ..steps.step_runner import Launched, StepRunner
 from .host_ranks import LeadRank
-from .watch import end_after_watch
-from .world import World
+from .process_end import end_after_watch
+
+if TYPE_CHECKING:
+    from .world import World
 
 
 class LeadingSteps(StepRunner):
@@ -40,7 +45,7 @@ class LeadingSteps(StepRunner):
 
     def capture_graphs(self) -> None:
         """See the base class; the other ranks do it, too, as each pass that is captured has sums of all."""
-        if self._engine.graph_sizes:
+        if self._model.engine.graph_sizes:
             for follower in self._lead.followers:
                 follower.send(CaptureGraphs())
         super().capture_graphs()

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ...mem_cache.kv_pages.region import KVRegion, allocate_region
 from ...model_files.sharding import Shard
 from ..cpu_engine.no_exchange import NoExchange, NoRoom
-from ..kv.pool import HasKV
+from ..kv.layout import HasKV
 from ..kv.pools import PoolPlan, shares_pools
-from ..models.group import RankGroup, alone
 from ..options import WorkerOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from ..cpu_engine.ranks import ExchangeRoom, NativeRanks
+    from ..models.group import RankGroup
 
 
 class Own(NamedTuple):
@@ -75,15 +75,19 @@ class WholeModel(ModelPart):
     """All of a model, computed by one process."""
 
     def __init__(
-        self, kept: HasKV, device: torch.device, options: WorkerOptions, windows: Mapping[int, int] | None = None
+        self, kept: HasKV, place: str, options: WorkerOptions, windows: Mapping[int, int] | None = None
     ) -> None:
+        """Compute all of ``kept`` on the device that torch calls ``place``."""
         self.kept = kept
         self.windows = windows or {}
-        self._on_host = device.type == "cpu"
+        self._on_host = place == "cpu"
         self._is_shared = shares_pools(options)
 
     def group(self, device: torch.device) -> RankGroup:
         """See the base class."""
+        # Imported here: only torch models have one.
+        from ..models.group import alone
+
         return alone
 
     def reserve(self, own: Own) -> Reserved:

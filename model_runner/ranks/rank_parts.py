@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ..device.base import Device
-from ..models.group import RankGroup
 from .host_ranks import HostRanks
 from .part import ModelPart, Own, Reserved
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.group import RankGroup
 
 
 class _RankPart(ModelPart):

@@ -7,18 +7,14 @@ noticed after ``WATCH_SECONDS``.
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from .world import WATCH_SECONDS, World
-
-log = logging.getLogger(__name__)
+from .process_end import WATCH_SECONDS, end_process, gone
+from .world import World
 
 WORD_SECONDS = WATCH_SECONDS / 6
 
@@ -30,22 +26,6 @@ def start_watch(world: World) -> None:
     for node in others:
         for work in (_tell, _listen):
             threading.Thread(target=work, args=(world, node), name=f"watch-node-{node}", daemon=True).start()
-
-
-def end_process(what: str, error: BaseException) -> NoReturn:
-    """End this process, and with it the instance here."""
-    log.critical("%s; ending the process (%s)", what, error)
-    logging.shutdown()
-    os._exit(1)  # sys.exit would end this thread only
-
-
-def end_after_watch(what: str, error: BaseException) -> NoReturn:
-    """End this process because what it waited for did not come.
-
-    It first waits a second for the watch to report a lost host.
-    """
-    time.sleep(1)
-    end_process(what, error)
 
 
 def _tell(world: World, node: int) -> None:
@@ -66,8 +46,3 @@ def _listen(world: World, node: int) -> None:
             dist.recv(word, other, group=world.watch)
     except RuntimeError as e:
         end_process(gone(node, other), e)
-
-
-def gone(node: int, rank: int) -> str:
-    """Return the error message for a host with ranks that no longer answer."""
-    return f"--node-rank {node} of the instance is gone: rank {rank} has ended, or was silent for {WATCH_SECONDS:.0f} s"

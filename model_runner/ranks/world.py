@@ -32,14 +32,13 @@ from ...model_files.errors import UnsupportedModel
 from ...runtime.cluster_secret import addresses
 from ...runtime.ranks import RankPlace
 from ...runtime.web.ports import listen
+from .process_end import WATCH_SECONDS
 from .torch_ranks import TorchRanks
 
 log = logging.getLogger(__name__)
 
 FOR_EVER = timedelta(days=100)
 """An idle instance has no step for as long; that the other side lives, ``watch`` knows."""
-WATCH_SECONDS = 30.0
-"""Without a word for so long, a host is gone that no longer answers at all."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 

@@ -1,6 +1,7 @@
 """Log-probabilities of the model's own distribution (before temperature and penalties), with the best alternatives.
 
-In two halves: ``score`` is queued on the device with the step, ``listed`` makes of its outcome what an answer holds.
+In two halves: ``score`` is for logits on the host, ``sampling/device/logprobs.py`` for a device, and ``listed`` makes
+of either's outcome what an answer holds.
 
 Shapes: N scored positions, V vocabulary, K alternatives.
 """
@@ -8,60 +9,39 @@ Shapes: N scored positions, V vocabulary, K alternatives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-import torch
-from torch import Tensor
+import numpy as np
 
 from ...messages.outputs import TokenLogprob
-from .top_tokens import top_tokens
-
-# Log-probabilities held at once: a prompt of 2,000 tokens has 400 MB of logits and must not have as much of these, too.
-# Small enough for the cache, which makes it several times as fast.
-CHUNK_LOGPROBS = 1 << 20
-
-
-class Scored(NamedTuple):
-    """On the logits' device. ``targets`` [N] int64, ``logprobs`` [N] of them; ``ids`` [N, K], best first, and
-    ``best`` [N, K], theirs.
-    """
-
-    targets: Tensor
-    logprobs: Tensor
-    ids: Tensor
-    best: Tensor
+from .row_params import F32, I64
+from .sampled import HostArray, HostSampler, Scored
+from .top_ids import top_ids
 
 
 class Scores(NamedTuple):
-    """One position. ``bad``: the position's logits were not finite; its logprob means nothing."""
+    """One position."""
 
     logprob: TokenLogprob
     bad: bool
+    """Whether the position's logits were not finite, so that its log-probability means nothing."""
 
 
-def score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
-    """Score each row of logits: its target's log-probability, and those of its ``most`` best tokens, in float32.
+def score(logits_NV: F32, rows: I64, targets: I64, most: int, sampler: HostSampler) -> Scored[HostArray]:
+    """Score each of the ``rows`` of logits: its target's log-probability, and those of its ``most`` best tokens.
 
-    Waits for nothing.
+    ``rows`` and ``targets``: one of each for a position. Results are float32.
     """
-    size = max(1, CHUNK_LOGPROBS // logits_NV.shape[1])
-    chunks = [
-        _score(logits_NV[begin : begin + size].float(), targets_N[begin : begin + size], most)
-        for begin in range(0, max(1, len(targets_N)), size)
-    ]
-    return chunks[0] if len(chunks) == 1 else Scored(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+    sums, best = sampler.log_sums(logits_NV, rows), min(most, logits_NV.shape[1])
+    ids = np.empty((len(rows), best), dtype=np.int64)
+    for i, row in enumerate(rows.tolist()):
+        ids[i] = top_ids(logits_NV[row], best)
+    logprobs = (logits_NV[rows, targets] - sums).astype(np.float32)
+    return Scored(targets, logprobs, ids, (logits_NV[rows[:, None], ids] - sums[:, None]).astype(np.float32))
 
 
-def _score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
-    logprobs_NV = torch.log_softmax(logits_NV, 1)
-    ids_NK = top_tokens(logits_NV, most).ids
-    chosen_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
-    return Scored(targets_N, chosen_N, ids_NK, logprobs_NV.gather(1, ids_NK))
-
-
-def listed(arrays: Sequence[npt.NDArray[Any]], top_nums: Sequence[int]) -> list[Scores]:
-    """Each position of ``Scored`` (its arrays, on the host) with its ``top_nums[i]`` best tokens, best first."""
+def listed(arrays: Sequence[HostArray], top_nums: Sequence[int]) -> list[Scores]:
+    """Return each position of ``Scored`` (its arrays, on the host) with its ``top_nums[i]`` best tokens, best first."""
     rows = zip(*(array.tolist() for array in arrays), top_nums, strict=True)
     result = []
     for token, logprob, ids, best, num in rows:

@@ -8,14 +8,11 @@ from __future__ import annotations
 from ctypes import c_int32, c_int64, c_void_p
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from ..cpu_engine.library import check_size, load_library
 from ..cpu_engine.team import Team
-from .row_params import ROW_PARAMS, RowParams
-
-I64 = npt.NDArray[np.int64]
+from .row_params import F32, I64, ROW_PARAMS, RowParams
+from .sampled import F64, HostArray, Sampled
 
 
 class NativeSampler:
@@ -32,22 +29,24 @@ class NativeSampler:
         self._sample = library.pds_sample
         self._sample.restype = c_int32
         self._sample.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4)
+        self._log_sums = library.pds_log_sums
+        self._log_sums.restype = None
+        self._log_sums.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
 
-    def sample(self, logits_NV: Tensor, params: RowParams, positions: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
-        """Tokens [N] and whether each row was finite [N]. ``logits_NV``: float32 on the CPU, rows contiguous."""
+    def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
+        """Choose the token at ``positions[i]`` of each row's request; the logits of a row are contiguous."""
         count, vocab = logits_NV.shape
-        if logits_NV.stride(1) != 1:
-            raise ValueError("the logits of a row must lie one after another")
+        stride = _stride_of(logits_NV)
         params, positions = np.ascontiguousarray(params), np.ascontiguousarray(positions, dtype=np.int64)
         if params.dtype != ROW_PARAMS or not len(params) == len(positions) == count:
             raise ValueError(f"{len(params)} parameters and {len(positions)} positions for {count} rows of logits")
         tokens, finite = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
         status = self._sample(
             None if self._team is None else self._team.handle,
-            logits_NV.data_ptr(),
+            logits_NV.ctypes.data,
             count,
             vocab,
-            logits_NV.stride(0),
+            stride,
             params.ctypes.data,
             positions.ctypes.data,
             tokens.ctypes.data,
@@ -55,4 +54,27 @@ class NativeSampler:
         )
         if status != 0:
             raise MemoryError
-        return tokens, finite
+        return Sampled(tokens, finite)
+
+    def log_sums(self, logits_NV: F32, rows: I64) -> F64:
+        """See ``HostSampler``; the logits of a row are contiguous."""
+        sums, rows = np.empty(len(rows), dtype=np.float64), np.ascontiguousarray(rows)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits_NV):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(logits_NV)}")
+        self._log_sums(
+            None if self._team is None else self._team.handle,
+            logits_NV.ctypes.data,
+            logits_NV.shape[1],
+            _stride_of(logits_NV),
+            rows.ctypes.data,
+            len(rows),
+            sums.ctypes.data,
+        )
+        return sums
+
+
+def _stride_of(logits_NV: F32) -> int:
+    """Return the distance of two rows in elements. Raises ``ValueError`` for rows that are not contiguous."""
+    if len(logits_NV) and logits_NV.strides[1] != logits_NV.itemsize:
+        raise ValueError("the logits of a row must lie one after another")
+    return logits_NV.strides[0] // logits_NV.itemsize

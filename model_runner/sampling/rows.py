@@ -6,39 +6,48 @@ token that is sampled for the row. It is never read again once the scheduler sto
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Generic, TypeVar
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from ...messages.sampling import COLUMNS
 from ...messages.worker import RowInit
-from .logit_edits.base import LogitEdit, RowsEdit, find_edits
+from .logit_edits.base import LogitEdit, SparseEdit, find_edits
 from .logit_edits.bias import Bias
 from .logit_edits.early_stop import EarlyStop
 from .logit_edits.penalties import Penalties, TokenHistory
 from .row_params import I64, NO_LOGPROBS, PARAM_NAMES, ROW_PARAMS, RowParams
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LastTokens = TypeVar("LastTokens", I64, "Tensor")
+
 # Below this, dividing by the temperature would magnify rounding errors of the logits. Such a row is greedy, as with 0.
 GREEDY_TEMPERATURE = 1e-5
 _FOR_EVER = 2**31
+NO_TOKEN = -1
+"""Last token of a row for which nothing was sampled; the embedding refuses it loudly."""
 
 
-class RowStates:
-    """State of all ``max_reqs`` rows. ``last_tokens`` ([R] int64) lives on the device, the rest on the host.
+class RowStates(Generic[LastTokens]):
+    """State of all rows.
 
     ``table`` is the parameters of all rows, [R]; like ``last_tokens`` it never moves.
     """
 
-    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, last_tokens: LastTokens) -> None:
+        """Take ``last_tokens``, memory for the last token of each row, [R] int64. It lies where tokens are sampled."""
+        max_reqs = len(last_tokens)
         self.vocab_size = vocab_size
+        self.last_tokens: LastTokens = last_tokens
         self.table: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
         self.bias = Bias(max_reqs, vocab_size)
         self.penalties = Penalties(max_reqs)
         self.early_stop = EarlyStop(max_reqs, vocab_size)
-        self.logit_edits: tuple[LogitEdit, ...] = (self.bias, self.penalties, self.early_stop)
+        self.logit_edits: tuple[LogitEdit[SparseEdit], ...] = (self.bias, self.penalties, self.early_stop)
         """Edits in the order in which they change logits."""
         self._is_edited = np.zeros(max_reqs, dtype=np.bool_)
-        self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
 
     def start(self, init: RowInit) -> None:
         """Start a new request in the row."""
@@ -56,14 +65,13 @@ class RowStates:
             "penalised": any(changes and edit.every_token for edit, changes in started),
         }
         self.table[row] = tuple(values[name] for name in PARAM_NAMES)
-        # Until something is sampled there is no last token; the embedding refuses -1 loudly.
-        self.last_tokens[row] = -1
+        self.last_tokens[row] = NO_TOKEN
 
     def params(self, rows: I64) -> RowParams:
         """Return a copy of the parameters of the rows, [N]."""
         return self.table[rows]
 
-    def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[RowsEdit, ...]:
+    def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[SparseEdit, ...]:
         """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
         return find_edits(self.logit_edits, rows, params, positions)
 
@@ -74,3 +82,8 @@ class RowStates:
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
         """See ``Penalties``."""
         return self.penalties.histories(rows, params)
+
+
+def host_rows(max_reqs: int, vocab_size: int) -> RowStates[I64]:
+    """Make the state of rows that are sampled on the host."""
+    return RowStates(vocab_size, np.full(max_reqs, NO_TOKEN, dtype=np.int64))

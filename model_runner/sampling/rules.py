@@ -15,21 +15,15 @@ Shapes: N rows, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .draws import CANDIDATES, DrawnRows, find_kept, from_all, from_candidates, from_top_k, zero_below
 from .inverse_cdf import pick
-from .logit_edits.base import RowsEdit, edited
-from .row_params import I64, RowParams
+from .row_params import F32, I64, RowParams
+from .sampled import F64, HostArray, Sampled
 from .top_tokens import top_tokens
-
-if TYPE_CHECKING:
-    from .native import NativeSampler
 
 # A nucleus that the candidates don't hold is looked for in the sorted probabilities: the largest SORTED of them, and
 # last, all.
@@ -39,30 +33,32 @@ SORTED = 8192
 CHUNK_LOGITS = 1 << 20
 
 
-class Sampled(NamedTuple):
-    """On the logits' device. ``tokens``: [N] int64. ``finite``: [N] bool; False where logits held NaN, +inf or only
-    -inf."""
+class TorchRules:
+    """Chooses tokens by operations of torch: the ``HostSampler`` of engines without the CPU kernels."""
 
-    tokens: Tensor
-    finite: Tensor
+    def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
+        """See ``sample``."""
+        tokens, finite = sample(torch.from_numpy(logits_NV), params, positions)
+        return Sampled(tokens.numpy(), finite.numpy())
+
+    def log_sums(self, logits_NV: F32, rows: I64) -> F64:
+        """See ``HostSampler``."""
+        size = max(1, CHUNK_LOGITS // logits_NV.shape[1])
+        sums = np.empty(len(rows), dtype=np.float64)
+        for begin in range(0, len(rows), size):
+            part = slice(begin, begin + size)
+            logits = torch.from_numpy(logits_NV[rows[part]])
+            # Not logsumexp: it divides the sum of a row alone among threads, which changes its bits.
+            sums[part] = (logits.amax(1).double() - torch.log_softmax(logits, 1).amax(1)).numpy()
+        return sums
 
 
-def sample(
-    logits_NV: Tensor,
-    params: RowParams,
-    positions: I64,
-    edits: Sequence[RowsEdit] = (),
-    kernel: NativeSampler | None = None,
-) -> Sampled:
+def sample(logits_NV: Tensor, params: RowParams, positions: I64) -> Sampled[Tensor]:
     """Choose the token at ``positions[i]`` of each row's request. ``logits_NV``: float32, left as they are.
 
-    With ``kernel`` (on a CPU) it makes the choice, by the same rules. A row that is not ``finite`` gets a token that
-    means nothing.
+    A row that is not ``finite`` gets a token that means nothing.
     """
-    if kernel is not None:
-        tokens, finite = kernel.sample(edited(logits_NV, params, edits), params, positions)
-        return Sampled(torch.from_numpy(tokens), torch.from_numpy(finite))
-    if not edits and params["greedy"].all():
+    if params["greedy"].all():
         tokens_N, max_N = _best(logits_NV)
         return Sampled(tokens_N, torch.isfinite(max_N))
     count, vocab = logits_NV.shape
@@ -70,13 +66,11 @@ def sample(
     parts = []
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
-        part_edits = [edit.part(part) for edit in edits]
-        parts.append(_sample_chunk(logits_NV[part], params[part], positions[part], part_edits))
+        parts.append(_sample_chunk(logits_NV[part], params[part], positions[part]))
     return Sampled(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: Sequence[RowsEdit]) -> Sampled:
-    logits_NV = edited(logits_NV, params, edits)
+def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64) -> Sampled[Tensor]:
     tokens_N, max_N = _best(logits_NV)
     finite_N = torch.isfinite(max_N)
     drawn = np.flatnonzero(~params["greedy"] & finite_N.cpu().numpy())

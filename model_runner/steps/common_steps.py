@@ -6,11 +6,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
+from ...messages.base import I32
 from ...messages.worker import ForwardStep
 from ...runtime.layers_done import NOT_COUNTED, PassProgress
-from ..sampling.row_params import RowParams
+from ..sampling.row_params import I64, RowParams
 
 
 class Chosen(NamedTuple):
@@ -23,15 +23,15 @@ class Chosen(NamedTuple):
 
 
 class RequestTables(NamedTuple):
-    """Tables of a ``StepRunner`` that a step reads and writes. R rows, C columns."""
+    """Tables of a ``HostExecutor`` that a step reads and writes. R rows, C columns."""
 
-    req_to_token: Tensor
+    req_to_token: I32
     """[R, C] int32: slot of each position."""
-    last_tokens: Tensor
+    last_tokens: I64
     """[R] int64: last token of each row."""
     params: RowParams
     """[R]: parameters of sampling."""
-    window_pages: Tensor | None
+    window_pages: I32 | None
     """[P] int32, see ``ForwardBatch``."""
 
 

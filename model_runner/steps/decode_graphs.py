@@ -70,7 +70,7 @@ def why_no_graphs(options: WorkerOptions, device: Device, model: object, is_safe
     if options.disable_cuda_graph:
         return "--disable-cuda-graph"
     if not device.can_capture:
-        return f"{device.torch.type} has none"
+        return f"{device.kind} has none"
     if not is_safe:
         return "the attention backend can't be captured"
     if not isinstance(model, Decoder):

@@ -20,7 +20,7 @@ _LEFT, _OUT_OF_MEMORY = -1, -2
 
 
 class NativeSteps:
-    """Runs common steps on ``engine`` over the ``tables`` of a ``StepRunner``, which are kept alive."""
+    """Runs common steps on ``engine`` over the ``tables`` of a ``HostExecutor``, which are kept alive."""
 
     def __init__(self, engine: NativeModel, tables: RequestTables, *, clear_begun: bool) -> None:
         """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole)."""
@@ -30,13 +30,13 @@ class NativeSteps:
         self._engine, self._kept = engine, tables
         rows, columns = req_to_token.shape
         step_tables = StepTables(
-            req_to_token.data_ptr(),
+            req_to_token.ctypes.data,
             rows,
             columns,
-            last_tokens.data_ptr(),
+            last_tokens.ctypes.data,
             params.ctypes.data,
             engine.num_slots,
-            None if window_pages is None else window_pages.data_ptr(),
+            None if window_pages is None else window_pages.ctypes.data,
             clear_begun,
             engine.shares_heads,
         )

@@ -79,7 +79,7 @@ class _Ranged(StepRunner):
     """The phases of ``StepRunner``, each in its range."""
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
-        return make_range(name, self._device.torch)
+        return make_range(name, self._model.device.torch)
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
         with self._range(step.summary):
@@ -89,13 +89,9 @@ class _Ranged(StepRunner):
         with self._range("prepare"):
             return super()._prepare(step)
 
-    def _compute(self, *args: Any) -> Tensor:
-        with self._range("forward"):
-            return super()._compute(*args)
-
-    def _replay(self, plan: Any, there: Any, size: int) -> Tensor:
-        with self._range(f"replay {size}"):
-            return super()._replay(plan, there, size)
+    def _compute(self, plan: Any, done: PassProgress, size: int | None) -> Any:
+        with self._range("forward" if size is None else f"replay {size}"):
+            return super()._compute(plan, done, size)
 
     def _choose(self, *args: Any) -> Any:
         with self._range("sample"):

@@ -11,17 +11,19 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...messages.worker import KVGroup, KVLayout
 from ...model_files.errors import UnsupportedModel
+from ..dtypes import ITEM_BYTES, round_to_bfloat16, widen_bfloat16
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = (64, 32, 16, 8)
 """Elements with a common scale: the most that divide a page."""
 SCALE_BYTES = 4
 MOST = 127.0
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float16", "float32")
+"""Types of elements that can be rounded."""
+_SMALLEST = np.finfo(np.float32).tiny
 
 
 class PageCodec(Protocol):
@@ -54,7 +56,7 @@ class AsItIs:
 class Int8:
     """Eight bits an element, then the blocks' scales (float32). ``elements`` of ``dtype`` a page."""
 
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+    def __init__(self, elements: int, dtype: str) -> None:
         self._elements, self._dtype = elements, dtype
         self._block = next((block for block in BLOCKS if elements % block == 0), 0)
         if not self._block:
@@ -66,20 +68,32 @@ class Int8:
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
         """See the base class."""
-        values_BE = torch.from_numpy(page).view(self._dtype).float().view(-1, self._block)
-        scales_B1 = values_BE.abs().amax(dim=1, keepdim=True) / MOST
+        values_BE = self._widen(page).reshape(-1, self._block)
         # A block of zeros has no scale; of what is not finite nothing is promised, and the logits' check finds it.
-        rounded_BE = (values_BE / scales_B1.clamp(min=torch.finfo(torch.float32).tiny)).round_()
-        target = torch.from_numpy(kept)
-        target[: self._elements].view(torch.int8).copy_(rounded_BE.view(-1))
-        target[self._elements :].view(torch.float32).copy_(scales_B1.view(-1))
+        with np.errstate(invalid="ignore"):
+            scales_B1 = np.abs(values_BE).max(axis=1, keepdims=True) / np.float32(MOST)
+            rounded_BE = np.rint(values_BE / np.maximum(scales_B1, _SMALLEST)).astype(np.int8)
+        kept[: self._elements] = rounded_BE.reshape(-1).view(np.uint8)
+        kept[self._elements :] = scales_B1.reshape(-1).view(np.uint8)
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
         """See the base class."""
-        source = torch.from_numpy(kept)
-        values_BE = source[: self._elements].view(torch.int8).float().view(-1, self._block)
-        scales_B1 = source[self._elements :].view(torch.float32).view(-1, 1)
-        torch.from_numpy(page).view(self._dtype).copy_((values_BE * scales_B1).view(-1))
+        values_BE = kept[: self._elements].view(np.int8).astype(np.float32).reshape(-1, self._block)
+        scales_B1 = kept[self._elements :].view(np.float32)[:, None]
+        with np.errstate(invalid="ignore"):
+            page[:] = self._narrow((values_BE * scales_B1).reshape(-1))
+
+    def _widen(self, page: Bytes) -> npt.NDArray[np.float32]:
+        """Return a page's elements as float32."""
+        if self._dtype == "bfloat16":
+            return widen_bfloat16(page.view(np.uint16))
+        return page.view(self._dtype).astype(np.float32, copy=False)
+
+    def _narrow(self, values: npt.NDArray[np.float32]) -> Bytes:
+        """Return float32 numbers as the bytes of a page."""
+        if self._dtype == "bfloat16":
+            return round_to_bfloat16(values).view(np.uint8)
+        return values.astype(self._dtype, copy=False).view(np.uint8)
 
 
 def make_codecs(name: Literal["auto", "int8"], layout: KVLayout) -> list[PageCodec]:
@@ -90,10 +104,10 @@ def make_codecs(name: Literal["auto", "int8"], layout: KVLayout) -> list[PageCod
 
 
 def _int8_of(group: KVGroup) -> Int8:
-    dtype = DTYPES.get(group.dtype)
-    if dtype is None or group.scale_dtype is not None:
+    dtype = group.dtype
+    if dtype not in DTYPES or group.scale_dtype is not None:
         raise UnsupportedModel(
             f"--hicache-host-dtype int8: the pool's own pages are {group.dtype}, which is no larger; leave it out, or "
             "--kv-cache-dtype"
         )
-    return Int8(group.page_bytes // dtype.itemsize, dtype)
+    return Int8(group.page_bytes // ITEM_BYTES[dtype], dtype)

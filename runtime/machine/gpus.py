@@ -9,7 +9,10 @@ from .control_groups import SystemTree
 
 def may_use_gpu(device: str, dev: Path = Path("/dev")) -> bool:
     """Return whether ``--device`` asks for a GPU, or is auto on a host that has one (torch may still lack CUDA)."""
-    return device == "cuda" or (device == "auto" and any(dev.glob("nvidia[0-9]*")))
+    if device != "auto":
+        return device == "cuda"
+    # Under WSL, all GPUs are behind one device of another name.
+    return any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists()
 
 
 def numa_node_of(pci_address: str, tree: SystemTree = SystemTree()) -> int | None:  # noqa: B008

@@ -25,13 +25,14 @@ from support.layouts import latent_layout, uniform_layout
 from support.triton_device import DEVICE, INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pdserve.model_runner.attention.kv_indices import kv_indices
 from pdserve.model_runner.attention.torch_backend import TorchAttention
 from pdserve.model_runner.attention.triton.attention_plan import PlannedRows, RowArrays, TableOfPass, fill_rows
 from pdserve.model_runner.attention.triton.pool_views import layer_views
 from pdserve.model_runner.attention.triton.store_kv import store_kv
 from pdserve.model_runner.attention.triton.tiles import split_tokens
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
-from pdserve.model_runner.batch.step_plan import kv_indices, paged_indices
+from pdserve.model_runner.batch.step_plan import paged_indices
 from pdserve.model_runner.kv.pool import MHATokenToKVPool, MLATokenToKVPool
 from pdserve.model_runner.kv.quantization import LARGEST, pack_heads
 

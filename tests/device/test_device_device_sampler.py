@@ -19,12 +19,11 @@ from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.sampling.device import triton_sampler
-from pdserve.model_runner.sampling.device.base import SampledRows
+from pdserve.model_runner.sampling.device.base import SampledRows, device_rows
+from pdserve.model_runner.sampling.device.logprobs import score
 from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
-from pdserve.model_runner.sampling.logprobs import score
-from pdserve.model_runner.sampling.rows import RowStates
 from pdserve.model_runner.sampling.triton.token_logprobs import MAX_BEST
-from pdserve.model_runner.steps import step_runner
+from pdserve.model_runner.steps import device_executor
 from pdserve.model_runner.steps.step_queue import StepQueue
 from pdserve.model_runner.steps.step_runner import StepRunner
 from tests.unit.model_runner.test_decode_graphs import plain_steps, random_steps, recorded_model, same
@@ -35,7 +34,7 @@ from tests.unit.model_runner.test_kernels_engine import ROWS, save_model
 def device(monkeypatch) -> Iterator[Device]:
     """One that raises where the host waits for it."""
     if not INTERPRETED:
-        yield open_device(DEVICE, strict=True)
+        yield open_device(str(DEVICE), strict=True)
         return
     from triton.runtime import interpreter
 
@@ -61,7 +60,7 @@ def test_the_same_tokens_are_chosen_step_after_step(device: Device, seed: int) -
 
 
 def test_what_is_edited_is_a_row_s_own_whichever_rows_come_and_go(device: Device) -> None:
-    states = RowStates(8, 4, device.torch)
+    states = device_rows(8, 4, device.torch)
     sampler = TritonSampler(device, states)
     logits = device.upload(np.array([[0.4, 1.0, 0.0, 0.3]], dtype=np.float32))
 
@@ -104,7 +103,7 @@ def test_large_batches_go_in_several_launches(device: Device, monkeypatch) -> No
 @pytest.mark.parametrize("most", [0, 3, MAX_BEST + 1, 200])
 def test_scores_are_torch_s(device: Device, monkeypatch, most: int) -> None:
     monkeypatch.setattr(triton_sampler, "BATCH", 2)
-    sampler = TritonSampler(device, RowStates(3, 150, device.torch))
+    sampler = TritonSampler(device, device_rows(3, 150, device.torch))
     logits = torch.randn(3, 150, generator=torch.Generator().manual_seed(0))
     targets = np.array([7, 0, 149])
     there = device.upload(logits.numpy()), device.upload(targets)
@@ -121,7 +120,7 @@ def test_scores_are_torch_s(device: Device, monkeypatch, most: int) -> None:
 def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path, seed: int) -> None:
     folder = save_model(tmp_path, "qwen3")
     plain = plain_steps(folder)
-    monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
+    monkeypatch.setattr(device_executor, "choose_sampler", TritonSampler)
     steps = StepRunner(recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
     steps.capture_graphs()
     queue, expected = StepQueue(steps, NoPageMover(), ahead=1), []
@@ -131,7 +130,7 @@ def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path
         if queue.is_full:
             same(queue.collect(), expected.pop(0))
     same(queue.collect(), expected.pop(0))
-    assert len(steps._queued._table.counts) <= 2 * ROWS  # places go back with their requests
+    assert len(steps.executor.sampler._table.counts) <= 2 * ROWS  # places go back with their requests
 
 
 @pytest.mark.slow
@@ -139,14 +138,14 @@ def test_the_loop_answers_as_without(device: Device, monkeypatch, tmp_path: Path
 def test_logits_of_bfloat16_stay_so_and_give_the_same_answers(device: Device, monkeypatch, tmp_path: Path) -> None:
     """The kernels convert what they read: to the bit what a conversion before them gives."""
     folder = save_model(tmp_path, "qwen3")
-    monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
+    monkeypatch.setattr(device_executor, "choose_sampler", TritonSampler)
     answers = []
     for reads_halves in (True, False):
         monkeypatch.setattr(TritonSampler, "reads_halves", reads_halves)
         model = recorded_model(folder, device, monkeypatch, cuda_graph_bs="1,3", dtype="bfloat16")
         steps = StepRunner(model, ROWS)
         steps.capture_graphs()
-        assert model.engine.logits_dtype is steps._graphs._logits.dtype is torch.bfloat16
+        assert model.engine.logits_dtype is steps.executor.graphs._logits.dtype is torch.bfloat16
         answers.append([steps.run(step) for step in islice(random_steps(1), 8)])
     for ours, theirs in zip(*answers, strict=True):
         assert ours.next_tokens == theirs.next_tokens

@@ -31,7 +31,7 @@ def on_device(experts: Experts) -> Experts:
 )
 def test_nothing_waits_for_the_choice(name: str, monkeypatch) -> None:
     reference, x = make_experts(SPECS[name]), draw(19)
-    experts, device = on_device(reference), RecordingDevice() if INTERPRETED else open_device(DEVICE, strict=True)
+    experts, device = on_device(reference), RecordingDevice() if INTERPRETED else open_device(str(DEVICE), strict=True)
     x_there = there(x)
     whole = experts.forward(x_there, FUSED)  # compiles, where it must
     with device.no_sync():

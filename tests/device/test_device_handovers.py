@@ -23,7 +23,8 @@ from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, PeerAdmitted, PeerConnected, SendPages, VerifyPages
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv.pool import KVPool, KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import KVPool, make_pool
 from pdserve.model_runner.kv.staging import PoolPages, direct_groups
 
 LIMIT = limit(60.0)
@@ -42,7 +43,7 @@ def random_pool(device: Device, seed: int) -> KVPool:
 @pytest.mark.parametrize("layers", [LayerRange(0, 3), LayerRange(1, 2)], ids=str)
 def test_a_pool_sums_up_its_pages_as_the_host_does(layers: LayerRange) -> None:
     """On a GPU on a stream of its own, beside what the main one has queued."""
-    device = RecordingDevice() if INTERPRETED else open_device(DEVICE)
+    device = RecordingDevice() if INTERPRETED else open_device(str(DEVICE))
     pool = random_pool(device, 1)
     pages = PoolPages(pool, device)
     assert pages.has_sums

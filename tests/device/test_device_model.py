@@ -10,7 +10,7 @@ from support.families import FAMILIES, make_reference
 from support.model_harness import Harness, close, draw
 from support.triton_device import CAN_RUN, DEVICE
 
-from pdserve.model_runner.engines import weights
+from pdserve.model_runner.loader import weight_loader
 from pdserve.model_runner.ops.torch_ops import TorchOps
 from pdserve.model_runner.ops.triton_ops import TritonOps
 from tests.unit.model_runner.test_kernels_engine import save_model
@@ -29,7 +29,7 @@ def test_fused_operations_compute_what_single_ones_do(monkeypatch, tmp_path: Pat
     prompts = [(0, draw(21, 1)), (1, draw(3, 2))]
     logits = []
     for ops, backend in ((TorchOps(), "torch"), (TritonOps(), attention)):
-        monkeypatch.setattr(weights, "choose_ops", lambda device, ops=ops: ops)
+        monkeypatch.setattr(weight_loader, "choose_ops", lambda device, ops=ops: ops)
         harness = Harness(tmp_path, device=DEVICE.type, attention_backend=backend)
         logits.append(torch.cat((harness.forward(*prompts), harness.forward((0, [5]), (1, [6])))))
     close(logits[1], logits[0])

@@ -16,7 +16,7 @@ from pdserve.mem_cache.kv_pages.word_sum import host_checksum
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import SlotDelta
 from pdserve.model_runner.batch.step_arrays import DeviceArrays
-from pdserve.model_runner.kv.pool import KVShape, make_layout
+from pdserve.model_runner.kv.layout import KVShape, make_layout
 from pdserve.model_runner.kv.triton.checksum import page_checksum
 from pdserve.model_runner.kv.triton.pages import gather_pages, order_units, scatter_pages
 from pdserve.model_runner.ops.torch_ops import TorchOps

@@ -13,9 +13,9 @@ from support.sampler_reference import BORDER, make_row, reference
 from support.triton_device import DEVICE, there
 
 from pdserve.messages.base import pack_i32
+from pdserve.model_runner.sampling.device.logprobs import score
 from pdserve.model_runner.sampling.inverse_cdf import uniforms
 from pdserve.model_runner.sampling.logprobs import listed as listed_scores
-from pdserve.model_runner.sampling.logprobs import score
 from pdserve.model_runner.sampling.triton.row_table import ONE_OUTPUT, make_table
 from pdserve.model_runner.sampling.triton.sampling import make_work, sample
 from pdserve.model_runner.sampling.triton.token_logprobs import make_logprob_work, token_logprobs

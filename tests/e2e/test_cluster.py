@@ -138,10 +138,19 @@ def test_all_processes_of_an_instance_belong_to_its_supervisor(small_pair):
         assert {family[name].ppid() for name in children} == {family["supervisor"].pid}
 
 
-def test_only_the_model_worker_has_torch_in_memory(alone):
-    mapped = {name: Path(f"/proc/{process.pid}/maps").read_text() for name, process in alone.family().items()}
-    assert mapped.keys() >= {"supervisor", "worker", "tokenizer", "scheduler", "detokenizer", "http"}
-    assert {name for name, maps in mapped.items() if "libtorch" in maps} == {"worker"}
+def test_no_process_of_a_pair_of_the_default_model_has_torch_in_memory(tmp_path):
+    """The C++ engine does without, also for what is no common step: penalties, biases and log-probabilities."""
+    # Tests read the maps of each process. Without the flag only root may.
+    dumps = "--allow-core-dumps"
+    with pd_pair(tmp_path, "tcp", dumps, router_args=[dumps]) as pair:
+        sampling = SAMPLING | {"repetition_penalty": 1.2, "logit_bias": {"50": 1.5}, "min_new_tokens": 4}
+        answer = asked(pair.router, sampling_params=sampling, return_logprob=True, top_logprobs_num=3)
+        assert answer.status_code == 200
+        assert len(answer.json()["output_ids"]) == SAMPLING["max_new_tokens"]
+        for server, names in ((pair.prefill, {"worker", "scheduler"}), (pair.decode, {"worker"}), (pair.router, set())):
+            mapped = {name: Path(f"/proc/{p.pid}/maps").read_text() for name, p in server.family().items()}
+            assert mapped.keys() >= names | {"supervisor"}
+            assert [name for name, maps in mapped.items() if "libtorch" in maps] == []
 
 
 def test_a_plain_server_opens_no_port_but_its_own(alone):

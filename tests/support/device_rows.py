@@ -10,9 +10,11 @@ import torch
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import RowInit
-from pdserve.model_runner.sampling import rules as sampler
+from pdserve.model_runner.sampling.choose_tokens import choose_tokens
 from pdserve.model_runner.sampling.logit_edits.bias import TokenBias
-from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rows import RowStates, host_rows
+from pdserve.model_runner.sampling.rules import TorchRules
+from pdserve.model_runner.sampling.sampled import Sampled
 from pdserve.model_runner.sampling.triton.row_table import (
     NO_EDITS,
     RowTable,
@@ -39,7 +41,7 @@ class Batch(NamedTuple):
 
 def begin_rows(inits: Sequence[RowInit], vocab: int) -> tuple[RowTable, RowStates]:
     """Begin the same rows on the device and on the host. The device's memory has remains of other requests."""
-    states = RowStates(len(inits), vocab, torch.device("cpu"))
+    states = host_rows(len(inits), vocab)
     for init in inits:
         states.start(init)
     rows = np.arange(len(inits))
@@ -77,11 +79,11 @@ def draw(batch: Batch, table: RowTable, *, chunk: int = 4096, listed: int = 4096
     return tokens.tolist(), finite.tolist()
 
 
-def host_draw(batch: Batch, states: RowStates) -> sampler.Sampled:
+def host_draw(batch: Batch, states: RowStates) -> Sampled:
     """Draw tokens with the host's sampler."""
     rows = np.arange(len(batch.inits))
     params = states.params(rows)
-    return sampler.sample(batch.logits, params, batch.positions, states.edits(rows, params, batch.positions))
+    return choose_tokens(batch.logits.numpy(), states, rows, params, batch.positions, TorchRules())
 
 
 def random_batch(seed: int, rows: int, vocab: int) -> Batch:

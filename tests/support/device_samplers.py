@@ -10,9 +10,10 @@ import torch
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.device.base import Device
-from pdserve.model_runner.sampling.device.base import DeviceSampler, SampledRows
+from pdserve.model_runner.sampling.choose_tokens import choose_tokens
+from pdserve.model_runner.sampling.device.base import DeviceSampler, SampledRows, device_rows
 from pdserve.model_runner.sampling.rows import RowStates
-from pdserve.model_runner.sampling.rules import sample
+from pdserve.model_runner.sampling.rules import TorchRules
 
 from .sampler_reference import make_row
 
@@ -43,7 +44,7 @@ class Bench:
         self.rng = np.random.default_rng(seed)
         self.device = device
         self._rows, self._vocab, self._prompt_len = rows, vocab, prompt_len
-        self._states = RowStates(rows, vocab, device.torch)
+        self._states = device_rows(rows, vocab, device.torch)
         self._sampler = make(device, self._states)
         self.position = prompt_len
         self.start(range(rows))
@@ -64,7 +65,7 @@ class Bench:
         if bad is not None:
             logits[0, 5] = bad
         params, positions = self._states.params(rows), np.full(len(rows), self.position)
-        expected = sample(logits, params, positions, self._states.edits(rows, params, positions))
+        expected = choose_tokens(logits.numpy(), self._states, rows, params, positions, TorchRules())
         put = self.device.upload
         there, sampled = put(logits.numpy()), SampledRows(rows, positions, params, put(rows), put(positions))
         with self.device.no_sync():
@@ -72,7 +73,7 @@ class Bench:
         tokens, finite, last, after = self.device.fetch([*chosen, self._states.last_tokens, there]).wait()
         assert np.array_equal(after, logits.numpy(), equal_nan=True)
         assert finite.tolist() == expected.finite.tolist()
-        assert tokens[finite].tolist() == expected.tokens.numpy()[finite].tolist()
+        assert tokens[finite].tolist() == expected.tokens[finite].tolist()
         assert last[rows].tolist() == tokens.tolist()
         for i, history in self._states.histories(rows, params):
             history.append(int(tokens[i]))

@@ -9,7 +9,8 @@ import torch
 
 from pdserve.mem_cache.kv_pages.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
-from pdserve.model_runner.kv.pool import KVPool, KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import KVPool, MHATokenToKVPool, make_pool
 from pdserve.model_runner.kv.quantization import pack_heads
 
 from .layouts import latent_layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.engines.load import load_model
 from pdserve.server.options import ServerOptions
+
+from .passes import forward
 
 PAGE = 4
 PAGES = 96
@@ -97,7 +100,7 @@ class Harness(Rows):
         defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
         defaults |= {"chunked_prefill_size": -1}  # rows keep all of their pages, in layers with a window, too
         self.runner = load_model(ServerOptions(model_path=str(folder), **(defaults | options)))
-        super().__init__(self.runner.engine.forward)
+        super().__init__(partial(forward, self.runner.engine))
 
     def hand_over(self, row: int) -> Handed:
         """Return a copy of the row's pages as they are now."""
@@ -122,9 +125,9 @@ class Harness(Rows):
         self._lens[row] = handed.tokens
 
     def _pool_bytes(self) -> npt.NDArray[np.uint8]:
-        data = self.runner.pools.pool.data
-        pages: npt.NDArray[np.uint8] = data.view(torch.uint8).view(len(data), -1).numpy()
-        return pages
+        pools = self.runner.pools
+        assert pools.region is not None
+        return np.frombuffer(pools.region.buffer, dtype=np.uint8).reshape(pools.plan.num_pages, -1)
 
 
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.server.options import ServerOptions
 
 from .model_harness import PAGE, PAGES, Rows
+from .passes import forward
 from .rank_threads import make_ranks
 
 
@@ -29,7 +30,7 @@ def ranked_rows(folder: Path, size: int, backend: str) -> Rows:
     threads = ThreadPoolExecutor(size)
 
     def compute(batch: ForwardBatch) -> Tensor:
-        first, *others = threads.map(lambda runner: runner.engine.forward(batch), runners)
+        first, *others = threads.map(lambda runner: forward(runner.engine, batch), runners)
         assert all(torch.equal(first, other) for other in others)
         return first
 

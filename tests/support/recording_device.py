@@ -143,7 +143,7 @@ class RecordingDevice(Device):
     can_capture = True
 
     def __init__(self, memory: PoisonedMemory | None = None) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__("cpu")
         self.log: list[str] = []
         self.is_guarded = False
         self._is_capturing = False

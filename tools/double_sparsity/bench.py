@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.server.options import ServerOptions
 

@@ -28,6 +28,7 @@ from pdserve.model_runner.calibration.calibrate import whole_text
 from pdserve.model_runner.calibration.options import CalibrateOptions
 from pdserve.model_runner.calibration.text_windows import read_windows
 from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.torch import TorchEngine
 from pdserve.server.options import ServerOptions
 
 from ..kernels.perplexity import ROWS
@@ -106,11 +107,12 @@ def _logits(model_path: str, channels: str, way: Way, windows: Tensor) -> Iterat
             ds_heavy_channel_num=way.channels,
             ds_sparse_decode_threshold=0,
         )
-    model = load_model(options)
+    engine = load_model(options).engine
+    assert isinstance(engine, TorchEngine)
     half = width // 2
     for ids in windows:
         # The prompt's last token attends to all of it, so its logits for the next token don't differ.
-        yield model.engine.forward(whole_text(ids, options.page_size, half, half + 1))[:-1]
+        yield engine.forward(whole_text(ids, options.page_size, half, half + 1))[:-1]
 
 
 def _compare(logits: Tensor, truth: Tensor, ids: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from pdserve.model_runner.attention.flashinfer.support import missing, unsupport
 from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 
 from . import op_checks, packed_checks, sampler_checks
 from .part import Part, run_group
@@ -113,7 +114,7 @@ def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) 
         layout = make_layout(KVShape(1, shape.kv_heads, shape.head_dim), PAGE, kind)
         pool = make_pool(layout, pages, part.device)
         pool.data.copy_(kv)
-        device = open_device(part.device)
+        device = open_device(str(part.device))
         attention = make_attention_backend(name, BackendNeeds([pool], kind, limits, device, [spec], most, 256))
         attention.plan(batch)
         return attention.forward(0, q.to(kind), k.to(kind), v.to(kind), spec, sinks).float()

@@ -14,7 +14,8 @@ from pdserve.mem_cache.kv_pages.region import HostMemory
 from pdserve.mem_cache.kv_pages.staging import Piece
 from pdserve.model_files.spec import Activation, ExpertsSpec, NormSpec, RopeSpec
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 from pdserve.model_runner.kv.staging import PoolPages
 from pdserve.model_runner.ops.base import DeviceOps
 from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks, StackedLinear
@@ -164,7 +165,7 @@ def check_checksum(part: Part) -> Finding:
 
 def check_transfer(part: Part) -> Finding:
     """Write and read back pages of a bfloat16 pool while the device computes, and measure the speed."""
-    device = open_device(part.device, strict=True)
+    device = open_device(str(part.device), strict=True)
     layers, count = (2, 4) if part.dry_run else (32, 64)
     layout = make_layout(KVShape(layers, 8, 128), 16, torch.bfloat16)
     pool = make_pool(layout, 2 * count + 1, part.device)

@@ -15,7 +15,8 @@ from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.base import AttentionLimits
 from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 
 from . import kernels_part
 from .bench_part import Bench
@@ -82,7 +83,7 @@ def attention(part: Part, tokens: int, heads: int, kv_heads: int, dim: int) -> F
     batch, pages = kernels_part.make_batch(shape, part.device)
     pool = make_pool(make_layout(KVShape(1, kv_heads, dim), kernels_part.PAGE, dtype), pages, part.device)
     limits = AttentionLimits(heads, (), 1, batch.req_to_token.shape[1])
-    device = open_device(part.device)
+    device = open_device(str(part.device))
     backend = make_attention_backend("triton", BackendNeeds([pool], dtype, limits, device, [spec], pages, 256))
     backend.plan(batch)
     q, k, v = (torch.randn(tokens, n, dim, device=part.device, dtype=dtype) for n in (heads, kv_heads, kv_heads))

@@ -15,10 +15,11 @@ from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.device.base import Device
 from pdserve.model_runner.device.choice import open_device
-from pdserve.model_runner.sampling.device.base import DeviceSampler, SampledRows
+from pdserve.model_runner.sampling.choose_tokens import choose_tokens
+from pdserve.model_runner.sampling.device.base import DeviceSampler, SampledRows, device_rows
 from pdserve.model_runner.sampling.device.torch_sampler import TorchSampler
 from pdserve.model_runner.sampling.rows import RowStates
-from pdserve.model_runner.sampling.rules import sample
+from pdserve.model_runner.sampling.rules import TorchRules
 
 from .part import Part
 from .record import Check, Finding
@@ -46,18 +47,18 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def _triton(device: Device, states: RowStates) -> DeviceSampler:
+def _triton(device: Device, states: RowStates[Tensor]) -> DeviceSampler:
     from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
 
     return TritonSampler(device, states)
 
 
-def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
+def check_tokens(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceSampler]) -> Finding:
     """Check tokens of rows that use every parameter, step after step. They may differ if rounding decides."""
     rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, STEPS)
     rng = np.random.default_rng(0)
-    device = open_device(part.device, strict=True)
-    states, which, same = RowStates(rows, vocab, part.device), np.arange(rows), 0
+    device = open_device(str(part.device), strict=True)
+    states, which, same = device_rows(rows, vocab, part.device), np.arange(rows), 0
     sampler = make(device, states)
     _start(states, sampler, [_row(row, rng, vocab) for row in range(rows)])
     for position in range(POSITION, POSITION + steps):
@@ -67,8 +68,7 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
         with device.no_sync():
             chosen = sampler.sample(there, sampled)
         tokens = device.fetch([chosen.tokens]).wait()[0]
-        edits = states.edits(which, sampled.params, sampled.positions)
-        expected = sample(logits, sampled.params, sampled.positions, edits).tokens.numpy()
+        expected = choose_tokens(logits.numpy(), states, which, sampled.params, sampled.positions, TorchRules()).tokens
         same += int((expected == tokens).sum())
         for i, history in states.histories(which, sampled.params):
             history.append(int(tokens[i]))
@@ -77,11 +77,11 @@ def check_tokens(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
     return Finding("", text, f"at least {total - total // 100}", same >= total - total // 100)
 
 
-def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler]) -> Finding:
+def check_scores(part: Part, make: Callable[[Device, RowStates[Tensor]], DeviceSampler]) -> Finding:
     """Check scores of chosen tokens and of the best ones against float64 on the CPU."""
     rows, vocab, most = (3, 500, 5) if part.dry_run else (300, 128_256, 20)
-    device = open_device(part.device, strict=True)
-    sampler = make(device, RowStates(rows, vocab, part.device))
+    device = open_device(str(part.device), strict=True)
+    sampler = make(device, device_rows(rows, vocab, part.device))
     rng = np.random.default_rng(1)
     logits, targets = rng.normal(0, 3, (rows, vocab)).astype(np.float32), rng.integers(0, vocab, rows)
     there = device.upload(logits), device.upload(targets)
@@ -99,17 +99,17 @@ def check_scores(part: Part, make: Callable[[Device, RowStates], DeviceSampler])
 def time_both(part: Part, rows: int, change: dict[str, float]) -> Finding:
     """Measure the seconds from the launch of both samplers to the token."""
     vocab = 500 if part.dry_run else 128_256
-    device = open_device(part.device)
+    device = open_device(str(part.device))
     logits = device.upload(np.random.default_rng(2).normal(0, 3, (rows, vocab)).astype(np.float32))
     times = {name: _time(device, logits, make, change) for name, make in (("triton", _triton), ("torch", TorchSampler))}
     return Finding("", ", ".join(f"{name} {seconds * 1e6:.0f} µs" for name, seconds in times.items()))
 
 
 def _time(
-    device: Device, logits: Tensor, make: Callable[[Device, RowStates], DeviceSampler], change: dict[str, float]
+    device: Device, logits: Tensor, make: Callable[[Device, RowStates[Tensor]], DeviceSampler], change: dict[str, float]
 ) -> float:
     rows, vocab = logits.shape
-    states = RowStates(rows, vocab, device.torch)
+    states = device_rows(rows, vocab, device.torch)
     sampler = make(device, states)
     _start(states, sampler, [_plain(row, **change) for row in range(rows)])
     sampled, best = _sampled(device, states, rows, POSITION), float("inf")
@@ -122,13 +122,13 @@ def _time(
     return best
 
 
-def _start(states: RowStates, sampler: DeviceSampler, inits: list[RowInit]) -> None:
+def _start(states: RowStates[Tensor], sampler: DeviceSampler, inits: list[RowInit]) -> None:
     for init in inits:
         states.start(init)
     sampler.start(inits)
 
 
-def _sampled(device: Device, states: RowStates, rows: int, position: int) -> SampledRows:
+def _sampled(device: Device, states: RowStates[Tensor], rows: int, position: int) -> SampledRows:
     which, positions = np.arange(rows), np.full(rows, position)
     return SampledRows(which, positions, states.params(which), device.upload(which), device.upload(positions))
 

@@ -20,7 +20,8 @@ import torch
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.server.options import ServerOptions
 
@@ -96,9 +97,8 @@ def run(way: Way) -> dict[str, float]:
     """Return the tokens a second of each pass."""
     # The prompt first: it writes the keys and values that decodes read.
     order = sorted(way.passes, key=lambda name: -way.passes[name][0])
-    return {
-        name: way.passes[name][0] / middle(partial(way.model.engine.forward, way.passes[name][1])) for name in order
-    }
+    compute = way.model.engine.host_logits
+    return {name: way.passes[name][0] / middle(partial(compute, way.passes[name][1].on_host())) for name in order}
 
 
 def middle(work: Callable[[], object]) -> float:

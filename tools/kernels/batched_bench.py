@@ -19,7 +19,8 @@ import torch
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.server.options import ServerOptions
 
@@ -76,11 +77,11 @@ def measure(model: LoadedModel, streams: int, prompt: int, steps: int, chunk: in
     tokens = torch.randint(model.vocab_size, (streams, width), generator=torch.Generator().manual_seed(0))
     begin = time.perf_counter()
     for rows, start, end in _pieces(streams, prompt, chunk):
-        model.engine.forward(_batch(table, tokens, rows, start, end))
+        model.engine.host_logits(_batch(table, tokens, rows, start, end).on_host())
     decode = time.perf_counter()
     nbytes = 0
     for position in range(prompt, prompt + steps):
-        model.engine.forward(_batch(table, tokens, range(streams), position, position + 1))
+        model.engine.host_logits(_batch(table, tokens, range(streams), position, position + 1).on_host())
         nbytes += model.engine.weight_bytes_read()
     end_of_all = time.perf_counter()
     return Speed(streams * prompt / (decode - begin), streams * steps / (end_of_all - decode), nbytes / steps)

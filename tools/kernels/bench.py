@@ -25,7 +25,8 @@ from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
 from pdserve.model_runner.cpu_engine.library import FetchHint, fetch_hint, set_fetch_hint
 from pdserve.model_runner.cpu_engine.single_kernels import PackedWeight
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
@@ -93,7 +94,8 @@ def _products() -> None:
 
 def _passes(model: LoadedModel, roofline: Roofline, kind: ProductKind) -> None:
     # Memory that was never written is one page of zeros, however often it is mapped, and lies in the nearest cache.
-    model.pools.pool.data.uniform_(-1.0, 1.0)
+    [pool] = model.pools.blocks
+    torch.from_numpy(pool.data).view(getattr(torch, pool.group.dtype)).uniform_(-1.0, 1.0)
     rows, size = max(BATCHES), model.pools.layout.page_size
     # Pages anywhere, as they are after a while.
     pages = torch.randperm(rows * ROW_SLOTS // size).view(rows, -1, 1) + 1
@@ -107,7 +109,7 @@ def _passes(model: LoadedModel, roofline: Roofline, kind: ProductKind) -> None:
 
 def _pass(name: str, model: LoadedModel, batch: ForwardBatch, roofline: Roofline, kind: ProductKind) -> None:
     before = roofline.bandwidth(), roofline.peak(kind)
-    seconds = best(partial(model.engine.forward, batch))
+    seconds = best(partial(model.engine.host_logits, batch.on_host()))
     bandwidth, peak = map(max, zip(before, (roofline.bandwidth(), roofline.peak(kind)), strict=True))
     bound = max(_bytes_read(model, batch) / bandwidth, _operations(model, batch) / peak)
     print(

@@ -18,8 +18,10 @@ import torch
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import choose_level
 from pdserve.model_runner.device.choice import KVDTypeName
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
+from pdserve.model_runner.kv.block_pool import BlockPool
 from pdserve.model_runner.kv.pool import KVPool
 from pdserve.server.options import ServerOptions
 
@@ -71,14 +73,19 @@ def main() -> None:
         measure(case, models, args.turns)
 
 
-def fill(pool: KVPool) -> None:
+def fill(pool: BlockPool | KVPool) -> None:
     """Write every page: memory that never was is one page of zeros, and lies in the nearest cache."""
-    if pool.is_quantized:
-        # Elements of any bits, none of them a NaN, and scales of 0: the same work.
-        pool.data.fill_(0)
-        pool.data[..., : pool.layout.page_size * pool.group.head_dim].random_(0, 96)
-    else:
+    if not isinstance(pool, BlockPool):
         pool.data.uniform_(-1.0, 1.0)
+        return
+    data, size = torch.from_numpy(pool.data), pool.layout.page_size
+    if pool.group.scale_dtype is None:
+        data.view(getattr(torch, pool.group.dtype)).uniform_(-1.0, 1.0)
+        return
+    # Elements of any bits, none of them a NaN, and scales of 0: the same work.
+    heads = data.view(len(data), -1, size * pool.head_bytes)
+    heads.fill_(0)
+    heads[..., : size * pool.group.head_dim].random_(0, 96)
 
 
 def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
@@ -89,7 +96,7 @@ def measure(case: Decodes, models: dict[str, LoadedModel], turns: int) -> None:
     for turn in range(turns + 1):
         for name, model in models.items():
             begin = time.perf_counter()
-            model.engine.forward(batch)
+            model.engine.host_logits(batch.on_host())
             if turn > 0:
                 seconds[name].append(time.perf_counter() - begin)
     texts = []

@@ -193,18 +193,17 @@ def pdserve_way(
 
     def run(ids: Tensor) -> Tensor:
         positions = torch.arange(len(ids))
-        return runner.engine.forward(
-            ForwardBatch(
-                input_ids=ids,
-                positions=positions,
-                out_cache_loc=table[0, : len(ids)].long(),
-                rows=torch.zeros(1, dtype=torch.int64),
-                starts=[0],
-                q_lens=[len(ids)],
-                req_to_token=table,
-                logit_indices=positions,
-            )
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=table[0, : len(ids)].long(),
+            rows=torch.zeros(1, dtype=torch.int64),
+            starts=[0],
+            q_lens=[len(ids)],
+            req_to_token=table,
+            logit_indices=positions,
         )
+        return torch.from_numpy(runner.engine.host_logits(batch.on_host()))
 
     return run
 

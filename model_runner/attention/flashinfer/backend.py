@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ....model_files.spec import AttentionSpec, MLASpec
 from ...batch.forward_batch import ForwardBatch
-from ...batch.step_plan import kv_indices, paged_indices
+from ...batch.step_plan import paged_indices
 from ...device.base import Device
 from ...kv.pool import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from ..base import AttentionBackend
 from ..group_pools import group_pools, groups_of_layers
+from ..kv_indices import kv_indices
 from ..layer_kinds import layer_kinds
 from .plans import KindPlans, PassIndices, Sizes
 

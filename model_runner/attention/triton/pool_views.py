@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ...dtypes import SCALE_BYTES
 from ...kv.pool import KEYS, VALUES, KVPool
-from ...kv.quantization import SCALE_BYTES, SCALE_DTYPE
 from ...kv.triton.elements import KINDS
 
 
@@ -65,7 +66,7 @@ def layer_views(pool: KVPool) -> dict[int, LayerViews]:
     begin, end = pool.heads
     # [P, L, 2, page_size, H, W], or [P, L, 1, page_size, 1, W] of latent rows.
     data = pool.data[:, :, None, :, None] if is_latent else pool.data[..., begin:end, :]
-    scales = data.view(SCALE_DTYPE) if pool.is_quantized else None
+    scales = data.view(torch.float32) if pool.is_quantized else None
     page_stride, _, _, token_stride, head_stride, _ = data.stride()
 
     def views(index: int) -> LayerViews:

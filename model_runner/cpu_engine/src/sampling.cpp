@@ -114,6 +114,21 @@ Choice largest_logit(const float* logits, int64_t vocab) {
   return {token, true};
 }
 
+double log_sum(const float* logits, int64_t vocab) {
+  const Choice best = largest_logit(logits, vocab);
+  if (!best.finite) return std::numeric_limits<double>::quiet_NaN();
+  const Vec top = broadcast(logits[best.token]);
+  double total = 0;
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    Vec all = zero();
+    for (int64_t i = begin; i < std::min(begin + kBlock, vocab); i += kLanes) {
+      all = all + exp(load_some(logits + i, vocab - i) - top);
+    }
+    total += sum(all);
+  }
+  return logits[best.token] + std::log(total);
+}
+
 Choice Sampler::sample(const float* logits, int64_t vocab, const RowParams& params, int64_t position) {
   const Choice best = largest_logit(logits, vocab);
   if (!best.finite || params.greedy) return best;

@@ -47,6 +47,9 @@ struct Choice {
 // The lowest id of the largest logit.
 Choice largest_logit(const float* logits, int64_t vocab);
 
+// The logarithm of the sum of the row's exponentials; NaN if the row is not finite.
+double log_sum(const float* logits, int64_t vocab);
+
 // One number in [0, 1), of 53 random bits, for each (seed, position).
 double uniform(uint64_t seed, int64_t position);
 
@@ -105,5 +108,9 @@ class Sampler {
 // team's threads (or on the caller's, without a team). Throws std::bad_alloc.
 void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled,
                  int64_t* tokens, uint8_t* finite);
+
+// `log_sum` of those `rows` of the logits, [count], shared out in the same way.
+void log_sum_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const int64_t* rows, int64_t count,
+                  double* sums);
 
 }  // namespace pdserve

@@ -32,6 +32,19 @@ void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride,
   if (failed) throw std::bad_alloc();
 }
 
+void log_sum_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const int64_t* rows, int64_t count,
+                  double* sums) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int, int) {
+    for (int64_t i = next++; i < count; i = next++) sums[i] = log_sum(logits + rows[i] * stride, vocab);
+  };
+  if (team == nullptr || count <= 1) {
+    work(0, 1);
+  } else {
+    team->run(work);
+  }
+}
+
 }  // namespace pdserve
 
 using namespace pdserve;
@@ -46,4 +59,9 @@ PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_
     return -1;
   }
   return 0;
+}
+
+PDS_API void pds_log_sums(void* team, const float* logits, int64_t vocab, int64_t stride, const int64_t* rows,
+                          int64_t count, double* sums) {
+  log_sum_rows(static_cast<Team*>(team), logits, vocab, stride, rows, count, sums);
 }

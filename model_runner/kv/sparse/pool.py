@@ -60,6 +60,21 @@ class SparseTokenToKVPool:
         self._all_heads = torch.arange(heads, device=device)
 
     @property
+    def address(self) -> int:
+        """Address of page 0 on the pool's device."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.data.nbytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, page 0 included."""
+        return len(self.data)
+
+    @property
     def head_bytes(self) -> int:
         """What a head of a key, or of a value, takes."""
         return self.group.head_dim * self.data.itemsize

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ....model_files.errors import UnsupportedModel
 from ...attention.registry import BackendNeeds, make_attention_backend
 from ...batch.forward_batch import ForwardBatch
-from ...kv.pool import KVShape, MHATokenToKVPool, make_layout
+from ...kv.layout import KVShape, make_layout
+from ...kv.pool import MHATokenToKVPool
 from .interface import PAGED, set_attention
 from .model import LayerAttention, PagedPass
 from .trial import AttentionLayer

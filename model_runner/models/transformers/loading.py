@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ....model_files.errors import InvalidWeights, UnsupportedModel
 from ....model_files.foreign_config import ForeignModel, layer_types_refusal
 from ....model_files.tensor_names import is_not_needed
-from ...kv.pool import KVShape
+from ...kv.layout import KVShape
 from .attention_check import check_modules
 from .interface import register
 from .model import TransformersModel

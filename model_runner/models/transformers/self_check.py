@@ -18,7 +18,8 @@ from torch import Tensor
 from ....model_files.errors import UnsupportedModel
 from ...attention.registry import BackendNeeds, make_attention_backend
 from ...batch.forward_batch import ForwardBatch
-from ...kv.pool import KVShape, MHATokenToKVPool, make_layout
+from ...kv.layout import KVShape, make_layout
+from ...kv.pool import MHATokenToKVPool
 from .model import Bare, TransformersModel
 
 PAGE = 4

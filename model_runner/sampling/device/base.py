@@ -13,12 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ....messages.worker import RowInit
-from ..logprobs import Scored
 from ..row_params import I64, RowParams
-from ..rules import Sampled
+from ..rows import NO_TOKEN, RowStates
+from ..sampled import Sampled, Scored
 
 
 class SampledRows(NamedTuple):
@@ -49,12 +50,17 @@ class DeviceSampler(ABC):
         """New requests have taken their rows."""
 
     @abstractmethod
-    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
+    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
         """Choose each row's token, which becomes its last one (``RowStates.last_tokens``) and is counted for penalties.
 
         ``logits_SV``: left as they are. A row that is not ``finite`` gets a token that means nothing.
         """
 
     @abstractmethod
-    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
-        """As ``logprobs.score``."""
+    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
+        """See ``sampling/device/logprobs.py``."""
+
+
+def device_rows(max_reqs: int, vocab_size: int, device: torch.device) -> RowStates[Tensor]:
+    """Make the state of rows that are sampled on ``device``."""
+    return RowStates(vocab_size, torch.full((max_reqs,), NO_TOKEN, dtype=torch.int64, device=device))

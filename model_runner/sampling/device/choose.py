@@ -6,6 +6,7 @@ import importlib.util
 import logging
 
 import torch
+from torch import Tensor
 
 from ...device.base import Device
 from ..rows import RowStates
@@ -15,12 +16,12 @@ from .torch_sampler import TorchSampler
 log = logging.getLogger(__name__)
 
 
-def choose_sampler(device: Device, states: RowStates, logits_dtype: torch.dtype) -> DeviceSampler | None:
-    """Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
-    vocabulary, else torch's; None on the host itself, where a sampler may look before it goes on.
+def choose_sampler(device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype) -> DeviceSampler:
+    """Return the sampler of a device that computes beside the host.
+
+    Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
+    vocabulary, else torch's.
     """
-    if not device.beside:
-        return None
     if device.torch.type != "cuda" or importlib.util.find_spec("triton") is None:
         return TorchSampler(device, states)
     # Imported here: Triton is no dependency.

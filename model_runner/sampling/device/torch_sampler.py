@@ -17,35 +17,38 @@ from torch import Tensor
 from ....messages.worker import RowInit
 from ...device.base import Device
 from ..draws import CANDIDATES, DrawnRows, drop_tails, from_all, from_sorted, from_top_k
-from ..logit_edits.base import LogitEdit, edited, find_edits
+from ..logit_edits.base import LogitEdit, RowsEdit, find_edits
 from ..logit_edits.device_penalties import DevicePenalties
-from ..logprobs import Scored, score
 from ..row_params import I64, RowParams
 from ..rows import RowStates
-from ..rules import Sampled
+from ..sampled import Sampled, Scored
 from ..top_tokens import top_tokens
 from .base import DeviceSampler, SampledRows
+from .logprobs import score
 
 
 class TorchSampler(DeviceSampler):
     """On any device."""
 
-    def __init__(self, device: Device, states: RowStates) -> None:
+    def __init__(self, device: Device, states: RowStates[Tensor]) -> None:
         self._device = device
         self._states = states
         self._penalties = DevicePenalties(device, states.vocab_size)
-        self._edits: tuple[LogitEdit, ...] = (states.bias, self._penalties, states.early_stop)
+        self._edits: tuple[LogitEdit[RowsEdit], ...] = (states.bias, self._penalties, states.early_stop)
 
     def start(self, inits: Sequence[RowInit]) -> None:
         """See the base class."""
         for init in inits:
             self._penalties.start(init)
 
-    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
+    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
         """See the base class."""
         params = sampled.params
         edits = find_edits(self._edits, sampled.rows, params, sampled.positions)
-        logits_SV = edited(logits_SV, params, edits, self._device.upload)
+        if edits:
+            logits_SV = logits_SV.clone()
+        for edit in edits:
+            edit.apply(logits_SV, params, self._device.upload)
         # Not argmax, which leaves open on some devices which of several largest it names.
         best = top_tokens(logits_SV, 1)
         tokens_S, max_S = best.ids[:, 0], best.values[:, 0]
@@ -59,7 +62,7 @@ class TorchSampler(DeviceSampler):
         self._states.last_tokens.index_copy_(0, sampled.rows_there, tokens_S)
         return Sampled(tokens_S, finite_S)
 
-    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
         """See the base class."""
         return score(logits_NV, targets_N, most)
 

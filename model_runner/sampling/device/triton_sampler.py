@@ -16,10 +16,9 @@ from torch import Tensor
 from ....messages.base import unpack_i32
 from ....messages.worker import RowInit
 from ...device.base import Device
-from ..logprobs import Scored, score
 from ..row_params import I64, RowParams
 from ..rows import RowStates
-from ..rules import Sampled
+from ..sampled import Sampled, Scored
 from ..triton.row_table import (
     NO_EDITS,
     EditLists,
@@ -33,6 +32,7 @@ from ..triton.row_table import (
 from ..triton.sampling import make_work, sample
 from ..triton.token_logprobs import MAX_BEST, make_logprob_work, token_logprobs
 from .base import DeviceSampler, SampledRows
+from .logprobs import score
 
 BATCH = 256
 """Rows of one set of launches; more take several. What a set works in is 11 MB for a vocabulary of 128,256."""
@@ -44,7 +44,7 @@ class TritonSampler(DeviceSampler):
 
     reads_halves = True
 
-    def __init__(self, device: Device, states: RowStates, logits_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype = torch.float32) -> None:
         """``logits_dtype``: that of the logits which will come; kernels are compiled for it."""
         self._logits_dtype = logits_dtype
         self._device = device
@@ -73,7 +73,7 @@ class TritonSampler(DeviceSampler):
         if lists:
             write_edits(self._table, put(places[edited]), *(put(part) for part in join_edits(lists)))
 
-    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
+    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
         """See the base class."""
         count = len(sampled.rows)
         tokens_S = torch.empty(count, dtype=torch.int64, device=logits_SV.device)
@@ -85,7 +85,7 @@ class TritonSampler(DeviceSampler):
             sample(logits_SV[part], self._table, *places, self._work, draws=draws)
         return Sampled(tokens_S, finite_S)
 
-    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
         """See the base class."""
         most = min(most, logits_NV.shape[1])
         if most > MAX_BEST:

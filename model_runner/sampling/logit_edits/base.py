@@ -1,7 +1,9 @@
 """The interface of logit edits: what a request does to its row's logits before a token is chosen.
 
-An edit has one file for its state and its rule in torch. A fused kernel of Triton applies all edits (``row_reads.py``)
-by the rules in ``triton_rules.py``. The CPU kernels leave rows with edits to torch, and choose from the edited logits.
+An edit has one file for its state and its rule. A rule names the logits that it changes and computes their new values.
+It is the same for NumPy's arrays on the host and torch's tensors on a device. A fused kernel of Triton applies all
+edits (``row_reads.py``) by the rules in ``triton_rules.py``. The CPU kernels leave rows with edits to NumPy, and choose
+from the edited logits.
 
 | edit | rows on the host | rows on a device, torch | Triton |
 |---|---|---|---|
@@ -15,37 +17,75 @@ Shapes: N rows, V vocabulary, M edited logits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ....messages.worker import RowInit
-from ..row_params import I64, RowParams
+from ..row_params import F32, I64, RowParams
 
-Upload = Callable[[npt.NDArray[Any]], Tensor]
-"""Puts an array where the logits are (``Device.upload``)."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Upload = Callable[[npt.NDArray[Any]], Any]
+"""Puts an array where the logits are: ``Device.upload``, or ``on_host``."""
+
+
+def on_host(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array itself: the ``Upload`` of logits on the host."""
+    return array
+
+
+class Places(NamedTuple):
+    """The logits that an edit changes, each once."""
+
+    rows: I64
+    """[M]"""
+    ids: I64
+    """[M]: tokens."""
+
+    @classmethod
+    def of(cls, ids_by_row: Sequence[tuple[int, I64]]) -> Places:
+        """Make the places of the tokens that each of some rows names."""
+        rows = [np.full(len(ids), row, dtype=np.int64) for row, ids in ids_by_row]
+        return cls(np.concatenate(rows), np.concatenate([ids for _, ids in ids_by_row]))
 
 
 class RowsEdit(ABC):
     """What one logit edit does to the N rows of a step."""
 
-    def part(self, part: slice) -> RowsEdit:
-        """Return the same for some of the rows. Raises ``NotImplementedError`` for edits of whole steps."""
-        raise NotImplementedError
-
     @abstractmethod
-    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
-        """Change the logits in place. ``params``: [N]. ``upload`` None: a copy that may wait for the device."""
+    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
+        """Change logits on a device in place, without waiting for it. ``params``: [N]."""
 
     def count(self, tokens_N: Tensor) -> None:  # noqa: B027
         """Take note of the tokens that were chosen. Most edits depend on none."""
 
 
-class LogitEdit(ABC):
+class SparseEdit(RowsEdit):
+    """An edit of few logits, which the host knows."""
+
+    @abstractmethod
+    def places(self) -> Places:
+        """Return the logits that the edit changes; at least one."""
+
+    @abstractmethod
+    def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
+        """Return what the logits ``old_M`` (float32) at ``places`` become. ``params``: [N]."""
+
+    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
+        """See the base class."""
+        rows_M, ids_M = map(upload, self.places())
+        logits_NV[rows_M, ids_M] = self.new_values(logits_NV[rows_M, ids_M], params, upload)
+
+
+E = TypeVar("E", bound=RowsEdit, covariant=True)
+
+
+class LogitEdit(ABC, Generic[E]):
     """One logit edit, with its state of every row of the request table."""
 
     every_token: ClassVar[bool] = True
@@ -56,11 +96,11 @@ class LogitEdit(ABC):
         """Replace the row's state by the new request's. Returns whether this edit may change its logits."""
 
     @abstractmethod
-    def of(self, rows: I64, params: RowParams, positions: I64) -> RowsEdit | None:
+    def of(self, rows: I64, params: RowParams, positions: I64) -> E | None:
         """Return the edit of the logits of tokens at ``positions`` [N]; None if it changes no row."""
 
 
-def find_edits(edits: Sequence[LogitEdit], rows: I64, params: RowParams, positions: I64) -> tuple[RowsEdit, ...]:
+def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, positions: I64) -> tuple[E, ...]:
     """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
     too_short = positions - params["prompt_len"] < params["min_new_tokens"]
     if not (too_short.any() or params["penalised"].any()):
@@ -69,16 +109,21 @@ def find_edits(edits: Sequence[LogitEdit], rows: I64, params: RowParams, positio
     return tuple(edit for edit in found if edit is not None)
 
 
-def edited(logits_NV: Tensor, params: RowParams, edits: Sequence[RowsEdit], upload: Upload | None = None) -> Tensor:
-    """Return the logits with the edits applied in order: a copy if there are any."""
-    if not edits:
-        return logits_NV
-    logits_NV = logits_NV.clone()
-    for edit in edits:
-        edit.apply(logits_NV, params, upload)
-    return logits_NV
+@contextmanager
+def edited(logits_NV: F32, params: RowParams, edits: Sequence[SparseEdit]) -> Iterator[None]:
+    """Apply the edits in order to logits on the host, in place; undo them at the end.
 
-
-def upload_to(device: torch.device) -> Upload:
-    """Return an ``Upload`` that may wait for the device."""
-    return lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    Log-probabilities are of the logits as they were. To remember the few that change takes less than a copy of a row.
+    """
+    old = []
+    # A logit that is not finite is found by the sampler.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for edit in edits:
+            places = tuple(edit.places())
+            old.append((places, logits_NV[places]))
+            logits_NV[places] = edit.new_values(old[-1][1], params, on_host)
+    try:
+        yield
+    finally:
+        for places, values_M in reversed(old):
+            logits_NV[places] = values_M

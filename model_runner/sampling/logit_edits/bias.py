@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ....messages.worker import RowInit
 from ..row_params import F32, I64, RowParams
-from .base import LogitEdit, RowsEdit, Upload, upload_to
+from .base import LogitEdit, Places, SparseEdit, Upload
 
 
 class TokenBias(NamedTuple):
@@ -28,7 +27,7 @@ class TokenBias(NamedTuple):
         return cls(np.array(list(known), dtype=np.int64), np.array(list(known.values()), dtype=np.float32))
 
 
-class Bias(LogitEdit):
+class Bias(LogitEdit["BiasedRows"]):
     """Biases of all rows."""
 
     def __init__(self, max_reqs: int, vocab_size: int) -> None:
@@ -42,28 +41,25 @@ class Bias(LogitEdit):
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> BiasedRows | None:
         """See the base class."""
-        biases = [self._biases[row] for row in rows.tolist()]
-        return BiasedRows(biases) if any(bias is not None for bias in biases) else None
+        found = ((i, self._biases[row]) for i, row in enumerate(rows.tolist()))
+        biases = [(i, bias) for i, bias in found if bias is not None]
+        return BiasedRows(biases) if biases else None
 
     def of_row(self, row: int) -> TokenBias | None:
         """Return the biases of one row, if it has any."""
         return self._biases[row]
 
 
-class BiasedRows(RowsEdit):
-    """Biases of N rows; None for rows without."""
+class BiasedRows(SparseEdit):
+    """Biases of some rows of a step, each with its place among them."""
 
-    def __init__(self, biases: Sequence[TokenBias | None]) -> None:
+    def __init__(self, biases: Sequence[tuple[int, TokenBias]]) -> None:
         self._biases = biases
 
-    def part(self, part: slice) -> BiasedRows:
+    def places(self) -> Places:
         """See the base class."""
-        return BiasedRows(self._biases[part])
+        return Places.of([(i, bias.ids) for i, bias in self._biases])
 
-    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
+    def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
         """See the base class."""
-        put, vocab = upload or upload_to(logits_NV.device), logits_NV.shape[1]
-        given = [(i, bias) for i, bias in enumerate(self._biases) if bias is not None]
-        if given:
-            flat_M = put(np.concatenate([bias.ids + i * vocab for i, bias in given]))
-            logits_NV.view(-1)[flat_M] += put(np.concatenate([bias.values for _, bias in given]))
+        return old_M + upload(np.concatenate([bias.values for _, bias in self._biases]))

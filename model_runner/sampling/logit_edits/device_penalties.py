@@ -23,7 +23,7 @@ UNSEEN = -1
 FIRST_ROWS = 4
 
 
-class DevicePenalties(LogitEdit):
+class DevicePenalties(LogitEdit["SeenRows"]):
     """``counts``: [P, V] int32, -1 for tokens that were not seen, else how often they were output."""
 
     def __init__(self, device: Device, vocab_size: int) -> None:
@@ -88,7 +88,7 @@ class SeenRows(RowsEdit):
         self._rows = at
         self._at_M, self._places_M = seen.put(at), seen.put(places)
 
-    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
+    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
         """Penalise the rows by the arithmetic of ``PenalisedRows``, operation by operation, for the same tokens."""
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         values = np.stack([params[name][self._rows] for name in names]).astype(np.float32)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ....messages.worker import RowInit
 from ..row_params import I64, RowParams
-from .base import LogitEdit, RowsEdit, Upload, upload_to
+from .base import LogitEdit, Places, SparseEdit, Upload
 
 
-class EarlyStop(LogitEdit):
+class EarlyStop(LogitEdit["BannedTokens"]):
     """Stop tokens of all rows."""
 
     every_token: ClassVar[bool] = False
@@ -33,29 +31,26 @@ class EarlyStop(LogitEdit):
     def of(self, rows: I64, params: RowParams, positions: I64) -> BannedTokens | None:
         """See the base class."""
         too_short = positions - params["prompt_len"] < params["min_new_tokens"]
-        if not too_short.any():
-            return None
-        both = zip(rows.tolist(), too_short.tolist(), strict=True)
-        return BannedTokens([self._stop_ids[row] if short else None for row, short in both])
+        found = ((i, self._stop_ids[int(rows[i])]) for i in np.flatnonzero(too_short).tolist())
+        banned = [(i, ids) for i, ids in found if len(ids)]
+        return BannedTokens(banned) if banned else None
 
     def of_row(self, row: int) -> I64:
         """Return the stop tokens of one row."""
         return self._stop_ids[row]
 
 
-class BannedTokens(RowsEdit):
-    """Tokens that N rows must not sample; None for rows that may sample all."""
+class BannedTokens(SparseEdit):
+    """Tokens that some rows of a step must not sample, each row by its place among them."""
 
-    def __init__(self, banned: Sequence[I64 | None]) -> None:
-        self._banned = banned
+    def __init__(self, banned: Sequence[tuple[int, I64]]) -> None:
+        self._places = Places.of(banned)
 
-    def part(self, part: slice) -> BannedTokens:
+    def places(self) -> Places:
         """See the base class."""
-        return BannedTokens(self._banned[part])
+        return self._places
 
-    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
+    def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
         """See the base class."""
-        put, vocab = upload or upload_to(logits_NV.device), logits_NV.shape[1]
-        flat = [ids + i * vocab for i, ids in enumerate(self._banned) if ids is not None]
-        if flat:
-            logits_NV.view(-1).index_fill_(0, put(np.concatenate(flat)), -torch.inf)
+        # Of a number a device would wait for the host's copy.
+        return upload(np.full(len(self._places.ids), -np.inf, dtype=np.float32))

@@ -8,16 +8,15 @@ for processors that have finished a step when it returns. ``device_penalties.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ....messages.base import unpack_i32
 from ....messages.worker import RowInit
 from ..row_params import F32, I64, RowParams
-from .base import LogitEdit, RowsEdit, Upload
+from .base import LogitEdit, Places, SparseEdit, Upload
 
 
 class TokenHistory:
@@ -58,7 +57,7 @@ class TokenHistory:
         return self._counts[: self._size]
 
 
-class Penalties(LogitEdit):
+class Penalties(LogitEdit["PenalisedRows"]):
     """Histories of all rows."""
 
     def __init__(self, max_reqs: int) -> None:
@@ -72,52 +71,39 @@ class Penalties(LogitEdit):
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> PenalisedRows | None:
         """See the base class."""
-        histories = [self._histories[row] for row in rows.tolist()]
-        return PenalisedRows(histories) if any(history is not None for history in histories) else None
+        histories = self.histories(rows, params)
+        return PenalisedRows(histories) if histories else None
 
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
-        """Return the histories of the rows [N] that have one, each with its place among them.
-
-        A history is told of its tokens when they are known, even if another request has its row by then.
-        """
+        """Return the histories of the rows [N] that have one, each with its place among them."""
         penalised = np.flatnonzero(params["penalised"]).tolist()
         found = [(i, self._histories[int(rows[i])]) for i in penalised]
         return [(i, history) for i, history in found if history is not None]
 
 
-class PenalisedRows(RowsEdit):
-    """Histories of N rows; None for rows without penalties."""
+class PenalisedRows(SparseEdit):
+    """Histories of some rows of a step, each with its place among them."""
 
-    def __init__(self, histories: Sequence[TokenHistory | None]) -> None:
+    def __init__(self, histories: Sequence[tuple[int, TokenHistory]]) -> None:
         self._histories = histories
 
-    def part(self, part: slice) -> PenalisedRows:
+    def places(self) -> Places:
         """See the base class."""
-        return PenalisedRows(self._histories[part])
+        return Places.of([(i, history.ids) for i, history in self._histories])
 
-    def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload | None = None) -> None:
+    def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
         """Penalise repetition first, then frequency and presence.
 
         Repetition counts prompt and output: positive logits are divided, negative ones multiplied. The frequency
         penalty is subtracted once for each time that the token was output, the presence penalty once.
         """
-        rows = [i for i, history in enumerate(self._histories) if history is not None]
-        seen = [history for history in self._histories if history is not None]
-        if not seen:
-            return
-        repetition_N, frequency_N, presence_N = (
-            params[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")
+        own = params[[i for i, _ in self._histories]]
+        sizes = [len(history.ids) for _, history in self._histories]
+        counts = np.concatenate([history.output_counts for _, history in self._histories])
+        repetition_M, frequency_M, presence_M = (
+            np.repeat(own[f"{name}_penalty"], sizes) for name in ("repetition", "frequency", "presence")
         )
-        vocab = logits_NV.shape[1]
-        sizes = [len(history.ids) for history in seen]
-        flat = np.concatenate([history.ids + i * vocab for i, history in zip(rows, seen, strict=True)])
-        counts = np.concatenate([history.output_counts for history in seen])
-        # One array to subtract leaves the device one rounding. A fused multiply-add in only the vectorised part of a
-        # loop would make a logit depend on its index in the batch.
-        minus = np.repeat(frequency_N[rows], sizes) * counts + np.repeat(presence_N[rows], sizes) * (counts > 0)
-        device = logits_NV.device
-        flat_M = torch.from_numpy(flat).to(device)
-        repetition_M = torch.from_numpy(np.repeat(repetition_N[rows], sizes)).to(device)
-        old_M = logits_NV.view(-1)[flat_M]
-        new_M = torch.where(old_M > 0, old_M / repetition_M, old_M * repetition_M) - torch.from_numpy(minus).to(device)
-        logits_NV.view(-1)[flat_M] = new_M
+        # One array to subtract leaves one rounding. A fused multiply-add in only the vectorised part of a loop would
+        # make a logit depend on its index in the batch.
+        minus = frequency_M * counts + presence_M * (counts > 0)
+        return np.where(old_M > 0, old_M / repetition_M, old_M * repetition_M) - minus

@@ -37,7 +37,8 @@ from pdserve.messages.worker import (
     SendPages,
     VerifyPages,
 )
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 from pdserve.model_runner.kv.staging import direct_groups
 from pdserve.runtime import layers_done
 from pdserve.runtime.layers_done import LayersDone

@@ -43,7 +43,8 @@ from pdserve.messages.worker import (
     VerifyPages,
 )
 from pdserve.model_runner.device.cpu import CpuDevice
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 from pdserve.model_runner.kv.staging import PoolPages, staged_groups
 from pdserve.runtime.layers_done import LayersDone
 

@@ -15,7 +15,7 @@ from support.layouts import latent_layout
 
 from pdserve.mem_cache.kv_pages.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
-from pdserve.model_runner.kv.pool import KVShape, make_layout
+from pdserve.model_runner.kv.layout import KVShape, make_layout
 
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
 ITEM = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}

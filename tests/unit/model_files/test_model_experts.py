@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.gguf_export import write_gguf
 from support.model_harness import PAGE, PAGES, Harness, Rows, draw
+from support.passes import forward
 from support.rank_threads import make_ranks, together
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -348,7 +350,7 @@ def test_the_kernels_multiply_with_each_expert_s_own_blocks(kind: Kind, tmp_path
     assert 1e-4 < noise(ours, exact) < 0.1
     options = {"device": "cpu", "dtype": "float32", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
     ranks = make_ranks(2, ServerOptions(model_path=str(path), quantization="gguf", **options))
-    halves = together(ranks, lambda runner: Rows(runner.engine.forward).forward((0, tokens)))
+    halves = together(ranks, lambda runner: Rows(partial(forward, runner.engine)).forward((0, tokens)))
     assert 1e-4 < noise(halves, exact) < 0.1
 
 

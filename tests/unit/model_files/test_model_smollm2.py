@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from support.passes import forward
 from support.quick_gguf import quick_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -57,7 +58,8 @@ def run(runner: LoadedModel, tokens: list[int], start: int) -> torch.Tensor:
     """Return the logits of ``tokens`` after ``start`` earlier ones of the only row. Its slots begin at page 1."""
     count = len(tokens)
     positions = torch.arange(start, start + count)
-    return runner.engine.forward(
+    return forward(
+        runner.engine,
         ForwardBatch(
             input_ids=torch.tensor(tokens),
             positions=positions,
@@ -67,7 +69,7 @@ def run(runner: LoadedModel, tokens: list[int], start: int) -> torch.Tensor:
             q_lens=[count],
             req_to_token=torch.arange(512, dtype=torch.int32)[None] + runner.pools.layout.page_size,
             logit_indices=torch.arange(count),
-        )
+        ),
     )
 
 

@@ -15,11 +15,11 @@ from support.static_attention import StaticAttention
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import InputLogprobSpec
 from pdserve.model_runner.device.base import HostSync
-from pdserve.model_runner.engines import load, weights
+from pdserve.model_runner.engines import load, load_torch
 from pdserve.model_runner.engines import torch as torch_engine
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.model_runner.engines.pool_maker import PoolMaker
 from pdserve.model_runner.errors import NotEnoughMemory
+from pdserve.model_runner.loader import weight_loader
 from pdserve.model_runner.ops.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.ops.torch_ops import TorchOps
 from pdserve.model_runner.page_mover import NoPageMover
@@ -66,7 +66,7 @@ def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
     monkeypatch.setattr(torch_engine, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:2]))
     # The device has recorded nothing when the model is there.
-    monkeypatch.setattr(PoolMaker, "measure_steps", lambda *_args: 0)
+    monkeypatch.setattr(load_torch, "measure_step_bytes", lambda *_args: 0)
     options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
     return make_model(folder, **options)
 
@@ -135,8 +135,8 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
     same(queue.collect(), expected.pop(0))
     assert set(sizes) == {1, 2, 3}
     # Counts go back with their requests.
-    assert all(steps._rows.table["penalised"][row] for row in steps._queued._penalties._places)
-    assert len(steps._queued._penalties.counts) <= 8  # of six rows
+    assert all(steps.executor.rows.table["penalised"][row] for row in steps.executor.sampler._penalties._places)
+    assert len(steps.executor.sampler._penalties.counts) <= 8  # of six rows
 
 
 def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(folder, device, monkeypatch) -> None:
@@ -157,11 +157,11 @@ def test_the_largest_is_captured_first_and_the_smallest_that_fits_is_replayed(fo
 def test_all_graphs_leave_their_logits_in_one_place(folder, device, monkeypatch) -> None:
     steps = StepRunner(recorded_model(folder, device, monkeypatch), ROWS)
     steps.capture_graphs()
-    outputs = [captured.graph.output for captured in steps._graphs._graphs.values()]
+    outputs = [captured.graph.output for captured in steps.executor.graphs._graphs.values()]
     assert sorted(map(len, outputs)) == [1, 2, 4, 6]
     assert len({output.data_ptr() for output in outputs}) == 1
     steps.drop_graphs()
-    assert steps._graphs._logits is None
+    assert steps.executor.graphs._logits is None
 
 
 def test_layers_of_a_prompt_are_there_as_their_events_come_and_not_before(folder, device, monkeypatch) -> None:
@@ -226,7 +226,7 @@ def test_models_with_experts_are_graphs_if_the_host_does_not_read_the_choice(
     tmp_path, device, monkeypatch, name
 ) -> None:
     make_reference(name).save_pretrained(tmp_path)
-    monkeypatch.setattr(weights, "choose_ops", lambda device: StaticExperts())
+    monkeypatch.setattr(weight_loader, "choose_ops", lambda device: StaticExperts())
     steps = StepRunner(recorded_model(tmp_path, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
     plain = plain_steps(tmp_path)
     steps.capture_graphs()
@@ -299,4 +299,4 @@ def test_a_graph_that_does_not_fit_says_what_to_lower(folder: Path, device: Reco
         NotEnoughMemory, match=r"CUDA graph of 1 decodes .* lower --cuda-graph-max-bs.*\(tried to alloc"
     ):
         steps.capture_graphs()
-    assert steps._graphs.size_for(2) is None
+    assert steps.executor.graphs.size_for(2) is None

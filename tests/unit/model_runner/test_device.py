@@ -11,6 +11,7 @@ from support.poisoned_memory import FreedMemory
 from support.recording_device import RecordingDevice
 
 from pdserve.model_files.errors import UnsupportedModel
+from pdserve.model_runner.device import choice
 from pdserve.model_runner.device.base import HostSync
 from pdserve.model_runner.device.choice import choose_device, open_device
 
@@ -55,7 +56,7 @@ def test_what_is_queued_does_not_wait() -> None:
 
 
 def test_transfers_go_between_host_and_device_in_both_directions() -> None:
-    for device in (RecordingDevice(), open_device(torch.device("cpu"))):
+    for device in (RecordingDevice(), open_device("cpu")):
         here, there = device.host_zeros((4,), torch.uint8), torch.arange(4, dtype=torch.uint8)
         device.transfer([(here[:2], there[2:]), (here[2:], there[:2])])
         assert here.tolist() == [2, 3, 0, 1]
@@ -64,7 +65,7 @@ def test_transfers_go_between_host_and_device_in_both_directions() -> None:
 
 
 def test_uploads_are_copies() -> None:
-    for device in (RecordingDevice(), open_device(torch.device("cpu"))):
+    for device in (RecordingDevice(), open_device("cpu")):
         array = np.array([1, 2])
         there = device.upload(array)
         array[0] = 9
@@ -124,9 +125,10 @@ def test_tensors_that_are_fetched_are_read_when_they_are_waited_for() -> None:
 
 
 def test_which_gpu_is_a_number_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "may_use_gpu", lambda name: name != "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda:1")
-    assert choose_device("cpu", 1) == torch.device("cpu")
+    assert choose_device("auto", 1) == choose_device("cuda", 1) == "cuda:1"
+    assert choose_device("cpu", 1) == "cpu"
     with pytest.raises(UnsupportedModel, match=r"GPU 2 is asked for \(--base-gpu-id"):
         choose_device("cuda", 2)

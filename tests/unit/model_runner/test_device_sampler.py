@@ -8,12 +8,11 @@ import torch
 from support.device_samplers import Bench
 from support.recording_device import RecordingDevice
 
-from pdserve.model_runner.device.cpu import CpuDevice
 from pdserve.model_runner.sampling.device import choose
+from pdserve.model_runner.sampling.device.base import device_rows
 from pdserve.model_runner.sampling.device.choose import choose_sampler
 from pdserve.model_runner.sampling.device.torch_sampler import TorchSampler
 from pdserve.model_runner.sampling.logit_edits.device_penalties import DevicePenalties
-from pdserve.model_runner.sampling.rows import RowStates
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -25,9 +24,8 @@ def test_the_same_tokens_are_chosen_step_after_step(seed: int) -> None:
     bench.step()
 
 
-def test_only_what_computes_beside_the_host_needs_it_and_a_gpu_gets_triton_s(monkeypatch) -> None:
-    states, device = RowStates(2, 10, torch.device("cpu")), RecordingDevice()
-    assert choose_sampler(CpuDevice(), states, torch.float32) is None
+def test_a_gpu_gets_triton_s(monkeypatch) -> None:
+    states, device = device_rows(2, 10, torch.device("cpu")), RecordingDevice()
     assert isinstance(choose_sampler(device, states, torch.float32), TorchSampler)
     triton_sampler = pytest.importorskip("pdserve.model_runner.sampling.device.triton_sampler")
     monkeypatch.setattr(triton_sampler, "TritonSampler", lambda *args: "triton")

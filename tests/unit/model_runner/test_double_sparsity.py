@@ -19,7 +19,8 @@ from pdserve.model_runner.attention.sparse.attention import DoubleSparsityAttent
 from pdserve.model_runner.attention.torch_backend import TorchAttention
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.calibration.calibrate import Magnitudes
-from pdserve.model_runner.kv.pool import KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import MHATokenToKVPool, make_pool
 from pdserve.model_runner.kv.sparse.channels import LabelChannels, write_channels
 from pdserve.model_runner.kv.sparse.pool import SparseTokenToKVPool
 from pdserve.model_runner.options import RECENT_TOKENS

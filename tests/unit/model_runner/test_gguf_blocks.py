@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from support.passes import forward
 from support.rank_threads import make_ranks, together
 
 from pdserve.model_files.errors import InvalidWeights
@@ -77,7 +78,8 @@ def run(runner: LoadedModel, tokens: int = TOKENS) -> torch.Tensor:
     page = runner.pools.layout.page_size
     table = torch.arange(64, dtype=torch.int32)[None] + page
     positions = torch.arange(tokens)
-    return runner.engine.forward(
+    return forward(
+        runner.engine,
         ForwardBatch(
             input_ids=positions * 37 % SIZE.vocab,
             positions=positions,
@@ -87,7 +89,7 @@ def run(runner: LoadedModel, tokens: int = TOKENS) -> torch.Tensor:
             q_lens=[tokens],
             req_to_token=table,
             logit_indices=positions,
-        )
+        ),
     )
 
 

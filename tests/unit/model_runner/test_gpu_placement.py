@@ -14,6 +14,7 @@ from pdserve.model_runner import start_model
 from pdserve.model_runner.device.gpu_placement import MOST_THREADS, beside_gpu, stay_near
 from pdserve.model_runner.device.placement import Placement, plan_placement
 from pdserve.model_runner.engines import load
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.runtime.machine.control_groups import SystemTree
 from pdserve.runtime.machine.gpus import may_use_gpu, numa_node_of
 from pdserve.server.options import ServerOptions
@@ -54,6 +55,8 @@ def test_a_gpu_is_looked_for_without_torch(tmp_path: Path) -> None:
     (tmp_path / "nvidia1").touch()
     assert may_use_gpu("auto", tmp_path)
     assert not may_use_gpu("cpu", tmp_path)
+    (tmp_path / "nvidia1").rename(tmp_path / "dxg")
+    assert may_use_gpu("auto", tmp_path)
 
 
 def test_the_launching_thread_stays_near_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +73,7 @@ def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPat
     placed: list[tuple[str, Placement | int | None]] = []
 
     def load_model(options, threads, ranks, weights_source) -> SimpleNamespace:
+        threads.start_torch()
         placed.append(("cpus", threads.cpus))
         engine, device = SimpleNamespace(attention_backend="triton"), SimpleNamespace(numa_node=lambda: 1)
         return SimpleNamespace(engine=engine, device=device, load_seconds={})
@@ -78,7 +82,7 @@ def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(load, "load_model", load_model)
     for name, value in (("read_machine", lambda: HOST), ("may_use_gpu", lambda device: True)):
         monkeypatch.setattr(start_model, name, value)
-    for name in ("confine", "bind_compute_threads"):
+    for name in ("confine", "start_torch_threads"):
         monkeypatch.setattr(start_model, name, lambda placement, name=name: placed.append((name, placement)))
     for name in ("prefer_node", "stay_near"):
         monkeypatch.setattr(start_model, name, lambda node, box, name=name: placed.append((name, node)))
@@ -86,7 +90,7 @@ def test_a_worker_is_placed_by_what_it_computes_on(monkeypatch: pytest.MonkeyPat
     ctx = SimpleNamespace(options=ServerOptions(device="auto"), name="worker")
     started = start_model.start_model(ctx, start_model.LeadChannels((), None))
     bound = None if has_cuda else plan_placement(None, None, HOST).cpus
-    assert [name for name, _ in placed] == ["confine", "bind_compute_threads", "cpus", "prefer_node"]
+    assert [name for name, _ in placed] == ["confine", "start_torch_threads", "cpus", "prefer_node"]
     assert [value.cpus for _, value in placed[:2]] == [bound, bound]
     assert placed[2:] == [("cpus", bound), ("prefer_node", 1)]
     started.settle()
@@ -109,4 +113,4 @@ def test_compilers_do_not_inherit_the_cores_of_the_thread(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(load, "choose_attention_backend", choose)
     with pytest.raises(KeyError):
-        load.load_model(ServerOptions(model_path="smollm2", device="cpu"), load.Threads(compiling=floating))
+        load.load_model(ServerOptions(model_path="smollm2", device="cpu"), Threads(compiling=floating))

@@ -15,11 +15,11 @@ from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, StepResult
-from pdserve.model_runner.engines import load, weights
+from pdserve.model_runner.engines import load, load_torch
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.loaded import LoadedModel
-from pdserve.model_runner.loader import open_packed
-from pdserve.model_runner.steps import step_runner
+from pdserve.model_runner.loader import open_packed, weight_loader
+from pdserve.model_runner.steps import device_executor
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_runner import PendingStep, StepRunner
 from pdserve.model_runner.steps.warm_up import warm_up
@@ -30,7 +30,6 @@ from tests.unit.model_runner.test_native_steps import make_row
 pytest.importorskip("triton")
 from support.kernel_variants import variants_asked_for
 
-from pdserve.model_runner.engines.pool_maker import PoolMaker
 from pdserve.model_runner.ops.triton_ops import TritonOps
 from pdserve.model_runner.sampling.device.triton_sampler import TritonSampler
 
@@ -52,12 +51,12 @@ def make_steps(
     device = device or RecordingDevice(PoisonedMemory(behind=0))
     monkeypatch.setattr(load, "open_device", lambda *args, **more: device)
     monkeypatch.setattr(load, "choose_attention_backend", lambda *args: "triton")
-    for module in (weights, step_runner):
+    for module in (weight_loader, device_executor):
         monkeypatch.setattr(module, "choose_ops", lambda device: TritonOps())
-    monkeypatch.setattr(step_runner, "choose_sampler", TritonSampler)
+    monkeypatch.setattr(device_executor, "choose_sampler", TritonSampler)
     if "max_total_tokens" not in options:
         # Launches do nothing: steps that are measured would take poison for tokens.
-        monkeypatch.setattr(PoolMaker, "measure_steps", lambda *_args: 0)
+        monkeypatch.setattr(load_torch, "measure_step_bytes", lambda *_args: 0)
     plain = {"dtype": "bfloat16", "device": "cpu", "page_size": PAGE, "max_total_tokens": ROWS * CONTEXT}
     plain |= {"max_running_requests": ROWS, "cuda_graph_bs": "1,4"}
     model = load_model(ServerOptions(model_path=str(folder), **(plain | options)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.passes import forward
 from transformers import (
     GlmConfig,
     GlmForCausalLM,
@@ -113,7 +114,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def run_all(runner: LoadedModel) -> list[torch.Tensor]:
     table = request_table()
-    return [runner.engine.forward(make_batch(table, entries)).clone() for entries in PASSES]
+    return [forward(runner.engine, make_batch(table, entries)).clone() for entries in PASSES]
 
 
 @pytest.mark.sample(3)
@@ -146,8 +147,8 @@ def test_a_token_does_not_depend_on_the_batch(tmp_path: Path, dtype: str, thread
     together, alone = make_runner(folder, "cpu", dtype=dtype), make_runner(folder, "cpu", dtype=dtype)
     table = request_table()
     for entries in PASSES:
-        batched = together.engine.forward(make_batch(table, entries, all_logits=False)).clone()
-        single = [alone.engine.forward(make_batch(table, [entry], all_logits=False)).clone() for entry in entries]
+        batched = forward(together.engine, make_batch(table, entries, all_logits=False)).clone()
+        single = [forward(alone.engine, make_batch(table, [entry], all_logits=False)).clone() for entry in entries]
         assert torch.equal(batched, torch.cat(single))
 
 
@@ -166,7 +167,7 @@ def test_a_pass_without_logits(tmp_path: Path) -> None:
     runner = make_runner(save_model(tmp_path, "heads-64"), "cpu")
     batch = make_batch(request_table(), [(0, 0, 3)])
     batch.logit_indices = torch.empty(0, dtype=torch.int64)
-    assert runner.engine.forward(batch).shape == (0, VOCAB)
+    assert forward(runner.engine, batch).shape == (0, VOCAB)
 
 
 def test_unknown_token_is_refused(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_unknown_token_is_refused(tmp_path: Path) -> None:
     batch = make_batch(request_table(), [(0, 0, 3)])
     batch.input_ids[1] = VOCAB
     with pytest.raises(IndexError, match=str(VOCAB)):
-        runner.engine.forward(batch)
+        forward(runner.engine, batch)
 
 
 def test_blocks_of_a_file_need_a_gguf_file(tmp_path: Path) -> None:

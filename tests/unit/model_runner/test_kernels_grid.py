@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.passes import forward
 
 from pdserve.model_runner.cpu_engine.build import BuildError, choose_level
 from pdserve.model_runner.cpu_engine.library import load_library
@@ -115,9 +116,10 @@ def test_each_number_of_threads_gives_the_same_bits_and_the_expected_traffic(tmp
         native = runner.engine.native
         assert isinstance(native, NativeModel)
         for tokens in TOKENS:
-            logits = runner.engine.forward(make_batch(table, [(0, 0, tokens)])).clone()
+            logits = forward(runner.engine, make_batch(table, [(0, 0, tokens)])).clone()
             assert torch.equal(logits, expected.setdefault(tokens, logits)), (threads, tokens)
-            assert native.weight_bytes_read() == expected_bytes(tokens, threads, runner.dtype), (threads, tokens)
+            read = expected_bytes(tokens, threads, getattr(torch, runner.dtype))
+            assert native.weight_bytes_read() == read, (threads, tokens)
 
 
 def expected_bytes(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, int]:

@@ -364,7 +364,7 @@ class Engine:
             logit_indices=torch.arange(len(positions)),
         )
         places = zip(row_of_token.tolist(), positions.tolist(), strict=True)
-        return dict(zip(places, self._engine.forward(batch), strict=True))
+        return dict(zip(places, torch.from_numpy(self._engine.forward(batch.on_host())), strict=True))
 
 
 def run_all(engine: Engine, passes: list[list[tuple[int, int, int]]] | tuple) -> dict[tuple[int, int], Tensor]:

@@ -14,7 +14,7 @@ from pdserve.model_runner.cpu_engine.build import levels_here
 from pdserve.model_runner.cpu_engine.team import Team
 from pdserve.model_runner.sampling.inverse_cdf import uniforms
 from pdserve.model_runner.sampling.row_params import RowParams
-from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rows import host_rows
 from pdserve.model_runner.sampling.rules import sample
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
@@ -36,7 +36,7 @@ RULES = [
 
 
 def make_params(vocab: int, rule: dict) -> RowParams:
-    states = RowStates(ROWS, vocab, torch.device("cpu"))
+    states = host_rows(ROWS, vocab)
     for row in range(ROWS):
         states.start(make_row(row, seed=row * 977, **rule))
     return states.params(np.arange(ROWS))
@@ -45,7 +45,7 @@ def make_params(vocab: int, rule: dict) -> RowParams:
 def draw(logits: torch.Tensor, params: RowParams, positions: np.ndarray, threads: int) -> list[int]:
     from pdserve.model_runner.sampling.native import NativeSampler
 
-    chosen = sample(logits, params, positions, kernel=NativeSampler(Team(threads)))
+    chosen = NativeSampler(Team(threads)).sample(logits.numpy(), params, positions)
     assert chosen.finite.all()
     return chosen.tokens.tolist()
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from support.families import make_reference
 from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, draw, reference_logits
+from support.passes import pool_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.cpu_engine.build import levels_here
 from pdserve.model_runner.device.choice import choose_kv_dtype
-from pdserve.model_runner.kv.pool import KVShape, make_layout
+from pdserve.model_runner.kv.layout import KVShape, make_layout
 from pdserve.model_runner.kv.quantization import LARGEST, dequantize, pack_heads, quantize, unpack_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +51,7 @@ def harness(folder: Path, engine: str, name: str) -> Harness:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_element_is_off_by_half_a_step(name: str) -> None:
     torch.manual_seed(1)
-    dtype = choose_kv_dtype(name, torch.float32)
+    dtype = getattr(torch, choose_kv_dtype(name, "float32"))
     x = torch.randn(500, 3, 64, dtype=torch.float64) * 10 ** torch.empty(500, 3, 1).uniform_(-20, 20)
     x = x.float()
     rounded = quantize(x, dtype)
@@ -78,10 +79,10 @@ def test_what_has_no_scale(dtype: torch.dtype) -> None:
 
 def test_a_token_takes_what_the_layout_says() -> None:
     shape = KVShape(30, 3, 64)
-    taken = {name: make_layout(shape, 16, choose_kv_dtype(name, torch.bfloat16)).page_bytes // 16 for name in NAMES}
+    taken = {name: make_layout(shape, 16, choose_kv_dtype(name, "bfloat16")).page_bytes // 16 for name in NAMES}
     assert set(taken.values()) == {30 * 2 * 3 * (64 + 4)}
-    assert make_layout(shape, 16, choose_kv_dtype("bf16", torch.float32)).page_bytes // 16 == 30 * 2 * 3 * 64 * 2
-    assert make_layout(shape, 16, choose_kv_dtype("auto", torch.float32)).groups[0].scale_dtype is None
+    assert make_layout(shape, 16, choose_kv_dtype("bf16", "float32")).page_bytes // 16 == 30 * 2 * 3 * 64 * 2
+    assert make_layout(shape, 16, choose_kv_dtype("auto", "float32")).groups[0].scale_dtype is None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -136,7 +137,7 @@ def test_a_former_owners_nan_does_not_leak(llama: tuple[torch.nn.Module, Path], 
     """Neither within an instance nor to the one that the pages are handed to."""
     folder, tokens = llama[1], draw(23, 5)
     clean, dirty = harness(folder, engine, name), harness(folder, engine, name)
-    dirty.runner.pools.pool.data[1:].fill_(0xFF)
+    pool_bytes(dirty.runner.pools.pool)[1:].fill_(0xFF)
     for ids in (tokens[:6], *([token] for token in tokens[6:])):
         assert torch.equal(dirty.forward((0, ids)), clean.forward((0, ids)))
 
@@ -145,7 +146,7 @@ def test_a_former_owners_nan_does_not_leak(llama: tuple[torch.nn.Module, Path], 
 def test_pages_that_are_begun_leave_without_a_former_owners_nan(llama: tuple[torch.nn.Module, Path]) -> None:
     folder, tokens = llama[1], draw(PAGE + 1, 5)
     sender = Harness(folder, attention_backend="cpu", kv_cache_dtype="fp8_e4m3", disaggregation_mode="prefill")
-    sender.runner.pools.pool.data[1:].fill_(0xFF)
+    pool_bytes(sender.runner.pools.pool)[1:].fill_(0xFF)
     sender.forward((0, tokens))
     receiver = harness(folder, "torch", "fp8_e4m3")
     receiver.take_over(0, sender.hand_over(0))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import sampler_reference
 from support.machine import limit
+from support.passes import pool_bytes
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit
@@ -104,23 +105,23 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_steps_are_those_of_the_general_way(folder: Path, dtype: str, kv_dtype: str, mode: str) -> None:
     models = [make_model(folder, dtype=dtype, kv_cache_dtype=kv_dtype, disaggregation_mode=mode) for _ in range(2)]
     ours, general = (StepRunner(model, ROWS) for model in models)
-    general._common = ALL_GENERAL
+    general.executor.common = ALL_GENERAL
     for model in models:
         # What former owners leave in a page.
-        model.pools.pool.data[1:].fill_(0xFF if model.pools.pool.is_quantized else float("nan"))
+        pool_bytes(model.pools.pool)[1:].fill_(0xFF)
     for step in random_steps(11):
         expected = general.run(step)
         result = ours.run(step)
         assert unpack_i32(result.next_tokens).tolist() == unpack_i32(expected.next_tokens).tolist()
         assert result.bad_entries == expected.bad_entries == []
-    assert torch.equal(ours._req_to_token, general._req_to_token)
-    assert torch.equal(ours._rows.last_tokens, general._rows.last_tokens)
-    assert torch.equal(*(model.pools.pool.data.view(torch.uint8) for model in models))
+    assert np.array_equal(ours.executor.req_to_token, general.executor.req_to_token)
+    assert np.array_equal(ours.executor.rows.last_tokens, general.executor.rows.last_tokens)
+    assert torch.equal(*(pool_bytes(model.pools.pool) for model in models))
 
 
 def test_what_asks_for_more_than_tokens_goes_the_general_way(folder: Path) -> None:
     runner = StepRunner(make_model(folder), ROWS)
-    native = runner._common
+    native = runner.executor.common
     assert isinstance(native, NativeSteps)
     special = {
         "logprobs": {"logprobs": 2},
@@ -161,12 +162,12 @@ def bad_steps() -> dict[str, ForwardStep]:
 def test_steps_that_make_no_sense_change_nothing(folder: Path, name: str) -> None:
     runner = StepRunner(model := make_model(folder), ROWS)
     runner._apply(make_step([(0, 0, [1], True)], new_rows=[make_row(0, 3), make_row(1, 1)]))
-    assert isinstance(runner._common, NativeSteps)
-    table, pool = runner._req_to_token.clone(), model.pools.pool.data.clone()
-    assert runner._common.run(bad_steps()[name]) is None
-    assert torch.equal(runner._req_to_token, table)
-    assert torch.equal(model.pools.pool.data, pool)
-    assert runner._rows.last_tokens[:2].tolist() == [-1, -1]
+    assert isinstance(runner.executor.common, NativeSteps)
+    table, pool = runner.executor.req_to_token.copy(), pool_bytes(model.pools.pool).clone()
+    assert runner.executor.common.run(bad_steps()[name]) is None
+    assert np.array_equal(runner.executor.req_to_token, table)
+    assert torch.equal(pool_bytes(model.pools.pool), pool)
+    assert runner.executor.rows.last_tokens[:2].tolist() == [-1, -1]
 
 
 class Watched(LayersDone):
@@ -174,7 +175,7 @@ class Watched(LayersDone):
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__()
-        self._pool = model.pools.pool.data
+        self._pool = pool_bytes(model.pools.pool)
         self.seen: dict[int, torch.Tensor] = {}
 
     def advance(self, count: int) -> None:
@@ -205,11 +206,11 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: i
         torch.set_num_threads(before)
     runner, layers = StepRunner(model, ROWS), model.spec.num_layers
     if way == "general":
-        runner._common = ALL_GENERAL
+        runner.executor.common = ALL_GENERAL
     mid_way: set[int] = set()
     deadline = time.monotonic() + limit(20)  # a pass is over in a moment, and others may have the cores
     for attempt in itertools.count():
-        model.pools.pool.data.zero_()
+        pool_bytes(model.pools.pool).zero_()
         done, over = Watched(model), threading.Event()
         observer = threading.Thread(target=done.watch, args=(over,))
         observer.start()
@@ -218,7 +219,7 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: i
         observer.join()
         assert done.count == layers
         for count, seen in done.seen.items():
-            assert torch.equal(seen, model.pools.pool.data[:, :count]), count
+            assert torch.equal(seen, pool_bytes(model.pools.pool)[:, :count]), count
         mid_way |= set(done.seen) & set(range(1, layers))
         if mid_way and attempt >= 5:
             return

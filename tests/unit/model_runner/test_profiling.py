@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from support.fake_engine import FakeEngine, with_engine
 from support.machine import limit
 from support.sim import Sent
@@ -212,7 +211,7 @@ class Worker:
         model = load_model(self.options)
         self.folder = folder / "profiles"
         self.queue = StepQueue(steps := StepRunner(model, 2), NoPageMover(), 0)
-        self.rank = RankProfiler(self.folder, 0, model.device.torch, steps)
+        self.rank = RankProfiler(self.folder, 0, model.device.kind, steps)
         self.profiler = Profiler(self.rank, self.queue, NoOtherRanks())
 
     def step(self, id_: int, tokens: list[int]) -> bytes:
@@ -293,7 +292,7 @@ def test_a_process_that_ends_while_it_records_ends_by_its_own_reason(tmp_path: P
         import pathlib, sys, torch
         from pdserve.messages.profiling import StartProfile
         from pdserve.model_runner.profiler import RankProfiler
-        rank = RankProfiler(pathlib.Path({str(tmp_path)!r}), 0, torch.device("cpu"), None)
+        rank = RankProfiler(pathlib.Path({str(tmp_path)!r}), 0, "cpu", None)
         rank.start(StartProfile("a", ["CPU"], {stack}, False))
         torch.ones(3).sum()
         sys.exit(7)
@@ -306,7 +305,7 @@ def test_a_folder_where_others_may_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    rank = RankProfiler(folder, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    rank = RankProfiler(folder, 0, "cpu", None)  # type: ignore[arg-type]
     started = Profiler(rank, None, NoOtherRanks()).obey(StartProfile("a", [], False, False))  # type: ignore[arg-type]
     assert isinstance(started, ProfileStarted)
     assert (started.status, os.listdir(folder)) == (503, [])

@@ -116,9 +116,9 @@ def test_the_lead_says_when_graphs_are_captured_and_followers_are_one_step_behin
     leading.capture_graphs()
     assert follower == [CaptureGraphs()]
     following.capture_graphs()
-    assert not following._graphs._graphs
+    assert not following.executor.graphs._graphs
     following.capture_with_lead()
-    assert following._graphs._graphs
+    assert following.executor.graphs._graphs
     log = devices[-1].log
     log.clear()
     first = make_step([(0, 0, [5, 6], True)], new_rows=[make_row(0, 2)])

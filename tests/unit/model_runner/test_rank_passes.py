@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.machine import limit
+from support.passes import forward
 from support.rank_threads import make_ranks, together
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +57,8 @@ def run(runner: LoadedModel) -> torch.Tensor:
     """Return all logits of a prompt with a last page that is partly filled."""
     table = torch.arange(64, dtype=torch.int32)[None] + PAGE
     positions = torch.arange(LENGTH)
-    return runner.engine.forward(
+    return forward(
+        runner.engine,
         ForwardBatch(
             input_ids=positions * 37 % 101,
             positions=positions,
@@ -66,7 +68,7 @@ def run(runner: LoadedModel) -> torch.Tensor:
             q_lens=[LENGTH],
             req_to_token=table,
             logit_indices=positions,
-        )
+        ),
     )
 
 

@@ -18,9 +18,12 @@ from support.sampler_reference import BORDER, make_row, reference
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.cpu_engine.build import levels_here
+from pdserve.model_runner.sampling.choose_tokens import choose_tokens
 from pdserve.model_runner.sampling.inverse_cdf import pick, pick_few, uniforms
-from pdserve.model_runner.sampling.rows import RowStates
-from pdserve.model_runner.sampling.rules import CANDIDATES, SORTED, sample
+from pdserve.model_runner.sampling.rows import host_rows
+from pdserve.model_runner.sampling.rules import CANDIDATES, SORTED, TorchRules
+from pdserve.model_runner.sampling.sampled import Sampled
+from pdserve.model_runner.sampling.top_ids import top_ids
 from pdserve.model_runner.sampling.top_tokens import top_tokens
 
 # Every rule is tested twice: as torch operations, and as the CPU kernel.
@@ -42,12 +45,13 @@ def load_kernel():
 
 def run(way: str, logits: torch.Tensor, inits: list[RowInit], positions: list[int]):
     """Sample each row as the step runner does."""
-    states = RowStates(len(inits), logits.shape[1], torch.device("cpu"))
+    states = host_rows(len(inits), logits.shape[1])
     for init in inits:
         states.start(init)
     rows, at = np.array([init.row for init in inits]), np.array(positions)
-    params = states.params(rows)
-    return sample(logits, params, at, states.edits(rows, params, at), load_kernel() if way == "kernel" else None)
+    sampler = load_kernel() if way == "kernel" else TorchRules()
+    chosen = choose_tokens(logits.numpy(), states, rows, states.params(rows), at, sampler)
+    return Sampled(*map(torch.from_numpy, chosen))
 
 
 @st.composite
@@ -218,6 +222,7 @@ def test_top_tokens_order_by_logit_then_id(seed: int, vocab: int, k: int) -> Non
         expected = np.lexsort((np.arange(vocab), -row))[:k]
         assert ids.tolist() == expected.tolist()
         assert values.tolist() == row[expected].tolist()
+        assert top_ids(row, k).tolist() == expected.tolist()
 
 
 @both_ways

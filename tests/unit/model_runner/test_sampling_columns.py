@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from pdserve.messages.sampling import COLUMNS, SamplingParams
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.sampling.row_params import ROW_PARAMS
-from pdserve.model_runner.sampling.rows import RowStates
+from pdserve.model_runner.sampling.rows import host_rows
 from pdserve.server.http.bodies.request_fields import SamplingFields
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +39,7 @@ def test_columns_are_in_the_order_of_the_request_s_fields_and_hold_what_it_says(
     values = {
         name: (i + 2) if column.dtype[-5:] == "int64" else 2.0**-i for i, (name, column) in enumerate(COLUMNS.items())
     }
-    states = RowStates(1, 100, torch.device("cpu"))
+    states = host_rows(1, 100)
     states.start(RowInit(0, 3, SamplingParams(**values), logprobs=5, history=b""))
     [row] = states.params(np.array([0]))
     assert {name: row[name] for name in names} == values

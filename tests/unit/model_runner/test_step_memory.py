@@ -147,7 +147,7 @@ def test_a_pool_of_a_given_size_leaves_room_for_steps(device, tmp_path: Path, mo
     instance.serve()
     assert 0 < instance.taken <= instance.model.step_bytes
     # Room for the pool and half of what steps take.
-    taken = sum(pool.data.nbytes for pool in instance.model.pools.by_group) + instance.model.step_bytes // 2
+    taken = sum(pool.nbytes for pool in instance.model.pools.by_group) + instance.model.step_bytes // 2
     monkeypatch.setattr(device, "memory", lambda: Memory(2**30, taken))
     with pytest.raises(
         NotEnoughMemory, match=r"--max-total-tokens 16384 takes .* GiB that steps take, but .* are free"

@@ -11,7 +11,8 @@ from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
-from pdserve.model_runner.batch.step_plan import kv_indices, paged_indices, plan_step
+from pdserve.model_runner.attention.kv_indices import kv_indices
+from pdserve.model_runner.batch.step_plan import paged_indices, plan_step
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -106,7 +106,7 @@ def test_weights_that_come_back_have_their_names_again(folder, ranges) -> None:
 def test_without_the_option_no_class_and_no_call_is_another(folder) -> None:
     steps = steps_of(folder)
     assert type(steps) is StepRunner
-    assert steps._engine._wrap_layer is None
+    assert steps._model.engine._wrap_layer is None
     ranged = step_ranges.with_ranges(FollowingSteps)
     assert issubclass(ranged, FollowingSteps)
     assert ranged.launch is not FollowingSteps.launch
@@ -122,7 +122,7 @@ def test_the_cpu_kernels_have_a_name_for_each_step(folder, ranges) -> None:
 
 def test_a_profile_shows_the_names(folder, tmp_path) -> None:
     steps = steps_of(folder, enable_nvtx=True)
-    rank = RankProfiler(tmp_path, 0, torch.device("cpu"), steps)
+    rank = RankProfiler(tmp_path, 0, "cpu", steps)
     (tmp_path / "a").mkdir()
     rank.start(StartProfile("a", ["CPU"], with_stack=False, record_shapes=False))
     answer(steps, 1)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from support import sampler_reference
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
-from pdserve.model_runner.batch.forward_batch import ForwardBatch
+from pdserve.model_runner.batch.host_batch import HostBatch
 from pdserve.model_runner.device.cpu import CpuDevice
+from pdserve.model_runner.sampling.rules import TorchRules
 from pdserve.model_runner.steps.common_steps import ALL_GENERAL, CommonSteps, RequestTables
 from pdserve.model_runner.steps.step_runner import StepRunner
 
@@ -27,33 +26,26 @@ class FakeModel:
     vocab_size = VOCAB
     context_length = 64
     device = CpuDevice()
-    graph_sizes = ()
-    logits_dtype = torch.float32
-    sampler = None
+    sampler = TorchRules()
 
     def __init__(self) -> None:
         self.engine = self
         self.pools = SimpleNamespace(num_slots=512, page_size=16, num_window_pages=0)
-        self.batches: list[ForwardBatch] = []
-        self.tables: list[torch.Tensor] = []
+        self.batches: list[HostBatch] = []
+        self.tables: list[np.ndarray] = []
         self.bad_tokens: set[int] = set()
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
         return ALL_GENERAL
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        pass
-
-    def compute(self, batch: ForwardBatch) -> torch.Tensor:
-        # The arrays are the next step's as soon as that begins.
-        tensors = ("input_ids", "positions", "out_cache_loc", "rows", "logit_indices")
-        self.batches.append(dataclasses.replace(batch, **{name: getattr(batch, name).clone() for name in tensors}))
-        self.tables.append(batch.req_to_token.clone())
+    def host_logits(self, batch: HostBatch) -> np.ndarray:
+        self.batches.append(batch)
+        self.tables.append(batch.req_to_token.copy())
         ids, positions = batch.input_ids[batch.logit_indices], batch.positions[batch.logit_indices]
-        logits = torch.zeros(len(ids), VOCAB)
-        logits[torch.arange(len(ids)), (ids + positions) % VOCAB] = 10.0
+        logits = np.zeros((len(ids), VOCAB), dtype=np.float32)
+        logits[np.arange(len(ids)), (ids + positions) % VOCAB] = 10.0
         for bad in self.bad_tokens:
-            logits[ids == bad] = torch.nan
+            logits[ids == bad] = np.nan
         return logits
 
 
@@ -104,7 +96,7 @@ def test_chunks_and_decode_steps_share_a_pass(runner: StepRunner, model: FakeMod
     assert batch.input_ids.tolist() == [10, 11, 9, 20]
     assert batch.positions.tolist() == [4, 5, 3, 0]
     assert batch.out_cache_loc.tolist() == [16, 17, 18, 19]
-    assert (batch.rows.tolist(), batch.starts, batch.q_lens) == ([0, 2, 1], [4, 3, 0], [2, 1, 1])
+    assert (batch.rows.tolist(), batch.starts.tolist(), batch.q_lens.tolist()) == ([0, 2, 1], [4, 3, 0], [2, 1, 1])
     assert batch.logit_indices.tolist() == [2, 3]
     assert next_tokens(result) == [12, 20]
     assert result.logprobs is None
@@ -114,7 +106,7 @@ def test_a_pass_knows_where_its_rows_prompts_end(runner: StepRunner, model: Fake
     rows = [make_row(0, prompt_len=2), make_row(3, prompt_len=40)]
     runner.run(make_step((3, 0, [1, 2], False), (0, 0, [5, 6], True), new_rows=rows))
     runner.run(make_step((0, 2, None, True), (3, 2, [3], False)))
-    assert [batch.prompt_lens for batch in model.batches] == [[40, 2], [2, 40]]
+    assert [batch.prompt_lens.tolist() for batch in model.batches] == [[40, 2], [2, 40]]
 
 
 def test_a_step_is_ready_before_the_result_of_the_one_before_is_known(runner: StepRunner, model: FakeModel) -> None:
@@ -245,11 +237,11 @@ BAD_CHANGES = {
 @pytest.mark.parametrize("name", BAD_CHANGES)
 def test_bad_rows_and_moved_slots_are_errors_before_anything_is_written(runner, model, name) -> None:
     runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)]))
-    table, state = runner._req_to_token.clone(), runner._rows.table.copy()
+    table, state = runner.executor.req_to_token.copy(), runner.executor.rows.table.copy()
     with pytest.raises(IndexError, match="step 7"):
         runner.run(make_step((0, 3, None, True), step_id=7, **BAD_CHANGES[name]))
-    assert torch.equal(runner._req_to_token, table)
-    assert (runner._rows.table == state).all()
+    assert np.array_equal(runner.executor.req_to_token, table)
+    assert (runner.executor.rows.table == state).all()
     assert len(model.batches) == 1
 
 
@@ -260,7 +252,7 @@ def test_window_pages_follow_the_steps(model: FakeModel) -> None:
     first.window_pages = pack_i32([1, 3, 31, 2])
     runner.run(first)
     at = model.batches[0].window_pages
-    assert at.nonzero().flatten().tolist() == [1, 31]
+    assert np.flatnonzero(at).tolist() == [1, 31]
     assert at[[1, 31]].tolist() == [3, 2]
     # The array stays where it is: kernels were told once.
     second = make_step((0, 3, None, True))
@@ -300,10 +292,10 @@ def test_bad_entries_are_errors_before_anything_is_written(runner, model, change
     step = make_step((0, 0, [1, 2, 3], True), (1, 0, [4], True))
     fields = {name: getattr(step, name) for name in step.__struct_fields__}
     bad = ForwardStep(**(fields | {name: pack_i32(values) for name, values in change.items()}))
-    table = runner._req_to_token.clone()
+    table = runner.executor.req_to_token.copy()
     with pytest.raises((IndexError, ValueError), match="step 1"):
         runner.run(bad)
-    assert torch.equal(runner._req_to_token, table)
+    assert np.array_equal(runner.executor.req_to_token, table)
     assert not model.batches
 
 
@@ -342,20 +334,15 @@ def test_steps_that_are_launched_ahead_come_to_the_same(ahead: int) -> None:
     assert [r.step_id for r in results] == [r.step_id for r in expected]
     assert [next_tokens(r) for r in results] == [next_tokens(r) for r in expected]
     assert [r.logprobs for r in results] == [r.logprobs for r in expected]
-    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(ours.batches, theirs.batches, strict=True))
+    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(ours.batches, theirs.batches, strict=True))
 
 
-def test_small_steps_find_their_arrays_where_they_were(model: FakeModel) -> None:
-    seen: list[int] = []
-    forward = model.compute
-
-    def looked_at(batch: ForwardBatch) -> torch.Tensor:
-        seen.append(batch.input_ids.data_ptr())
-        return forward(batch)
-
-    model.compute = looked_at
-    runner = StepRunner(model, max_reqs=4)
-    runner.run(make_step((0, 0, [1], True), new_rows=[make_row(0)]))
-    runner.run(make_step((1, 0, list(range(30)), True), new_rows=[make_row(1)]))
-    runner.run(make_step((0, 1, None, True), (1, 30, None, True)))
-    assert seen[0] == seen[2] != seen[1]
+def test_log_probabilities_are_those_of_the_model_where_a_row_is_penalised(runner: StepRunner) -> None:
+    """Edits change logits in place, and only while a token is chosen."""
+    init = make_row(0, frequency_penalty=6.0, logit_bias={7: 50.0}, history=pack_i32([1, 2, 3]), logprobs=2)
+    [scored] = runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[init])).logprobs
+    assert scored.token_id == 7
+    assert [token for token, _ in scored.top] == [5, 0]
+    normaliser = np.log(np.exp(10) + VOCAB - 1)
+    assert scored.logprob == pytest.approx(-normaliser, abs=1e-5)
+    assert scored.top[0][1] == pytest.approx(10 - normaliser, abs=1e-5)

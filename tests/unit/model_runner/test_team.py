@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.machine import limit
+from support.passes import forward
 
 from pdserve.model_runner.batch.forward_batch import ForwardBatch
 from pdserve.model_runner.cpu_engine.build import BuildError
 from pdserve.model_runner.cpu_engine.library import load_library
 from pdserve.model_runner.device.placement import SPIN_US, plan_placement
-from pdserve.model_runner.engines.load import Threads, load_model
+from pdserve.model_runner.engines.load import load_model
+from pdserve.model_runner.engines.load_setup import Threads
 from pdserve.model_runner.engines.loaded import LoadedModel
 from pdserve.runtime.machine.topology import read_machine
 from pdserve.server.options import ServerOptions
@@ -81,7 +83,7 @@ def make_runner(folder: Path, threads: int, spin_us: int, monkeypatch: pytest.Mo
 def cpu_seconds(runner: LoadedModel, batch: ForwardBatch) -> float:
     """Return CPU seconds of all threads. A busy machine makes a pass slower, but spinning makes it cost far more."""
     begin = time.process_time()
-    runner.engine.forward(batch)
+    forward(runner.engine, batch)
     return time.process_time() - begin
 
 
@@ -94,9 +96,9 @@ def test_sixteen_threads_on_few_cores(folder: Path, monkeypatch: pytest.MonkeyPa
     spinning = make_runner(folder, 16, SPIN_US, monkeypatch)
     prompt, decode = make_batch(0, PROMPT), make_batch(PROMPT, 1)
     for batch in (prompt, decode):
-        expected = alone.engine.forward(batch)
+        expected = forward(alone.engine, batch)
         for crowd in (planned, spinning):
-            torch.testing.assert_close(crowd.engine.forward(batch), expected, rtol=0, atol=0)
+            torch.testing.assert_close(forward(crowd.engine, batch), expected, rtol=0, atol=0)
     costs = [(cpu_seconds(planned, decode), cpu_seconds(spinning, decode)) for _ in range(PASSES)]
     sleeping, spin = (min(of) for of in zip(*costs, strict=True))
     assert SPIN_IS_DEARER * sleeping < spin, costs

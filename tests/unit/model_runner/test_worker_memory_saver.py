@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.passes import pool_bytes
 from support.recording_device import RecordingDevice
 from support.tiny_model import CONFIG
 
@@ -22,7 +23,8 @@ from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.engines.load import load_model
 from pdserve.model_runner.engines.memory_table import full_requests, memory_use, table
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.layout import KVShape, make_layout
+from pdserve.model_runner.kv.pool import make_pool
 from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.model_runner.kv.prefault import PoolPrefault
 from pdserve.model_runner.memory_saver import WorkerMemorySaver, unreleasable
@@ -75,7 +77,7 @@ class Rig:
 def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: list) -> None:
     rig = Rig(tmp_path, attention_backend=backend)
     before = rig.answer()
-    kept = rig.model.pools.pool.data.clone()
+    kept = pool_bytes(rig.model.pools.pool).clone()
     changed = rig.occupation.obey(ReleaseMemory(tags))
     assert (changed.released, changed.error) == (tags, "")
     if len(tags) == 2:
@@ -84,7 +86,7 @@ def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: l
     changed = rig.occupation.obey(ResumeMemory(tags))
     assert (changed.released, changed.error) == ([], "")
     # Weights alone leave the pool as it is: what is cached there goes on being right.
-    assert torch.equal(rig.model.pools.pool.data, kept) == ("kv_cache" not in tags)
+    assert torch.equal(pool_bytes(rig.model.pools.pool), kept) == ("kv_cache" not in tags)
     assert ("kv_cache" not in tags) or not rig.model.pools.pool.data.any()
     assert rig.answer(first_page=4) == before
 
@@ -93,7 +95,7 @@ def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: l
 @pytest.mark.parametrize("transfer", ["tcp", "shm"])
 def test_memory_goes_back_to_the_system(tmp_path: Path, backend: str, transfer: str) -> None:
     rig = Rig(tmp_path, wide=True, attention_backend=backend, disaggregation_transfer_backend=transfer)
-    pool, weights = rig.model.pools.pool.data.nbytes, rig.model.weight_bytes
+    pool, weights = rig.model.pools.pool.nbytes, rig.model.weight_bytes
     assert min(pool, weights) > 48 * MIB
     rig.answer()
     assert rig.model.pools.region is not None
@@ -140,7 +142,7 @@ def test_other_weights_than_before_are_refused_and_nothing_is_held(tmp_path: Pat
 def test_what_does_not_fit_is_refused_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path)
     rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
-    both = rig.model.pools.pool.data.nbytes + rig.model.weight_bytes
+    both = rig.model.pools.pool.nbytes + rig.model.weight_bytes
     monkeypatch.setattr(rig.model.device, "memory", lambda: Memory(2 * both, both - 1))
     changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
     assert changed.released == ["kv_cache", "weights"]
@@ -154,7 +156,7 @@ def test_a_pool_that_became_smaller_needs_no_more_than_that(tmp_path: Path, monk
     rig.occupation.obey(ReleaseMemory(["kv_cache"]))
     left = 8 * rig.model.pools.layout.groups[0].page_bytes
     monkeypatch.setattr(rig.model.device, "memory", lambda: Memory(GIB, left))
-    assert left < rig.model.pools.pool.data.nbytes
+    assert left < rig.model.pools.pool.nbytes
     assert rig.occupation.obey(ResumeMemory(["kv_cache"])).error == ""
 
 
@@ -247,7 +249,7 @@ def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again(
     layout = make_layout(KVShape(2, 2, 8), PAGE, torch.float32)
     pool = make_pool(layout, 4, torch.device("cpu"))
     device = RecordingDevice()
-    device.torch = torch.device("cuda")
+    device.kind = "cuda"
     model: Any = SimpleNamespace(device=device, pools=Pools(layout, PoolPlan(4), [pool], [None]), weight_bytes=0)
     steps: Any = Steps()
     occupation = WorkerMemorySaver(model, steps, PoolPrefault(None, 1, device.memory), NoOtherRanks())

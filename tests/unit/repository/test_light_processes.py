@@ -19,7 +19,7 @@ MODULES = {
         "pdserve.disaggregation.bootstrap.server",
     ),
     ("pydantic",): ("pdserve.server.http_process",),
-    # A worker imports torch after its threads are placed.
+    # A worker imports what its engine needs after its threads are placed.
     ("numpy",): (
         "pdserve.server.tokenizer_process",
         "pdserve.detokenizer.process",
@@ -45,3 +45,35 @@ def test_a_process_imports_nothing_heavy_that_it_does_not_need(allowed):
     found = dict(map(json.loads, done.stdout.splitlines()))
     assert found.keys() == set(MODULES[allowed])
     assert [module for module, loaded in found.items() if set(loaded) - set(allowed)] == []
+
+
+CPP_WORKER = (
+    "disaggregation.transfer.engine",
+    "disaggregation.transfer.process",
+    "model_runner.engines.cpu",
+    "model_runner.engines.load",
+    "model_runner.engines.memory_table",
+    "model_runner.engines.pool_maker",
+    "model_runner.kv.page_groups",
+    "model_runner.kv.pool_hasher",
+    "model_runner.memory_saver",
+    "model_runner.profiler",
+    "model_runner.rank_process",
+    "model_runner.ranks.host_ranks",
+    "model_runner.ranks.leading_steps",
+    "model_runner.ranks.rank_parts",
+    "model_runner.sampling.native",
+    "model_runner.steps.host_executor",
+    "model_runner.steps.measure_steps",
+    "model_runner.steps.step_queue",
+    "model_runner.steps.warm_up",
+    "model_runner.tiers.worker_tiers",
+)
+"""What a worker of the C++ engine imports as it loads and serves."""
+
+
+def test_a_worker_of_the_cpp_engine_imports_no_torch() -> None:
+    names = ", ".join(f"pdserve.{module}" for module in CPP_WORKER)
+    code = f"import sys, {names}; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=limit(60))
+    assert done.returncode == 0, done.stderr

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from support.machine import limit
 
-from pdserve.model_runner.device.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
+from pdserve.model_runner.device.placement import CROWDED_SPIN_US, SPIN_US, bind_calling_thread, plan_placement
 from pdserve.model_runner.ranks.rank_placement import plan_rank_placement
 from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
-from pdserve.runtime.machine.topology import Machine
+from pdserve.runtime.machine.topology import Machine, read_machine
 from pdserve.runtime.ranks import RankPlace
 
 FOUR = frozenset(range(4))
@@ -193,13 +193,13 @@ def test_memory_is_asked_for_on_the_node() -> None:
 
 BIND = """
 import os, sys, threading
-from pdserve.model_runner.device.placement import bind_compute_threads, confine, floating, plan_placement
+from pdserve.model_runner.device.placement import confine, floating, plan_placement, start_torch_threads
 from pdserve.runtime.machine.topology import read_machine
 
 allowed = frozenset(os.sched_getaffinity(0))
 placement = plan_placement(None, sys.argv[1], read_machine())
 confine(placement)
-bound = bind_compute_threads(placement)
+bound = start_torch_threads(placement)
 assert [os.sched_getaffinity(thread) for thread in bound] == [{cpu} for cpu in placement.cpus], bound
 import torch
 assert torch.get_num_threads() == len(placement.cpus)
@@ -211,6 +211,15 @@ thread.join()
 assert seen == [allowed], seen
 assert os.sched_getaffinity(0) == {placement.cpus[0]}
 """
+
+
+def test_the_calling_thread_is_the_first_of_those_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: moved.append((thread, cores)))
+    placement = plan_placement(None, None, read_machine())
+    bind_calling_thread(placement._replace(cpus=(5, 3)))
+    bind_calling_thread(placement._replace(cpus=None))
+    assert moved == [(0, {5})]
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])

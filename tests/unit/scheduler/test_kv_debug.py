@@ -29,8 +29,9 @@ from pdserve.messages.question import RefusedAnswer
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.kv.layout import KVShape, make_layout
 from pdserve.model_runner.kv.page_hasher import PageHasher
-from pdserve.model_runner.kv.pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.kv.pool import make_pool
 from pdserve.model_runner.kv.pool_hasher import PoolHasher
 from pdserve.model_runner.kv.pools import PoolPlan, Pools
 from pdserve.scheduler import store_link
@@ -140,7 +141,7 @@ def test_pools_are_looked_at_where_they_lie():
     regions = [SimpleNamespace(buffer=pages.numpy().data) for pages in held]
     on_host = dataclasses.replace(on_device, regions=regions)
     for lying in (on_device, on_host):
-        hasher = PoolHasher(lying, open_device(torch.device("cpu")))
+        hasher = PoolHasher(lying, open_device("cpu"))
         hashed = hasher.obey(HashPages(5, [pack_i32([2, 1]), pack_i32([0, 3])]))
         assert hashed == PagesHashed(5, wanted, "tokens")
 

@@ -19,7 +19,7 @@ from support.families import make_reference
 from pdserve.model_files.checkpoint import TensorSize
 from pdserve.model_files.model_path import resolve_model
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_runner.kv.pool import make_layout
+from pdserve.model_runner.kv.layout import make_layout
 from pdserve.runtime.machine.memory import Memory
 from pdserve.terminal.check.finding import Finding, Level
 from pdserve.terminal.check.model import fit, look_at_model, page_bytes, weight_bytes

@@ -1,0 +1,24 @@
+"""Chooses tokens on the host: the rows' edits, and then a sampler.
+
+Shapes: S sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .logit_edits.base import edited
+from .row_params import F32, I64, RowParams
+from .rows import RowStates
+from .sampled import HostArray, HostSampler, Sampled
+
+
+def choose_tokens(
+    logits_SV: F32, states: RowStates[Any], rows: I64, params: RowParams, positions: I64, sampler: HostSampler
+) -> Sampled[HostArray]:
+    """Choose the token at ``positions[i]`` of each of ``rows``, with ``params`` [S].
+
+    ``logits_SV``: changed meanwhile, and afterwards as they were.
+    """
+    with edited(logits_SV, params, states.edits(rows, params, positions)):
+        return sampler.sample(logits_SV, params, positions)

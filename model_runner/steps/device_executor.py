@@ -1,0 +1,231 @@
+"""Steps of a device that computes beside the host: arrays travel there, and work is queued behind what is queued.
+
+Nothing here waits for the device. Tokens are chosen and counted there (``sampling/device/``), and log-probabilities are
+computed with the step. Steps that decode only are graphs where the device has them (``decode_graphs.py``).
+
+Shapes: S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...messages.base import I32
+from ...messages.worker import ForwardStep, RowInit
+from ...runtime.layers_done import PassProgress
+from ..batch.forward_batch import ForwardBatch
+from ..batch.step_arrays import DeviceArrays, StepArrays
+from ..batch.step_plan import StepPlan
+from ..device.base import Device, HostCopy
+from ..kv.pools import Pools
+from ..ops.choose import choose_ops
+from ..sampling.device.base import SampledRows, device_rows
+from ..sampling.device.choose import choose_sampler
+from ..sampling.row_params import I64, RowParams
+from ..sampling.rows import RowStates
+from ..sampling.sampled import Sampled, Scored
+from .common_steps import Chosen
+from .decode_graphs import DecodeGraphs, GraphModel
+
+
+class DeviceEngine(GraphModel, Protocol):
+    """What a step on a device needs of ``engines.torch.AttentionEngine``."""
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Entries of decode steps to capture as graphs, ascending."""
+        ...
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Type of the logits that ``compute`` returns."""
+        ...
+
+
+class DeviceModel(Protocol):
+    """A model on a device; see ``Model``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def device(self) -> Device:
+        """Where the model computes."""
+        ...
+
+    @property
+    def pools(self) -> Pools:
+        """KV pools that slots and pages are of."""
+        ...
+
+    @property
+    def engine(self) -> DeviceEngine:
+        """Computes the passes."""
+        ...
+
+
+class DeviceExecutor:
+    """See the module."""
+
+    def __init__(self, model: DeviceModel, max_reqs: int) -> None:
+        self._engine, pools = model.engine, model.pools
+        self._device = device = model.device
+        self._ops = choose_ops(device.torch)
+        self.rows: RowStates[Tensor] = device_rows(max_reqs, model.vocab_size, device.torch)
+        self.req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
+        """[R, C]"""
+        self.window_pages: Tensor | None = None
+        """See ``ForwardBatch``; stays where it is, as the request table does."""
+        if pools.num_window_pages:
+            pages = pools.num_slots // pools.page_size
+            self.window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
+        self._arrays = StepArrays(device, max_reqs)
+        self._there: DeviceArrays | None = None
+        """Arrays of the step that is being launched."""
+        self.graphs = DecodeGraphs(device, self._engine, self._engine.graph_sizes)
+        # Graphs read it at every replay, so it is made once and stays.
+        self._all_entries = torch.arange(max(self._engine.graph_sizes, default=0), device=device.torch)
+        self.sampler = choose_sampler(device, self.rows, self._engine.logits_dtype)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """See the protocol. Waiting for the device raises, where it can tell."""
+        with torch.inference_mode(), self._device.no_sync():
+            yield
+
+    def start(self, inits: Sequence[RowInit]) -> None:
+        """See the protocol."""
+        for init in inits:
+            self.rows.start(init)
+        if inits:
+            self.sampler.start(inits)
+
+    def move_slots(self, row: int, start: int, slots: I32) -> None:
+        """See the protocol."""
+        self.req_to_token[row, start : start + len(slots)] = self._device.upload(slots)
+
+    def move_windows(self, pages: I32) -> None:
+        """See the protocol."""
+        if self.window_pages is not None:
+            there = self._device.upload(pages)
+            self.window_pages.index_copy_(0, there[:, 0].long(), there[:, 1])
+
+    def use_weights(self) -> None:
+        """Do nothing: the engine computes each step with the weights that it has."""
+
+    def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
+        """Leave every step to the general way."""
+        return None
+
+    def prepare(self, plan: StepPlan) -> int | None:
+        """See the protocol."""
+        size = self.graphs.size_for(len(plan.rows)) if plan.is_decode else None
+        self._there = self._arrays.load(plan, size or 0)
+        self._ops.enter(self._there, self.req_to_token, self.rows.last_tokens)
+        return size
+
+    def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> Tensor:
+        """See the protocol."""
+        logits_LV = self._forward(plan, done) if size is None else self._replay(plan, size)
+        return logits_LV if self.sampler.reads_halves else logits_LV.float()
+
+    def _forward(self, plan: StepPlan, done: PassProgress) -> Tensor:
+        there = self._loaded
+        done.mark_by(self._device.mark)
+        batch = ForwardBatch(
+            input_ids=there.input_ids,
+            positions=there.positions,
+            out_cache_loc=there.out_cache_loc,
+            rows=there.rows,
+            starts=plan.starts.tolist(),
+            q_lens=plan.q_lens.tolist(),
+            req_to_token=self.req_to_token,
+            logit_indices=there.logit_indices,
+            done=done,
+            prompt_lens=self.rows.table["prompt_len"][plan.rows].tolist(),
+            window_pages=self.window_pages,
+            begun_at=there.begun_at,
+            host_rows=plan.rows,
+        )
+        self._engine.prepare(batch)
+        return self._engine.compute(batch)
+
+    def _replay(self, plan: StepPlan, size: int) -> Tensor:
+        there, batch = self._loaded, self._padded_batch(size)
+        count = len(plan.rows)
+        batch.starts[:count] = plan.starts.tolist()
+        batch.begun_at = there.begun_at
+        batch.host_rows[:count] = plan.rows
+        logits_SV = self.graphs.run(batch)
+        # As a rule every entry samples, and nothing is copied.
+        everyone = len(plan.logit_indices) == count and len(plan.sampled) == count
+        return logits_SV[:count] if everyone else logits_SV.index_select(0, there.logit_indices)
+
+    def choose(self, logits_LV: Tensor, plan: StepPlan, params: RowParams) -> Sampled[Tensor]:
+        """See the protocol."""
+        if not len(params):
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device.torch)
+            return Sampled(nothing, nothing.bool())
+        on_device = self._loaded.sampled_rows, self._loaded.sampled_positions
+        sampled = SampledRows(plan.sampled_rows, plan.sampled_positions, params, *on_device)
+        return self.sampler.sample(logits_LV[: len(params)], sampled)
+
+    def score_samples(self, logits_LV: Tensor, tokens_S: Tensor, wanted: I64, most: int) -> Scored[Tensor]:
+        """See the protocol."""
+        logits_NV = logits_LV[: len(tokens_S)]
+        if len(wanted) < len(tokens_S):
+            at = self._device.upload(wanted)
+            logits_NV, tokens_S = logits_NV.index_select(0, at), tokens_S.index_select(0, at)
+        return self.sampler.score(logits_NV, tokens_S, most)
+
+    def score_prompt(self, logits_NV: Tensor, targets_N: I64, most: int) -> Scored[Tensor]:
+        """See the protocol."""
+        return self.sampler.score(logits_NV, self._device.upload(targets_N), most)
+
+    def fetch(self, arrays: Sequence[Tensor]) -> HostCopy:
+        """See the protocol."""
+        return self._device.fetch(arrays)
+
+    def capture_graphs(self) -> None:
+        """See the protocol."""
+        if self._engine.graph_sizes:
+            self._arrays.clear()
+            with torch.inference_mode():
+                self.graphs.capture(self._padded_batch)
+
+    def drop_graphs(self) -> None:
+        """See the protocol."""
+        self.graphs.drop()
+
+    @property
+    def _loaded(self) -> DeviceArrays:
+        assert self._there is not None, "a step is prepared first"
+        return self._there
+
+    def _padded_batch(self, size: int) -> ForwardBatch:
+        """Return a decode step of ``size`` entries, of which all is padding as far as the host knows."""
+        there = self._arrays.padded(size)
+        return ForwardBatch(
+            *there[:4],
+            starts=[0] * size,
+            q_lens=[1] * size,
+            req_to_token=self.req_to_token,
+            logit_indices=self._all_entries[:size],
+            window_pages=self.window_pages,
+            begun_at=there.input_ids[:0],
+            host_rows=np.zeros(size, dtype=np.int64),
+            is_captured=True,
+        )

@@ -1,0 +1,136 @@
+"""Steps that the host computes itself, in NumPy's arrays: everything is done when a call returns.
+
+On the C++ engine the common step, which wants tokens and nothing else, is one call. What else there is goes the general
+way: each part a call of its own, on any engine.
+
+Shapes: T tokens, S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from ...messages.base import I32
+from ...messages.worker import ForwardStep, RowInit
+from ...runtime.layers_done import PassProgress
+from ..batch.host_batch import HostBatch
+from ..batch.step_plan import StepPlan
+from ..sampling.choose_tokens import choose_tokens
+from ..sampling.logprobs import score
+from ..sampling.row_params import F32, I64, RowParams
+from ..sampling.rows import RowStates, host_rows
+from ..sampling.sampled import HostArray, Sampled, Scored
+from .common_steps import ALL_GENERAL, Chosen, CommonSteps, RequestTables
+from .executor import Model
+
+
+class _There:
+    """Results that lie on the host already."""
+
+    def __init__(self, arrays: Sequence[HostArray]) -> None:
+        self._arrays = list(arrays)
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[HostArray]:
+        return self._arrays
+
+
+class HostExecutor:
+    """See the module."""
+
+    def __init__(self, model: Model, max_reqs: int) -> None:
+        self._engine = model.engine
+        self.rows: RowStates[I64] = host_rows(max_reqs, model.vocab_size)
+        self.req_to_token = np.zeros((max_reqs, model.context_length), dtype=np.int32)
+        """[R, C]; its memory is taken as it is first written."""
+        pages, has_windows = model.pools.num_slots // model.pools.page_size, bool(model.pools.num_window_pages)
+        self.window_pages = np.zeros(pages, dtype=np.int32) if has_windows else None
+        """See ``ForwardBatch``."""
+        self.common: CommonSteps = ALL_GENERAL
+        """Computes common steps, with the weights that the engine has."""
+
+    def launching(self) -> AbstractContextManager[object]:
+        """See the protocol."""
+        return nullcontext()
+
+    def start(self, inits: Sequence[RowInit]) -> None:
+        """See the protocol."""
+        for init in inits:
+            self.rows.start(init)
+
+    def move_slots(self, row: int, start: int, slots: I32) -> None:
+        """See the protocol."""
+        self.req_to_token[row, start : start + len(slots)] = slots
+
+    def move_windows(self, pages: I32) -> None:
+        """See the protocol."""
+        if self.window_pages is not None:
+            self.window_pages[pages[:, 0]] = pages[:, 1]
+
+    def use_weights(self) -> None:
+        """See the protocol."""
+        # What computes common steps keeps weights alive: it goes before another one is made.
+        self.common = ALL_GENERAL
+        tables = RequestTables(self.req_to_token, self.rows.last_tokens, self.rows.table, self.window_pages)
+        self.common = self._engine.common_steps(tables)
+
+    def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
+        """See the protocol."""
+        return self.common.run(step, done)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """See the protocol."""
+        plan.input_ids[plan.last_at] = self.rows.last_tokens[plan.last_rows]
+        self.req_to_token[plan.token_rows, plan.positions] = plan.out_cache_loc
+
+    def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> F32:
+        """See the protocol."""
+        return self._engine.host_logits(
+            HostBatch(
+                input_ids=plan.input_ids,
+                positions=plan.positions,
+                out_cache_loc=plan.out_cache_loc,
+                rows=plan.rows,
+                starts=plan.starts,
+                q_lens=plan.q_lens,
+                req_to_token=self.req_to_token,
+                logit_indices=plan.logit_indices,
+                begun_at=plan.begun_at,
+                done=done,
+                prompt_lens=self.rows.table["prompt_len"][plan.rows],
+                window_pages=self.window_pages,
+            )
+        )
+
+    def choose(self, logits_LV: F32, plan: StepPlan, params: RowParams) -> Sampled[HostArray]:
+        """See the protocol."""
+        rows, positions = plan.sampled_rows, plan.sampled_positions
+        logits_SV = logits_LV[: len(rows)]
+        chosen = choose_tokens(logits_SV, self.rows, rows, params, positions, self._engine.sampler)
+        self.rows.last_tokens[rows] = chosen.tokens
+        for i, history in self.rows.histories(rows, params):
+            history.append(int(chosen.tokens[i]))
+        return chosen
+
+    def score_samples(self, logits_LV: F32, tokens_S: I64, wanted: I64, most: int) -> Scored[HostArray]:
+        """See the protocol."""
+        return score(logits_LV, wanted, tokens_S[wanted], most, self._engine.sampler)
+
+    def score_prompt(self, logits_NV: F32, targets_N: I64, most: int) -> Scored[HostArray]:
+        """See the protocol."""
+        return score(logits_NV, np.arange(len(targets_N)), targets_N, most, self._engine.sampler)
+
+    def fetch(self, arrays: Sequence[HostArray]) -> _There:
+        """See the protocol."""
+        return _There(arrays)
+
+    def capture_graphs(self) -> None:
+        """Do nothing: there are none on the host."""
+
+    def drop_graphs(self) -> None:
+        """Do nothing: there are none on the host."""
