@@ -8,8 +8,8 @@ allows.
 Shapes: T tokens of the pass, B entries of one token, S gathered lanes (whole pages), H heads, K KV heads, G = H / K,
 D head_dim.
 
-What differs from layer to layer comes with each call: a window is a mask of its own, made when its first layer asks for
-it; a soft cap and sinks need the scores themselves, so such layers multiply them out instead of calling torch's own
+What differs from layer to layer comes with each call. A window is a mask of its own, made when its first layer asks for
+it. A soft cap and sinks need the scores themselves, so such layers compute the scores instead of calling torch's own
 attention.
 """
 

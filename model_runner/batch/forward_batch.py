@@ -35,13 +35,13 @@ class ForwardBatch:
     rows: Tensor
     """[B] int64: rows of ``req_to_token``."""
     starts: list[int]
-    """[B]: tokens of the row whose KV is computed already."""
+    """[B]: tokens of the row with computed KV."""
     q_lens: list[int]
     """[B]: tokens of the row that this pass computes, at least 1."""
     req_to_token: Tensor
     """[R, C] int32: row × position → slot. Never written by the model."""
     logit_indices: Tensor
-    """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
+    """[L] int64: indices into T of the tokens with wanted logits, in the order of the answer."""
     done: PassProgress = NOT_COUNTED
     """Counts the layers with KV that the pass has written, for the push of their pages; host memory only."""
     prompt_lens: list[int] | None = None
@@ -56,10 +56,12 @@ class ForwardBatch:
     begun_at: Tensor | None = None
     """int64: tokens that lie in pages which the pass begins and does not fill, one of each; None: not worked out."""
     host_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """[B]: ``rows``, on the host, for who plans there. Empty where the batch was not made of a step."""
+    """[B]: ``rows``, on the host, for planning there. Empty if the batch was not made of a step."""
     is_captured: bool = False
-    """Whether the pass is a graph's, captured or replayed: each entry is of one token, the tensors are the same each
-    time, and what ``plan`` leaves for ``forward`` must be at the same addresses for each pass of so many entries.
+    """Whether the pass is a graph's, captured or replayed.
+
+    Each entry is then of one token, and the tensors are the same each time. What ``plan`` leaves for ``forward`` must
+    be at the same addresses for each pass of as many entries.
     """
 
     @property

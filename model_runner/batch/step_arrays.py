@@ -1,7 +1,7 @@
 """The device's copy of a step's arrays, at addresses that stay: a captured graph reads where it read before.
 
-Life of a step's copy: written to one of two areas of the host (the copy before may still be on its way), sent to the
-device behind all work that is queued there, in one piece, and read by the step. Nobody waits. Two areas are enough
+A step's copy is written to one of two areas of the host, since the copy before may still be on its way. It is sent in
+one piece, behind all work that is queued on the device, and read by the step. Nothing waits. Two areas are enough
 because one step at most is open while another is launched (``step_queue.py``).
 
 Steps of few tokens, which graphs are captured of, have addresses that never change. Longer ones share an area that
@@ -99,13 +99,14 @@ class StepArrays:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest step whose arrays stay where they are."""
+        """Tokens of the longest step with arrays that stay where they are."""
         return self._small.capacity
 
     def load(self, plan: StepPlan, padded_to: int = 0) -> DeviceArrays:
-        """The plan's arrays on the device, behind what is queued there.
+        """Send the plan's arrays to the device, behind the work that is queued there.
 
-        ``padded_to`` (at most ``capacity``): the tokens up to there are 0, at position 0, in slot 0, of row 0.
+        ``padded_to`` (at most ``capacity``): number of tokens after padding. A padding token is token 0 at position 0,
+        in slot 0, of row 0.
         """
         arrays = [
             plan.input_ids,
@@ -131,10 +132,10 @@ class StepArrays:
         return self._large.load(arrays, padded_to)
 
     def padded(self, size: int) -> PaddedArrays:
-        """Where steps that are padded to ``size`` have their arrays."""
+        """Return the arrays of steps that are padded to ``size``."""
         return self._small.padded(size)
 
     def clear(self) -> None:
-        """Every token of the small area is 0, at position 0, in slot 0, of row 0."""
+        """Set every token of the small area to token 0 at position 0, in slot 0, of row 0."""
         nothing = np.empty(0, dtype=np.int64)
         self._small.load([nothing] * len(_Array), self._small.capacity)

@@ -1,7 +1,7 @@
 """What a step computes, as arrays: pure functions of the message, the same for every device and tested without one.
 
-Nothing here knows a token that an earlier step has yet to choose: a step is planned while the device is still busy with
-the one before. Where such a token goes, ``last_at`` says, and the device puts it there.
+A step is planned while the device is still busy with the one before, so a token that an earlier step has yet to choose
+is not known here. ``last_at`` says where such a token goes, and the device puts it there.
 
 Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, N pages of all entries.
 """
@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
     last_rows: I64
     """Rows that these tokens are the last ones of."""
     logit_indices: I64
-    """[L]: tokens whose logits are wanted."""
+    """[L]: tokens with wanted logits."""
     sampled: I64
     """[S]: entries that sample."""
     begun_at: I64
@@ -64,7 +64,7 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
-    """The arrays of a step that ``step_check.py`` has found to be in order, for pages of so many tokens."""
+    """Plan the arrays of a step that ``step_check.py`` has accepted, for pages of ``page_size`` tokens."""
     rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
     ends = np.cumsum(q_lens)
     firsts = ends - q_lens
@@ -99,16 +99,16 @@ def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
 
 
 def sampled_entries(step: ForwardStep) -> I64:
-    """[S]"""
+    """Return the entries of the step that sample a token, [S]."""
     return np.flatnonzero(unpack_i32(step.sample))
 
 
 class PagedIndices(NamedTuple):
-    """Where entries' keys and values lie, as paged attention kernels are told (FlashInfer's form; ours is the same).
+    """Places of the entries' keys and values, in the form that paged attention kernels take (FlashInfer's and ours).
 
     Entry ``b`` reads pages ``[kv_indptr[b], kv_indptr[b + 1])`` of ``kv_indices``, of the last one ``last_page_len[b]``
-    tokens. The pages themselves stand in the request table, on the device, where ``kv_indices`` fetches them without
-    anyone waiting.
+    tokens. The pages themselves stand in the request table, on the device, where ``kv_indices``
+    fetches them without waiting.
     """
 
     kv_indptr: I32

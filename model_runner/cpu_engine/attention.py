@@ -33,7 +33,10 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2. ``sinks``: [H]."""
+        """Prepare attention over ``pool`` with the parameters of an ``AttentionSpec``.
+
+        ``scale``: head_dim to the power of -1/2 if None. ``sinks``: [H].
+        """
         self._library = _declared(load_library())
         self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool, num_heads), team, num_heads
         self._window = window or 0
@@ -49,8 +52,9 @@ class PagedAttention:
         self.close = weakref.finalize(self, self._library.pds_attention_plan_free, self._plan)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the pass among the threads. Keeps nothing of ``batch``, whose ``window_pages``, where it has any, lead
-        to the pages of this pool.
+        """Divide the pass among the threads. Keeps nothing of ``batch``.
+
+        If ``batch`` has ``window_pages``, they lead to the pages of this pool.
         """
         entries, table = pass_entries(batch.rows.numpy(), batch.starts, batch.q_lens), batch.req_to_token
         status = self._library.pds_attention_prepare(

@@ -78,13 +78,15 @@ class BuildError(Exception):
 
 
 def levels_here() -> tuple[IsaLevel, ...]:
-    """The levels that this processor has, best first; none where the kernels can't run at all."""
+    """Return the levels that this processor has, best first; none if the kernels can't run at all."""
     flags = cpu_flags()
     return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
 def choose_level() -> IsaLevel:
-    """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
+    """Return the level that ``PDSERVE_CPU_ISA`` names, else the best. Raises ``BuildError`` if this
+    processor lacks it.
+    """
     if platform.machine() != ARCHITECTURE:
         raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
     here, name = {level.name: level for level in levels_here()}, os.environ.get(ISA_VARIABLE, "")
@@ -98,7 +100,7 @@ def choose_level() -> IsaLevel:
 
 
 def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels") -> Path:
-    """Where the library for ``level`` is, or would be."""
+    """Return the path that the library for ``level`` has or would have."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
     for file in sorted(filter(Path.is_file, sources.rglob("*"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
@@ -106,10 +108,10 @@ def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels"
 
 
 def find_library(path: Path) -> Path | None:
-    """The library of ``library_path``, or one of the same name that came with the package; None: not built yet.
+    """Return the library at ``path``, or the one of that name that came with the package, or None.
 
-    Raises ``BuildError`` where it, or its folder, belongs to another user or may be written by others: its code would
-    run in this process.
+    Raises ``BuildError`` if it or its folder belongs to another user or may be written by others: its code would run in
+    this process.
     """
     prebuilt = PREBUILT / path.name
     if prebuilt.is_file():
@@ -125,14 +127,14 @@ def find_library(path: Path) -> Path | None:
 
 
 def find_compiler() -> str | None:
-    """The path of the compiler that builds the kernels; None where there is none."""
+    """Return the path of the compiler that builds the kernels, or None if there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
-    """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
+    """Return the path of the library for ``level``, and build it if it isn't there yet. Raises ``BuildError``.
 
-    Processes that want it at the same time wait for the first of them. What failed is not tried again by the same
+    Processes that want it at the same time wait for the first of them. What failed is not tried again with the same
     compiler, unless ``retry``.
     """
     path = library_path(level, sources, name)
@@ -187,7 +189,7 @@ def _try_to_compile(level: IsaLevel, sources: Path, path: Path, retry: bool) -> 
 
 
 def _compile(compiler: str, level: IsaLevel, folder_of_sources: Path, path: Path) -> None:
-    """Each source by itself, on all cores, and then the library of them."""
+    """Compile each source by itself, on all cores, and link the library of them."""
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()
     sources = sorted(folder_of_sources.rglob("*.cpp"))
@@ -217,7 +219,7 @@ def _run(command: tuple[str | Path, ...]) -> None:
 
 
 def _cache_folder() -> Path:
-    """The XDG base directory specification's place for what can be made again."""
+    """Return the folder that the XDG base directory specification gives to data that can be made again."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "pdserve"
 

@@ -19,16 +19,16 @@ class FailedBuild:
         self._compiler = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}"
 
     def recall(self) -> str | None:
-        """What this compiler said when it failed; None where it has not."""
+        """Return the message of this compiler's last failure, or None if it has not failed."""
         if not self._note.is_file():
             return None
         compiler, _, message = self._note.read_text(encoding="utf-8", errors="replace").partition("\n")
         return message if compiler == self._compiler else None
 
     def remember(self, message: str) -> None:
-        """The build failed."""
+        """Record that the build failed with ``message``."""
         self._note.write_text(f"{self._compiler}\n{message}", encoding="utf-8", errors="replace")
 
     def forget(self) -> None:
-        """The build succeeded."""
+        """Forget an earlier failure, since the build succeeded."""
         self._note.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ NATIVE_KV_DTYPES = NATIVE_DTYPES | {
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The kernels for this processor, built now if ``make setup`` has not. Raises ``BuildError``."""
+    """Load the kernels for this processor, and build them if ``make setup`` has not. Raises ``BuildError``."""
     path = build(choose_level())
     try:
         library = ctypes.CDLL(str(path))
@@ -80,7 +80,7 @@ def check_size(library: ctypes.CDLL, struct: str, size: int) -> None:
 
 
 def fetch_hint() -> FetchHint:
-    """The hint in use: this processor's, unless ``set_fetch_hint`` chose another. Raises ``BuildError``."""
+    """Return the hint in use: this processor's, unless ``set_fetch_hint`` chose another. Raises ``BuildError``."""
     return FetchHint(load_library().pds_fetch_hint())
 
 

@@ -77,10 +77,11 @@ class NativeEngine:
         ranks: Ranks = WHOLE,
         activations: ActivationDType = ActivationDType.INT16,
     ) -> None:
-        """``pools``: of each page group. ``ranks``: tensor-parallel ranks that it computes the model with, of which
-        ``spec`` and ``pools`` are its own part.
+        """Prepare an engine that computes the part of ``spec`` that this rank has.
 
-        ``activations``: what they are rounded to where weights are quantised.
+        ``pools``: one for each page group. ``ranks``: the tensor-parallel ranks that compute the model together;
+        ``spec`` and ``pools`` are this rank's part. ``activations``: the type that activations are rounded to if
+        weights are quantised.
         """
         self._library = load_library()
         self._ranks, self._pools = ranks, pools  # the library keeps their addresses
@@ -153,7 +154,7 @@ class NativeEngine:
         self._library.pds_engine_meet(self.handle)
 
     def weight_bytes_read(self) -> dict[LinearKind, int]:
-        """Bytes of weights that all threads together read in the last pass."""
+        """Return the bytes of weights that all threads together read in the last pass."""
         counted = (c_int64 * len(LinearKind))()
         self._library.pds_engine_weight_bytes(self.handle, counted)
         return {kind: counted[kind] for kind in LinearKind}

@@ -28,9 +28,10 @@ class NativeModel(NativeEngine):
         team: Team,
         ranks: Ranks = WHOLE,
     ) -> None:
-        """``ranks``: tensor-parallel ranks that it computes the model with.
+        """Prepare a model with the weights of ``packed``.
 
-        ``packed``, ``spec`` and ``pools`` are its own part.
+        ``ranks``: the tensor-parallel ranks that compute the model together; ``packed``, ``spec`` and ``pools`` are
+        this rank's part.
         """
         contents = packed.contents
         rows = [RopeRows(packed.address(cos), packed.address(sin)) for cos, sin in contents.ropes]

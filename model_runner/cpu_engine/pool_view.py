@@ -1,4 +1,4 @@
-"""What the kernels are told of a KV pool and of the entries of a pass."""
+"""The kernels' view of a KV pool and of the entries of a pass."""
 
 from __future__ import annotations
 

@@ -62,10 +62,10 @@ _CARRY = CFUNCTYPE(None, c_int32, c_uint32, c_int64)
 
 
 class NativeRanks:
-    """What the rank at ``place`` has of it.
+    """The shared memory of tensor-parallel ranks, as the rank at ``place`` sees it.
 
-    ``fd``: of memory that the lead has made, whose own is None. ``carry``: the lead's, where there are other hosts.
-    Raises ``OSError`` where there is no memory.
+    ``fd``: of memory that the lead has made; None for the lead itself. ``carry``: the lead's, if there are other hosts.
+    Raises ``OSError`` if there is no memory.
     """
 
     def __init__(self, place: RankPlace, room: ExchangeRoom, fd: int | None = None, carry: Carry | None = None) -> None:

@@ -1,9 +1,9 @@
-"""What the step loop needs of a device: copies that nobody waits for, events, graphs, and a guard against waiting.
+"""What the step loop needs of a device: queued copies, events, graphs, and a guard against waiting.
 
-A device that computes beside the worker has three streams. On the main one all work is queued in the order of the
-calls; results travel to the host on another, so that the next step's work is not behind them, and pages of KV on a
-third. What is queued reads its arguments when its turn comes: memory of the host that is sent must not change until
-then, which ``upload`` sees to, and so do the two turns of ``step_arrays.py``.
+A device that computes beside the worker has three streams. All work is queued on the main one, in the order of the
+calls. Results travel to the host on another, so that the next step's work is not behind them, and pages of KV on a
+third. What is queued reads its arguments when its turn comes. So memory of the host that is sent must not change until
+then. ``upload`` sees to that, and so do the two turns of ``step_arrays.py``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HostCopy(Protocol):
     """Tensors on their way to the host."""
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once; never waits itself."""
+        """Return whether ``wait`` would return at once. Never waits itself."""
         ...
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """The arrays, and with them everything that was queued before ``fetch``: waits for it."""
+        """Wait for everything that was queued before ``fetch``, and return the arrays."""
         ...
 
 
@@ -62,7 +62,7 @@ class Device(ABC):
     """What is raised if the device has no memory left."""
 
     def __init__(self, place: str) -> None:
-        """``place``: as torch names it, "cpu" or "cuda:0"."""
+        """Represent the device at ``place``, as torch names it: "cpu" or "cuda:0"."""
         self.place = place
         self.kind = place.split(":")[0]
         """Kind of the device: "cpu" or "cuda"."""
@@ -76,11 +76,11 @@ class Device(ABC):
 
     @property
     def name(self) -> str:
-        """What it is: alike devices have the same."""
+        """Model of the device: like devices have the same name."""
         return self.kind
 
     def numa_node(self) -> int | None:
-        """The NUMA node that the device is attached to; None if it has none or it is not known."""
+        """Return the NUMA node that the device is attached to, or None if it has none or it is not known."""
         return None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Device(ABC):
 
     @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
-        """Zeros on the host, from where copies to the device are queued without anybody waiting."""
+        """Allocate zeros on the host, in memory from which copies to the device are queued without waiting."""
 
     @abstractmethod
     def send(self, there: Tensor, here: Tensor) -> None:
@@ -105,11 +105,11 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """A copy of ``array`` on the device, queued; the array is free again at once."""
+        """Queue a copy of ``array`` to the device and return it. The array may be changed right away."""
 
     @abstractmethod
     def staged(self, array: npt.NDArray[Any]) -> Tensor:
-        """A copy of ``array`` on the host, from where others may queue copies to the device without waiting."""
+        """Copy ``array`` on the host, to memory from which copies to the device are queued without waiting."""
 
     @abstractmethod
     def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
@@ -117,13 +117,14 @@ class Device(ABC):
 
     @abstractmethod
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each second tensor to the first, one of them in ``host_zeros``, beside all that is queued; waits for
-        these copies. What is read must be there, and what is written nobody's, by what the caller knows. May be called
-        by another thread than the one that calls the rest.
+        """Copy each second tensor to the first, beside all that is queued, and wait for these copies.
+
+        One tensor of each pair is in ``host_zeros``. The caller makes sure that the source has been written and that
+        nothing else uses the target. May be called by another thread than the one that calls the rest.
         """
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """Within it, this thread's work is queued beside that of steps, as ``transfer``'s is."""
+        """Return a context in which this thread's work is queued beside that of steps, as ``transfer``'s is."""
         return nullcontext()
 
     @abstractmethod
@@ -135,7 +136,10 @@ class Device(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, waiting for the device raises, where this device can tell (``HostSync``, ``RuntimeError``)."""
+        """Return a context in which waiting for the device raises (``HostSync``, ``RuntimeError``).
+
+        On devices that can't tell, it does nothing.
+        """
 
     @abstractmethod
     def capture(self, run: Callable[[], T]) -> Graph[T]:
@@ -144,7 +148,7 @@ class Device(ABC):
         """
 
     def forget_graphs(self) -> None:  # noqa: B027 - nothing, where there are none
-        """All graphs are dropped: the next one begins with memory of its own."""
+        """Note that all graphs are dropped, so that the next one begins with memory of its own."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -38,10 +38,10 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> str:
 
 
 def choose_dtype(name: DTypeName, device_kind: str) -> str:
-    """Return the type of weights and activations: bfloat16 unless told otherwise, but for GPUs without it.
+    """Return the type of weights and activations: bfloat16 unless ``name`` says otherwise or a GPU lacks it.
 
     Processors without products of bfloat16 store it all the same, half the bytes of float32, and widen it as they
-    multiply; and hosts of any kind can hand over to each other.
+    multiply. So hosts of any kind can hand over to each other.
     """
     if name != "auto":
         return name

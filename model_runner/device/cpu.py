@@ -84,7 +84,7 @@ class CpuDevice(Device):
         return lambda: True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """There is nothing to wait for."""
+        """Return a context that does nothing: there is no device to wait for."""
         return nullcontext()
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
@@ -92,7 +92,7 @@ class CpuDevice(Device):
         raise NotImplementedError("nothing is captured on a CPU")
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: no work is queued."""
 
     def give_back(self) -> None:
         """See the base class: what the heap has free."""

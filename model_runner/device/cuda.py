@@ -105,7 +105,7 @@ class CudaDevice(Device):
         there.copy_(here, non_blocking=True)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """See the base class; torch gives a pinned area to nobody else before the copy from it is done."""
+        """See the base class. Torch does not reuse a pinned area before the copy from it is done."""
         return self.staged(array).to(self.torch, non_blocking=True)
 
     def staged(self, array: npt.NDArray[Any]) -> Tensor:
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         return _CudaGraph(graph, output)
 
     def forget_graphs(self) -> None:
-        """See the base class; torch lets nobody allocate in a pool of memory that is on its way out."""
+        """See the base class. Torch refuses allocations in a pool of memory that is being freed."""
         self._graph_memory = None
 
     def synchronize(self) -> None:

@@ -1,17 +1,19 @@
-"""Where the worker's threads run: compute threads on cores that are theirs, every other thread where there is room.
+"""Where the worker's threads run: compute threads on cores of their own, every other thread where there is room.
 
 A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread
-that shares its core stalls all the others for a scheduler tick. So there is one for each physical core of one NUMA node
-(``runtime/machine``), and they stay away from the SMT siblings, efficiency cores and other nodes. Where there are as
-many as cores, each is bound to one: threads that float are now and then put on one core, as one of them wakes while
-another process has its core for a moment, and take turns there for a tick or more beside an idle core. Fewer float: an
-instance can't know whether it is alone, and two that both bound themselves to the first cores would stall each other.
-``--cpus`` says which cores are whose; ``pdserve up`` says it to its instances. The other threads (ZMQ's I/O thread, the
-transfer engine's) do short work that must not queue behind a compute thread: they keep all cores that the process was
-allowed when it started.
+that shares its core stalls all the others for a scheduler tick. So there is one for each physical core of one NUMA
+node (``runtime/machine``). They stay away from the SMT siblings, efficiency cores and other nodes.
+
+If there are as many threads as cores, each is bound to one. Unbound, two may be put on one core, when one of them wakes
+while another process has its core for a moment. They then take turns there for a tick or more beside an idle core.
+Fewer threads are not bound, because an instance can't know whether it is alone: two instances bound to the first cores
+would stall each other. ``--cpus`` assigns cores, and ``pdserve up`` passes it to its instances. The other threads
+(ZMQ's I/O thread, the transfer engine's) do short work that must not queue behind a compute thread. They keep all cores
+that the process was allowed when it started.
 
 Memory lies where a thread first touches it, so bound threads alone would almost do. But the transfer engine's thread
-floats, and it may be the first to touch a page of the pool; so the process also asks for its node's memory first.
+is not bound, and it may be the first to touch a page of the pool. So the process also asks for its node's memory
+first.
 
 Threads inherit the binding and the memory policy of the thread that starts them, hence the order in ``process.py``:
 
@@ -42,8 +44,10 @@ log = logging.getLogger(__name__)
 
 PARALLEL_GRAIN = 1 << 16
 SPIN_US = 300
-"""How long a thread waits at a barrier before it sleeps. Another process takes a core for about as long: who sleeps
-meanwhile wakes up late as well."""
+"""Microseconds that a thread spins at a barrier before it sleeps.
+
+Another process takes a core for about as long, and a thread that sleeps meanwhile wakes up late as well.
+"""
 CROWDED_SPIN_US = 1
 """Microseconds of spinning if threads outnumber cores or quota: the awaited thread can't run while this one spins."""
 SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -79,7 +83,7 @@ class Placement(NamedTuple):
 
 
 def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> Placement:
-    """What the options mean on ``machine``; raises ``PlacementError``."""
+    """Return the placement that the options mean on ``machine``. Raises ``PlacementError``."""
     if threads is not None and threads < 1:
         raise PlacementError(f"--threads {threads}: at least one thread computes")
     if cpus is not None:
@@ -104,7 +108,7 @@ def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:
 
 
 def _home(choice: ComputeCores, threads: int | None, machine: Machine, notes: list[str]) -> frozenset[int]:
-    """The cores for ``threads``: of one node where they fit there, else all that are worth a thread, else all."""
+    """Return the cores for ``threads``: of one node if they fit there, else all that are worth a thread, else all."""
     node = choice.nodes[choice.best_node]
     wanted = threads or 1
     if wanted <= len(node):
@@ -131,7 +135,10 @@ def _placement(
 
 
 def machine_use(placement: Placement, memory: Memory) -> MachineUse:
-    """What ``/server_info`` and the start-up line tell; ``memory``: the host's, within our control groups."""
+    """Return what ``/server_info`` and the start-up line report.
+
+    ``memory``: that of the host, within this process's control groups.
+    """
     gib = f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free"
     return MachineUse(
         threads=placement.threads,
@@ -153,7 +160,7 @@ def confine(placement: Placement) -> None:
         os.sched_setaffinity(0, placement.home)
     if placement.is_crowded:
         # Torch's own threads (the reference runs on them) spin between operations unless OpenMP, which knows nothing of
-        # quotas, is told before it is loaded.
+        # quotas, gets this variable before it is loaded.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if placement.node is not None:
         prefer_memory_of(placement.node)
@@ -172,7 +179,7 @@ def prefer_memory_of(node: int) -> None:
     words = node // 64 + 1
     mask = (ctypes.c_uint64 * words)()
     mask[node // 64] = 1 << node % 64
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this number.
     if number is None or libc.syscall(number, MPOL_PREFERRED, mask, ctypes.c_ulong(64 * words + 1)) != 0:
         # Containers often forbid it. The compute threads' own first touch still puts nearly everything there.
         log.info("memory of NUMA node %d can't be asked for: %s", node, os.strerror(ctypes.get_errno()))
@@ -209,7 +216,7 @@ def start_torch_threads(placement: Placement) -> list[int]:
 
 @contextmanager
 def floating(placement: Placement) -> Iterator[None]:
-    """Threads that are started inside may run on every core that the process was allowed when it started."""
+    """Let threads that are started inside run on every core that the process was allowed when it started."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, placement.allowed)
     try:

@@ -1,4 +1,4 @@
-"""Where the memory of a worker is, told once when it has started."""
+"""Table of a worker's memory, logged once after its start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
 
 
 def describe_weights(model: LoadedModel) -> str:
-    """Their type, and what packs or computes them."""
+    """Describe the weights: their type, and what packs or computes them."""
     rounded = "" if model.quantization == "none" else f", {model.quantization}"
     if model.quantized_activations is not None:
         rounded += f" times {model.quantized_activations} activations"
@@ -47,8 +47,10 @@ def describe_weights(model: LoadedModel) -> str:
 
 
 def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tokens: int) -> float:
-    """How many requests of ``context_length`` tokens pools of so many tokens hold, whose last windows are kept alone
-    where layers have any.
+    """Return the number of requests of ``context_length`` tokens that the pools hold.
+
+    ``tokens``, ``window_tokens``: size of the pool that keeps all tokens and of the pool of layers with a window. The
+    latter keep only the last window of each request.
     """
     size, group = layout.page_size, layout.window_group
     fit = tokens / (-(-context_length // size) * size)
@@ -60,7 +62,7 @@ def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tok
 
 
 def table(use: MemoryUse, layout: KVLayout, context_length: int, weights: str) -> list[str]:
-    """Lines for a log; ``weights`` says what they are."""
+    """Return the lines of a table for the log. ``weights`` describes the weights."""
     where = f"{use.tokens} tokens of {layout.groups[0].page_bytes / layout.page_size / KIB:.4g} KiB"
     limit = f", up to {use.limit_tokens} of them" if use.limit_tokens > use.tokens else ""
     rows = [

@@ -1,15 +1,17 @@
 """The tensors behind the slots.
 
-Each group of layers (``KVGroup``) has a pool of its own, which is page-first: page ``p`` is the bytes
-``[p * page_bytes, (p + 1) * page_bytes)``. In the order "tokens" it is
-``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D head_dim), so that a slot
-``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
-rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
-``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head. Where elements are of
-one byte (``kv/quantization.py``) the pool is of bytes, and each token's head has 4 more of them: its scale.
+Each group of layers (``KVGroup``) has a pool of its own, which is page-first: page ``p`` is the bytes ``[p *
+page_bytes, (p + 1) * page_bytes)``. P counts pages with page 0, L layers, H KV heads and D is head_dim.
 
-Of latent rows (kind "mla") there is one a token and layer, key and value in one: ``[P, L, page_size, D]``, or
-``[P, L, page_size * D]`` in blocks. Kind "sparse" has a file of its own, ``kv/sparse/pool.py``.
+- In the order "tokens" a pool is ``[P, L, 2, page_size, H, D]``, keys then values. Slot ``s = page * page_size +
+  offset`` is ``pool[page, layer, k/v, offset]``. Two flat views of it do all of torch's work: rows of one token's
+  heads, and rows of one layer's page of keys or values.
+- In the order "blocks" it is ``[P, L, 2, H, page_size * D]``. Only the CPU kernels know the order within a head.
+- If elements have one byte (``kv/quantization.py``), the pool consists of bytes. Each token's head has 4 more of them:
+  its scale.
+- Kind "mla" has one latent row for each token and layer, key and value in one: ``[P, L, page_size, D]``, or ``[P, L,
+  page_size * D]`` in blocks.
+- Kind "sparse" has a file of its own, ``kv/sparse/pool.py``.
 """
 
 from __future__ import annotations
@@ -89,11 +91,11 @@ class MHATokenToKVPool:
 
     @property
     def head_bytes(self) -> int:
-        """What a head of a token takes."""
+        """Bytes of a head of a token."""
         return self._width * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Where the first layer's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
+        """Return the first layer's token rows of keys of ``slots`` (int64), the argument of ``store``."""
         size = self.layout.page_size
         return slots // size * (self.group.num_layers * 2 * size) + slots % size
 
@@ -105,9 +107,9 @@ class MHATokenToKVPool:
         store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D].
+        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]): two tensors [N * page_size, H, D].
 
-        Of the pool's own type, or float32 where that is quantised.
+        They have the pool's own type, or float32 if that is quantised.
         """
         rows = pages * (self.group.num_layers * 2) + self._index[layer] * 2
         shape, (begin, end) = (-1, self.group.kv_heads, self._width), self.heads
@@ -118,8 +120,9 @@ class MHATokenToKVPool:
         return keys, values
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer`` where they lie: two views [P, page_size, H, D] of a pool in the order "tokens"
-        that is not quantised.
+        """Return views of the keys and values of ``layer``, [P, page_size, H, D] each.
+
+        The pool must be in the order "tokens" and not quantised.
         """
         if self.layout.order != "tokens" or self.is_quantized:
             raise ValueError(f"{self.group.dtype} in the order {self.layout.order!r} is no array of elements")
@@ -127,7 +130,7 @@ class MHATokenToKVPool:
         return pages[:, KEYS], pages[:, VALUES]
 
     def clear(self, pages: Tensor) -> None:
-        """Zero ``pages`` (int64) in all layers."""
+        """Set ``pages`` (int64) to zero in all layers."""
         self._own.index_fill_(0, pages, 0)
 
 
@@ -141,7 +144,7 @@ class MLATokenToKVPool:
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device, buffer: Buffer | None = None, group: int = 0
     ) -> None:
-        """As of ``MHATokenToKVPool``."""
+        """Make a pool with the arguments of ``MHATokenToKVPool``."""
         self.layout = layout
         self.group = kept = layout.groups[group]
         self.dtype: torch.dtype = getattr(torch, kept.dtype)
@@ -174,11 +177,11 @@ class MLATokenToKVPool:
 
     @property
     def head_bytes(self) -> int:
-        """What a row takes."""
+        """Bytes of a row."""
         return self.group.head_dim * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Where the first layer's rows of ``slots`` (int64) lie; the argument of ``store``."""
+        """Return the first layer's rows of ``slots`` (int64), the argument of ``store``."""
         size = self.layout.page_size
         return slots // size * (self.group.num_layers * size) + slots % size
 
@@ -188,19 +191,21 @@ class MLATokenToKVPool:
         self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it."""
+        """Copy the rows of ``layer`` in ``pages`` (int64 [N]), [N * page_size, 1, D], and return the values
+        in it too.
+        """
         rows = pages * self.group.num_layers + self._index[layer]
         found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
         return found, found[..., : self.group.value_dim]
 
     def layer_rows(self, layer: int) -> Tensor:
-        """Rows of ``layer`` where they lie: a view [P, page_size, D] of a pool in the order "tokens"."""
+        """Return a view of the rows of ``layer``, [P, page_size, D], of a pool in the order "tokens"."""
         if self.layout.order != "tokens":
             raise ValueError(f"the order {self.layout.order!r} is not by token")
         return self.data[:, self._index[layer]]
 
     def clear(self, pages: Tensor) -> None:
-        """Zero ``pages`` (int64) in all layers."""
+        """Set ``pages`` (int64) to zero in all layers."""
         self.data.index_fill_(0, pages, 0)
 
 
@@ -216,7 +221,9 @@ def make_pool(
     group: int = 0,
     labels: LabelChannels | None = None,
 ) -> KVPool:
-    """The pool of one ``group`` of the layout; see the classes. ``labels``: those that the layout was made with."""
+    """Make the pool of one ``group`` of the layout; see the classes. ``labels``: those that the layout was
+    made with.
+    """
     if labels is not None:
         return SparseTokenToKVPool(layout, num_pages, device, labels.indices, buffer)
     if layout.groups[group].kind == "mla":

@@ -1,11 +1,10 @@
 """Keys and values of one byte an element, with a scale for each head of each token.
 
 A head's elements are divided by ``scale`` = (its largest magnitude) / (the type's largest number), and rounded to the
-nearest, ties to even: the same bytes on every device, and as ``cpu_engine/src/kv_quantization.h`` writes them. Scales
-are float32: rounded to 16 bits they would save 2 of 68 bytes (a head of 64), and 16 slots' scales fill just a cache
-line, so that the kernels' blocks stay on lines of their own. A head that is all zero, or next to it, has the scale 0.
-One with an infinity or a NaN has the scale NaN, and its elements are 0: whoever reads it gets NaN, which fails the
-request.
+nearest, ties to even. The bytes are the same on every device, and in ``cpu_engine/src/kv_quantization.h``. Scales are
+float32: rounded to 16 bits they would save 2 of 68 bytes (a head of 64). 16 slots' scales just fill a cache line, so
+the kernels' blocks stay on lines of their own. A head that is all zero, or next to it, has the scale 0. A head with an
+infinity or a NaN has the scale NaN, and its elements are 0. Reading it gives NaN, which fails the request.
 
 Shapes: T tokens, H heads, D head_dim.
 """
@@ -46,17 +45,17 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def dequantize(elements: Tensor, scales: Tensor) -> Tensor:
-    """What ``quantize`` rounded, [..., D] float32."""
+    """Return the values that ``quantize`` rounded, [..., D] float32."""
     return elements.float() * scales[..., None]
 
 
 def pack_heads(x_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x_THD`` as a pool in token order holds it, [T, H, D + 4] uint8: a head's elements, then its scale."""
+    """Pack ``x_THD`` as a pool in token order holds it, [T, H, D + 4] uint8: a head's elements, then its scale."""
     elements, scales = quantize(x_THD, dtype)
     return torch.cat((elements.view(torch.uint8), scales[..., None].view(torch.uint8)), -1)
 
 
 def unpack_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``pack_heads`` packed into ``rows`` [..., D + 4], as [..., D] float32."""
+    """Return the values that ``pack_heads`` packed into ``rows`` [..., D + 4], as [..., D] float32."""
     elements, scales = rows[..., :-SCALE_BYTES].view(dtype), rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return dequantize(elements, scales[..., 0])

@@ -86,8 +86,9 @@ class PoolPages:
 
 
 def direct_groups(layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device) -> list[PageGroup | None]:
-    """What peers may read and write of ``pools`` where they lie, one for each group of the layout (None where it has no
-    bytes); with one window to see them by, which is allocated here.
+    """Return the page groups of ``pools`` that peers reach directly, one for each group of the layout.
+
+    A group without bytes is None. Peers see pages through one window, which is allocated here.
     """
     largest = max(group.page_bytes for group in layout.groups)
     window = _host_memory(device, max(largest, WINDOW_BYTES))
@@ -108,8 +109,9 @@ def direct_groups(layout: KVLayout, pools: Sequence[BlockPool | KVPool], device:
 def staged_groups(
     layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device, gigabytes: float | None
 ) -> list[PageGroup | None]:
-    """What peers may read and write of ``pools``, one for each group of the layout (None where it has no bytes),
-    through ``gigabytes`` of the host's memory, which is allocated here.
+    """Return the page groups of ``pools`` that peers reach through host memory, one for each group of the layout.
+
+    A group without bytes is None. The ``gigabytes`` of host memory are allocated here.
     """
     kept = [group for group in layout.groups if group.page_bytes]
     sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])

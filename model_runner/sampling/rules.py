@@ -1,14 +1,19 @@
-"""Chooses the next token of each row. A pure function of the row's (logits, parameters, seed, position).
+"""Chooses the next token of each row, as a pure function of the row's logits, parameters, seed and position.
 
-Order, as in the systems that users come from: biases, then repetition, frequency and presence penalties, and the ban on
-stop tokens change the logits; then temperature; then top-k; then top-p over what top-k left, renormalised; then min-p,
-relative to the most likely token. What is left is renormalised and inverted at the row's uniform number, in vocabulary
-order.
-Top-k and top-p keep the first of the order "more likely first, then lower id", so equals at the border are cut by id.
-Temperature 0 and top_k 1 mean the first token of that order.
+The rules apply in this order, as in the systems that users come from:
 
-Batch invariance: a row takes its way through the code by its own values only, and every operation works on rows
-independently (softmax and sums over the last dimension, float64 running sums, comparisons).
+- Biases, then repetition, frequency and presence penalties, then the ban on stop tokens change the logits.
+- Temperature divides the logits.
+- Top-k keeps the most likely tokens.
+- Top-p keeps a share of what top-k left, renormalised.
+- Min-p drops tokens by their probability relative to the most likely one.
+
+What is left is renormalised and inverted at the row's uniform number, in vocabulary order. Top-k and top-p keep the
+first of the order "more likely first, then lower id", so equals at the border are cut by id. Temperature 0 and top_k 1
+mean the first token of that order.
+
+Rows do not depend on the batch. A row takes its way through the code by its own values only, and every operation works
+on rows independently (softmax and sums over the last dimension, float64 running sums, comparisons).
 
 Shapes: N rows, V vocabulary, K candidates.
 """
@@ -29,7 +34,7 @@ from .top_tokens import top_tokens
 # last, all.
 SORTED = 8192
 # On a CPU rows are drawn in groups of about this many logits. Larger temporaries leave the cache, and the allocator
-# hands their memory back to the kernel each time: 256 rows of a vocabulary of 49,152 took 7 times as long at once.
+# hands their memory back to the kernel each time. At once, 256 rows of a vocabulary of 49,152 took 7 times as long.
 CHUNK_LOGITS = 1 << 20
 
 

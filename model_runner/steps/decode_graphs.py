@@ -1,13 +1,14 @@
 """Graphs of decode steps: a pass of one token of each of S requests, captured once and replayed.
 
-A pass of a small batch is hundreds of kernels of a few microseconds each, more than a host can launch in that time; a
-graph launches them all at once. It does the same to the same addresses each time. So a step of B tokens takes the
-smallest graph with S >= B; its other tokens are padding (token 0 at position 0, written to slot 0, which is nobody's),
-and what changes from step to step lies in arrays that stay: the step's (``step_arrays.py``), and what the attention
-backend's ``plan`` leaves in its own.
+A pass of a small batch is hundreds of kernels of a few microseconds each, more than a host can launch in that time. A
+graph launches them all at once, and does the same to the same addresses each time. So a step of B tokens takes the
+smallest graph with S >= B. Its other tokens are padding: token 0 at position 0, written to slot 0, which no request
+has. What changes from step to step lies in arrays that stay. They are those of the step (``step_arrays.py``) and of the
+attention backend's ``plan``.
 
-Life: ``capture`` once, behind the warm-up, largest first: what a smaller one needs in between fits into the memory of
-the larger. Then ``run`` for each decode step that ``size_for`` knows a size for; any other step is computed without.
+Call ``capture`` once, after the warm-up. It captures the largest graph first, so what a smaller one needs in between
+fits into the memory of the larger. Then call ``run`` for each decode step that ``size_for`` has a size for. Any other
+step is computed without a graph.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ class GraphModel(Protocol):
     """What is captured: ``compute`` alone. ``prepare`` goes before each replay."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Everything that depends on more than what lies in the batch's tensors."""
+        """Do everything that depends on more than the batch's tensors."""
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V], always of one type."""
+        """Compute the logits of ``batch.logit_indices``, [L, V], always of one type."""
         ...
 
 
 def graph_sizes(most_running: int, given: Iterable[int] = (), most: int | None = None) -> tuple[int, ...]:
-    """Sizes to capture, ascending, none above ``most_running`` requests: those ``given``; or up to ``most`` (default
-    ``DEFAULT_MOST``) the powers of two to 4, the multiples of 8 to 128 and of 16 beyond, and the largest itself.
+    """Return the sizes to capture, ascending, none above ``most_running`` requests.
+
+    They are those ``given``. By default they go up to ``most`` (default ``DEFAULT_MOST``): the powers of two to 4, the
+    multiples of 8 to 128 and of 16 beyond, and the largest itself.
     """
     if sizes := set(given):
         return tuple(sorted(size for size in sizes if size <= most_running))
@@ -60,13 +63,16 @@ def graph_sizes(most_running: int, given: Iterable[int] = (), most: int | None =
 
 
 def size_for(sizes: tuple[int, ...], count: int) -> int | None:
-    """The smallest of the ascending ``sizes`` that holds ``count`` entries."""
+    """Return the smallest of the ascending ``sizes`` that holds ``count`` entries, or None."""
     at = bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
 
 def why_no_graphs(options: WorkerOptions, device: Device, model: object, is_safe: bool) -> str | None:
-    """Why decode steps of ``model`` run without, None where they can be captured; ``is_safe``: its attention can be."""
+    """Return why decode steps of ``model`` run without graphs, or None if they can be captured.
+
+    ``is_safe``: whether the model's attention can be captured.
+    """
     if options.disable_cuda_graph:
         return "--disable-cuda-graph"
     if not device.can_capture:
@@ -84,7 +90,7 @@ def why_no_graphs(options: WorkerOptions, device: Device, model: object, is_safe
 
 
 class _Captured(NamedTuple):
-    """A graph, and the batch whose tensors it reads: a graph knows addresses and keeps nothing of what it reads."""
+    """A graph, and the batch that it reads: a graph knows addresses and keeps no tensor alive."""
 
     graph: Graph[Tensor]
     batch: ForwardBatch
@@ -132,18 +138,21 @@ class DecodeGraphs:
         return out_SV.copy_(self._model.compute(batch))
 
     def size_for(self, count: int) -> int | None:
-        """The size that a step of ``count`` entries is padded to; None where it is computed without a graph."""
+        """Return the size that a step of ``count`` entries is padded to, or None if it is computed without a graph."""
         return size_for(self._sizes, count) if self._graphs else None
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits of all entries, [S, V], where the graph left them: valid until a graph runs again."""
+        """Replay the graph for ``batch`` and return the logits of all entries, [S, V].
+
+        They lie where the graph left them, and are valid until a graph runs again.
+        """
         self._model.prepare(batch)
         graph = self._graphs[len(batch.q_lens)].graph
         graph.replay()
         return graph.output
 
     def drop(self) -> None:
-        """Forget the graphs, whose memory goes back."""
+        """Forget the graphs and free their memory."""
         self._graphs.clear()
         self._logits = None
         self._device.forget_graphs()

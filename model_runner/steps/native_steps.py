@@ -23,7 +23,10 @@ class NativeSteps:
     """Runs common steps on ``engine`` over the ``tables`` of a ``HostExecutor``, which are kept alive."""
 
     def __init__(self, engine: NativeModel, tables: RequestTables, *, clear_begun: bool) -> None:
-        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole)."""
+        """Prepare the kernels' steps over ``tables``.
+
+        ``clear_begun``: zero the pages that a pass begins and does not fill, because a peer may read them whole.
+        """
         req_to_token, last_tokens, params, window_pages = tables
         library = load_library()
         check_size(library, "RowParams", params.itemsize)

@@ -46,7 +46,7 @@ class _Open(NamedTuple):
 
     launched: Launched
     ends: list[LayersDone]
-    """The counter of the step's own layers, if it pushes pages, and counters that are only told of the step's end."""
+    """The counter of the step's own layers, if it pushes pages, and counters that only note the step's end."""
 
 
 class StepQueue:

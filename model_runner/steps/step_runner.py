@@ -1,15 +1,15 @@
 """Runs one ``ForwardStep`` after another: the request table, the pass, the samples, the ``StepResult``.
 
-A step is applied in the order that ``ForwardStep`` fixes: rows that begin, slots that moved, the table positions of
-this pass, the pass; then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. The
-scheduler may therefore send a step before it has the result of the one before.
+``ForwardStep`` fixes the order in which a step is applied: rows that begin, slots that moved, the table positions of
+this pass, the pass. Then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. So
+the scheduler may send a step before it has the result of the one before.
 
     launch: plan → arrays to the device → table → pass → tokens chosen, into the rows' state   (nothing waits)
     collect: tokens, log-probabilities on the host → result                                    (waits for the device)
 
-Steps are collected in the order they were launched. What is common to all devices is here; the parts of a step are
-computed by an executor (``executor.py``): the host's own, without torch, or that of a device beside the host, in whose
-launch nothing waits. On a CPU all is done when ``launch`` returns.
+Steps are collected in the order they were launched. What is common to all devices is here. An executor
+(``executor.py``) computes the parts of a step: the host's own, without torch, or that of a device beside the host. The
+latter never waits in a launch. On a CPU all is done when ``launch`` returns.
 
 Shapes: T tokens, S sampled entries, L wanted rows of logits.
 """
@@ -124,9 +124,9 @@ class StepRunner:
             return pending
 
     def follow(self, step: ForwardStep) -> None:
-        """Compute a step whose result another rank tells: nothing is packed.
+        """Compute a step, and leave its result to another rank.
 
-        On a device that computes beside the host this waits for the step before, whose arrays are the next one's.
+        On a device that computes beside the host this waits for the step before, because the next step uses its arrays.
         """
         self.launch(step)
         self.settle(1 if self._model.device.beside else 0)

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers for one kind of layer, and how each is told a pass.
+"""FlashInfer's wrappers for one kind of layer, and how a pass is planned with each.
 
 A wrapper plans on the host, sends its plan to the device from pinned memory, and runs by it. All wrappers of a kind
 share the memory that a plan lies in: one of them plans in a pass. In pinned memory there are two turns, as the plan of

@@ -4,8 +4,8 @@ Softmax goes along the blocks (FlashAttention-2; Dao, 2023): ``peak`` is the lar
 ``2 ** (score - peak)``, ``acc`` the sum of values weighted so. Scores are in powers of two, which processors have an
 instruction for. All three are float32; products are of the queries' type, and exact where that is float32.
 
-A block of N tokens is read by the row's pages. It counts what is masked as nothing, to the bit: neither a score nor a
-weight of it enters, so where blocks begin decides the result, and which of them are skipped does not.
+A block of N tokens is read by the row's pages. What is masked counts as nothing, to the bit: neither a score nor a
+weight of it enters. So the result depends on where blocks begin, but not on which of them are skipped.
 
 Letters: M rows (queries times the heads that share a KV head), N tokens of a block, V elements of a value. A row of
 latent KV is its value and R more; elsewhere R is 0 and keys and values are two.

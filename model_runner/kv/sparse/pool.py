@@ -1,9 +1,9 @@
-"""KV whose tokens can be chosen from: beside keys and values, a label of each key (kind "sparse" of ``KVGroup``).
+"""KV with tokens that can be chosen from: beside keys and values, a label of each key (kind "sparse" of ``KVGroup``).
 
-A label is a copy of the elements of its key that say most of a score (``channels.py``). Labels lie apart from the keys,
-those of a head together: whoever looks for tokens reads them and nothing else. A page is
-``[L, page_size * K * (2 D + C)]``: of each layer its keys and values ``[2, page_size, K, D]``, as in
-``MHATokenToKVPool``, then the labels ``[K, page_size, C]``.
+A label is a copy of the elements of its key that contribute most to a score (``channels.py``). Labels lie apart from
+the keys, those of a head together, because choosing tokens reads them and nothing else. A page is ``[L, page_size * K *
+(2 D + C)]``. Each layer has its keys and values ``[2, page_size, K, D]``, as in ``MHATokenToKVPool``, then the labels
+``[K, page_size, C]``.
 
 Shapes: P pages with page 0, L layers, K KV heads, D head_dim, C elements of a label, T tokens, N rows of a batch.
 """
@@ -33,7 +33,10 @@ class SparseTokenToKVPool:
         channels: Tensor,
         buffer: Buffer | None = None,
     ) -> None:
-        """As of ``MHATokenToKVPool``; ``channels`` [L, K, C]: of each key, what its label is."""
+        """Make a pool with the arguments of ``MHATokenToKVPool``.
+
+        ``channels`` ([L, K, C]): the elements of each key that are its label.
+        """
         self.layout = layout
         self.group = kept = layout.groups[0]
         self.dtype: torch.dtype = getattr(torch, kept.dtype)
@@ -76,11 +79,11 @@ class SparseTokenToKVPool:
 
     @property
     def head_bytes(self) -> int:
-        """What a head of a key, or of a value, takes."""
+        """Bytes of a head of a key or of a value."""
         return self.group.head_dim * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """[2, T]: the pages of ``slots`` (int64), and their places within; the argument of ``store``."""
+        """Return the pages of ``slots`` (int64) and their places within, [2, T], the argument of ``store``."""
         size = self.layout.page_size
         return torch.stack((slots // size, slots % size))
 
@@ -98,14 +101,15 @@ class SparseTokenToKVPool:
         return x.gather(-1, channels.expand(*x.shape[:3], -1))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, K, D]."""
+        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]): two tensors [N * page_size, K, D]."""
         starts, shape = self._starts(layer, pages), (-1, self.group.kv_heads, self.group.head_dim)
         keys = self._page_runs.index_select(0, starts // self._step).view(shape)
         return keys, self._page_runs.index_select(0, (starts + self._part) // self._step).view(shape)
 
     def label_rows(self, pages: Tensor) -> Tensor:
-        """Where each head's labels of ``pages`` (int64 [N, M]) lie in the first layer, [N, K, M]; the argument of
-        ``gather_labels``.
+        """Return the place of each head's labels of ``pages`` (int64 [N, M]) in the first layer, [N, K, M].
+
+        It is the argument of ``gather_labels``.
         """
         heads = self._all_heads[:, None] * (self.layout.page_size * self.group.label_dim)
         return (self._starts(0, pages)[:, None] + 2 * self._part + heads) // self._step
@@ -116,16 +120,17 @@ class SparseTokenToKVPool:
         return found.view(label_rows.shape[0] * label_rows.shape[1], -1, self.group.label_dim)
 
     def lane_rows(self, pages: Tensor) -> Tensor:
-        """Where the first head's key of each token in ``pages`` (int64 [N, M]) lies in the first layer,
-        [N, M * page_size]; those of some tokens are the argument of ``gather_heads``.
+        """Return the place of the first head's key of each token in ``pages`` (int64 [N, M]), [N, M * page_size].
+
+        It is that in the first layer. The places of some tokens are the argument of ``gather_heads``.
         """
         offsets = torch.arange(self.layout.page_size, device=pages.device)
         starts = self._starts(0, pages)[..., None] + offsets * (self.group.kv_heads * self.group.head_dim)
         return starts.flatten(1) // self._step
 
     def gather_heads(self, layer: int, lane_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer``, of each KV head those behind ``lane_rows`` [N, K, M]: two copies
-        [N, K, M, D].
+        """Copy the keys and values of ``layer`` behind ``lane_rows`` [N, K, M], for each KV head: two tensors [N, K, M,
+        D].
         """
         dim = self.group.head_dim
         heads = self._all_heads[:, None] * (dim // self._step) + layer * self._layer_steps
@@ -134,14 +139,16 @@ class SparseTokenToKVPool:
         return keys, self._head_runs.index_select(0, rows.add_(self._part // self._step)).view(shape)
 
     def clear(self, pages: Tensor) -> None:
-        """Zero ``pages`` (int64) in all layers."""
+        """Set ``pages`` (int64) to zero in all layers."""
         self.data.index_fill_(0, pages, 0)
 
     def _starts(self, layer: int, pages: Tensor) -> Tensor:
-        """Where the layer's part of each page begins, in elements."""
+        """Return where the layer's part of each page begins, in elements."""
         return (pages * self.group.num_layers + layer) * self._width
 
     def _runs(self, length: int) -> Tensor:
-        """A view of all runs of so many elements, one for each place that a run may begin at. To be read alone."""
+        """Return a view of all runs of ``length`` elements, one for each place that a run may begin at.
+        Only read it.
+        """
         count = (self.data.numel() - length) // self._step + 1
         return self.data.view(-1).as_strided((count, length), (self._step, 1))

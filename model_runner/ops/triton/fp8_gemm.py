@@ -2,14 +2,14 @@
 
 W8A8, where the device multiplies FP8 (compute capability 8.9 on): activations are quantised first (``quantise.py``).
 Each token has one scale, or one for each COLUMNS elements if the weight has blocks (as in DeepSeek-V3). Sums of COLUMNS
-products come from the tensor cores and are added up in float32 by ordinary instructions, scaled then: Hopper's own sums
+products come from the tensor cores, are scaled, and are added up in float32 by ordinary instructions. Hopper's own sums
 of FP8 keep some 14 bits, too few for long rows.
 
 W8A16, elsewhere: registers hold weights of the activations' type, rounded as dequantised ones are. So the product
 differs from that of the dequantised matrix by the order of the sum alone.
 
-Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides the
-tile, and with it the tensor cores' instructions.
+Sums go along a row from 0 on. A result does not depend on the rows beside it. It may depend on their number, which
+decides the tile, and with it the tensor cores' instructions.
 
 Shapes: T tokens, O outputs, I inputs, S scales along a row.
 """

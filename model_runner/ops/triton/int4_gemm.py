@@ -4,8 +4,8 @@ Numbers become weights of the activations' type in registers, rounded as dequant
 from that of the dequantised matrix by the order of the sum alone. A program takes the bytes of ``2 * HALF`` columns at
 a time: what is in their lower bits meets one half of the activations, what is in their upper bits the other.
 
-Sums go along a row from 0 on. A result does not depend on the rows beside it; it may on their number, which decides the
-tile, and with it the tensor cores' instructions.
+Sums go along a row from 0 on. A result does not depend on the rows beside it. It may depend on their number, which
+decides the tile, and with it the tensor cores' instructions.
 
 Shapes: T tokens, O outputs, I inputs, G groups of columns that share a scale.
 """

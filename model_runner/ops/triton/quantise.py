@@ -1,10 +1,10 @@
 """Activations in FP8 (E4M3) for products of eight bits (W8A8): elements and their scales.
 
-Three ways, as checkpoints want them: one scale for the whole tensor (given, or found in it), one for each token, one
-for each BLOCK elements of a token (DeepSeek-V3's). A scale is the largest magnitude over 448, and 1 where all is zero;
-elements are divided by it in float32, kept within the type, and rounded to the nearest, ties to even. NaN stays NaN.
+Checkpoints want one scale for the whole tensor (given, or found in it), for each token, or for each BLOCK elements of a
+token (DeepSeek-V3's). A scale is the largest magnitude over 448, or 1 if all is zero. Elements are divided by it in
+float32, kept within the type, and rounded to the nearest, ties to even. NaN stays NaN.
 
-The bits are put together here and not by an instruction: devices before compute capability 8.9 have none, and Triton's
+The bits are put together without an instruction for it. Devices before compute capability 8.9 have none, and Triton's
 interpreter rounds numbers next to a power of two to half of it.
 
 Shapes: T tokens, N elements.
@@ -87,7 +87,7 @@ def _divided(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     size = tl.minimum(tl.abs(x), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # After adding a number whose last bit is 1, the fraction is rounded off.
+    # Adding a number with a last bit of 1 rounds the fraction off.
     small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     code = tl.where(x == x, tl.where(size < 0.015625, small, normal), 0x7F)
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)

@@ -1,6 +1,7 @@
-"""Chooses tokens by the rules of ``rules.py`` on a device that computes beside the host, and never waits: a row's way
-follows from its parameters alone, which the host knows, and never from its logits. The next token of a row is penalised
-before the host knows the one before, so what penalties count lies on the device, too.
+"""Chooses tokens by the rules of ``rules.py`` on a device that computes beside the host, and never waits.
+
+A row's way through the code follows from its parameters alone, which the host knows, and never from its logits. The
+next token of a row is penalised before the host knows the one before. So what penalties count lies on the device, too.
 
 Life of a row: ``start`` at its ``RowInit``, behind ``RowStates.start``; then ``sample`` for each of its tokens.
 
@@ -47,7 +48,7 @@ class DeviceSampler(ABC):
 
     @abstractmethod
     def start(self, inits: Sequence[RowInit]) -> None:
-        """New requests have taken their rows."""
+        """Start the rows that new requests have taken."""
 
     @abstractmethod
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:

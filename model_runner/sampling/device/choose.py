@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_sampler(device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype) -> DeviceSampler:
-    """Return the sampler of a device that computes beside the host.
+    """Choose the sampler of a device: Triton's on CUDA, else torch's, or None on the host.
 
-    Triton's on a CUDA device where Triton is installed (``choose_ops`` says where it is not) and can sum the
-    vocabulary, else torch's.
+    Triton's needs Triton (``choose_ops`` says if it is missing) and a vocabulary that it can sum. On the host no device
+    sampler is needed, because a sampler may read logits before it goes on.
     """
     if device.torch.type != "cuda" or importlib.util.find_spec("triton") is None:
         return TorchSampler(device, states)

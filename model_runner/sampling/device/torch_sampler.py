@@ -1,7 +1,7 @@
-"""By operations of torch.
+"""Sampler on a device, made of operations of torch.
 
-Where the sampler of a CPU looks at as few of a row's probabilities as will do, this one sorts them all, which a device
-does quickly. Rows whose logits are not finite are drawn from like the others, and their tokens mean nothing.
+The sampler of a CPU reads as few of a row's probabilities as will do. This one sorts them all, which a device does
+quickly. Rows with logits that are not finite are drawn from like the others, and their tokens mean nothing.
 
 Shapes: S sampled rows, N of them drawn, V vocabulary.
 """
@@ -67,7 +67,7 @@ class TorchSampler(DeviceSampler):
         return score(logits_NV, targets_N, most)
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
-        """``tokens_S`` with those of the drawn rows."""
+        """Draw tokens of the ``drawn`` rows and return ``tokens_S`` with them."""
         top_k, top_p, drops_tail = params["top_k"][drawn], params["top_p"][drawn], drop_tails(params)[drawn]
         is_few = (top_k > 0) & (top_k <= CANDIDATES)
         is_whole = (top_k == 0) & (top_p == np.inf)

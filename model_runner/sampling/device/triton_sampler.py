@@ -1,7 +1,7 @@
-"""By kernels of our own: two launches for rows that are all greedy, five for others, whatever they ask for.
+"""Sampler on a device by Triton kernels: two launches if all rows are greedy, else five.
 
-Rows have their parameters on the device, and those that something changes the logits of a *place* beside (see
-``sampling/triton/row_table.py``). A place is a row's until another request takes the row.
+Rows have their parameters on the device. Rows with edited logits also have a *place* there
+(``sampling/triton/row_table.py``). A row keeps its place until another request takes the row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TritonSampler(DeviceSampler):
     reads_halves = True
 
     def __init__(self, device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype = torch.float32) -> None:
-        """``logits_dtype``: that of the logits which will come; kernels are compiled for it."""
+        """Prepare tables and compile the kernels. ``logits_dtype``: type of the logits to come."""
         self._logits_dtype = logits_dtype
         self._device = device
         self._states = states
@@ -106,8 +106,10 @@ class TritonSampler(DeviceSampler):
         return list_edits(place, unpack_i32(history).astype(np.int64), init.prompt_len, stop_ids, bias)
 
     def _words_of(self, inits: Sequence[RowInit], rows: I64) -> RowParams:
-        """The rows' parameters. Those without a history are not penalised, as on the host: here, what they are given
-        is counted with their other edits.
+        """Return the rows' parameters.
+
+        Rows without a history are not penalised, as on the host. What they are given is counted here with their other
+        edits.
         """
         params = self._states.params(rows)
         unseen = np.array([init.history is None for init in inits])
@@ -126,15 +128,15 @@ class TritonSampler(DeviceSampler):
         return self._free.pop()
 
     def _compile(self) -> None:
-        """Launch everything once, on rows that are none: at its first use each kernel is compiled, for a second, which
-        no request shall wait for.
+        """Launch each kernel once, without rows. Its first use compiles it for a second, and no request should wait for
+        that.
         """
         put, vocab = self._device.upload, self._states.vocab_size
-        nobody, zero = put(np.array([-1])), put(np.array([0]))
+        no_row, zero = put(np.array([-1])), put(np.array([0]))
         logits = torch.zeros((1, vocab), dtype=self._logits_dtype, device=self._device.torch)
         finite = torch.empty(1, dtype=torch.bool, device=self._device.torch)
         for draws in (True, False):
-            sample(logits, self._table, nobody, zero, zero.clone(), finite, self._work, draws=draws)
+            sample(logits, self._table, no_row, zero, zero.clone(), finite, self._work, draws=draws)
         self.score(logits, zero, 1)
         one = list_edits(0, np.array([0]), 0, np.empty(0, dtype=np.int64), None)
         write_edits(self._table, zero, *(put(part) for part in one))
