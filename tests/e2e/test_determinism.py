@@ -122,6 +122,7 @@ def test_by_a_pair(tmp_path, kind, bodies, alone):
         pair.assert_all_returned()
 
 
+@pytest.mark.slow
 def test_from_the_tiers(tmp_path, kind, bodies, alone):
     args = (*kind, *threads(bodies), *SMALL_POOL, "--enable-hierarchical-cache", "--hicache-size", "1")
     with launched(tmp_path, "tiers", "server", *args) as server:

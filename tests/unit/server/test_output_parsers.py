@@ -84,13 +84,13 @@ def test_a_call_that_a_limit_cuts_is_none(name: str) -> None:
         assert "sea" not in parts.text or name in ("llama3_json", "pythonic")
 
 
-@pytest.mark.parametrize("name", set(TWO_CALLS) - {"gpt_oss"})
+@pytest.mark.parametrize("name", [name for name in TWO_CALLS if name != "gpt_oss"])
 def test_without_tools_calls_are_text(name: str) -> None:
     text = two_calls(name)
     assert read_every_way(BY_NAME[name], ParseRequest(), text) == Parts(text, "", [])
 
 
-@pytest.mark.parametrize("name", set(TWO_CALLS) - {"gpt_oss", "deepseek_v32"})
+@pytest.mark.parametrize("name", [name for name in TWO_CALLS if name not in ("gpt_oss", "deepseek_v32")])
 @pytest.mark.parametrize("broken", ["<tool_call>no json</tool_call>!", '{"name": 3}', "[TOOL_CALLS]?{", "[1]", "f(x)"])
 def test_what_is_no_call_is_not_lost(name: str, broken: str) -> None:
     parts = read_every_way(BY_NAME[name], REQUEST, f"a {broken} b")
