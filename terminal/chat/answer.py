@@ -21,14 +21,15 @@ class StreamedAnswer:
         self._clock = clock
         self._asked_at = self._first_at = self._last_at = clock()
         self._last = Chunk()
+        self._has_begun = False
         self._finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> str:
         """Take in what came; returns the text that is new."""
-        if chunk.text:
+        if chunk.text or chunk.reasoning:
             self._last_at = self._clock()
-            if not self.text:
-                self._first_at = self._last_at
+            if not self._has_begun:
+                self._first_at, self._has_begun = self._last_at, True
             self.text += chunk.text
         self._finish_reason = chunk.finish_reason or self._finish_reason
         if chunk.usage is not None:
@@ -49,7 +50,7 @@ class StreamedAnswer:
         return [f"{usage.prompt_tokens} prompt tokens{cached}", f"{usage.completion_tokens} output tokens"]
 
     def _speed(self) -> list[str]:
-        if not self.text:
+        if not self._has_begun:
             return []
         found = [f"first after {1000 * (self._first_at - self._asked_at):.0f} ms"]
         seconds, usage = self._last_at - self._first_at, self._last.usage

@@ -8,9 +8,10 @@ import msgspec
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """What is new of an answer's text."""
+    """What is new of an answer's text, and of the reasoning before it."""
 
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class OtherFinish(msgspec.Struct, frozen=True):
@@ -81,6 +82,11 @@ class Chunk(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """Text that this chunk adds."""
         return "".join(choice.delta.content or "" for choice in self.choices)
+
+    @property
+    def reasoning(self) -> str:
+        """New text of the reasoning before the answer."""
+        return "".join(choice.delta.reasoning_content or "" for choice in self.choices)
 
     @property
     def finish_reason(self) -> str | None:

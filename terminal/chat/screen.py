@@ -20,14 +20,25 @@ class Screen:
         self._is_terminal = is_terminal
         self._notes = Console(file=self._out if is_terminal else err or sys.stderr, highlight=False, soft_wrap=True)
         self._line_is_open = False
+        self._reasons = False
+        """Whether reasoning was shown last."""
 
     def write(self, text: str) -> None:
         """Show a piece of an answer at once; on a terminal, without control characters."""
         if not text:
             return
+        if self._reasons:
+            self.end_answer()
         self._out.write(text.translate(CONTROLS) if self._is_terminal else text)
         self._out.flush()
         self._line_is_open = not text.endswith("\n")
+
+    def write_reasoning(self, text: str) -> None:
+        """Show a piece of the reasoning before an answer, dimmed; only on a terminal."""
+        if text and self._is_terminal:
+            self._notes.print(text.translate(CONTROLS), style="dim italic", markup=False, end="")
+            self._reasons = True
+            self._line_is_open = not text.endswith("\n")
 
     def show_interrupt(self) -> None:
         """Show that Ctrl-C was pressed. The terminal has printed "^C", so the line is not ended."""
@@ -39,7 +50,7 @@ class Screen:
         if self._line_is_open:
             self._out.write("\n")
             self._out.flush()
-        self._line_is_open = False
+        self._line_is_open = self._reasons = False
 
     def note(self, text: str) -> None:
         """Show a note beside the answers."""

@@ -96,6 +96,7 @@ class ChatSession:
         try:
             with closing(self._client.stream(self._model, [*system, *self._turns, question])) as chunks:
                 for chunk in chunks:
+                    self._screen.write_reasoning(chunk.reasoning)
                     self._screen.write(answer.add(chunk))
         except KeyboardInterrupt:
             if not self._goes_on:

@@ -15,6 +15,8 @@ from ..generation.output_reader import OutputReader, ParsedReader, PlainReader
 from .schemas import ChatBody
 from .tools import schemas_of
 
+NO_TOOLS = "the model's chat template has no tools; start the server with --chat-template FILE"
+
 
 def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
     """Return what reads the answers to a body. Raises ``ApiError`` for tools that can't be served."""
@@ -23,7 +25,7 @@ def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
     if choice == "required" or not (choice is None or isinstance(choice, str)):
         raise bad_request("tool_choice", 'must be "auto" or "none": this server can\'t force a call yet')
     if tools and not formats.renders_tools:
-        raise bad_request("tools", "the model's chat template has no tools; start the server with --chat-template FILE")
+        raise bad_request("tools", NO_TOOLS)
     if tools and formats.calls is None:
         raise bad_request(
             "tools", "the format of this model's tool calls is not known; start the server with --tool-call-parser"

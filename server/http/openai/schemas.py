@@ -193,6 +193,12 @@ class ChatMessageBody(Body):
         return self
 
     @property
+    def characters(self) -> int:
+        """Length of the content, the reasoning and the arguments of calls together."""
+        thought = self.reasoning_content or self.reasoning or ""
+        return len(self.text) + len(thought) + sum(len(repr(call.function.arguments)) for call in self.tool_calls)
+
+    @property
     def text(self) -> str:
         """The content as plain text, parts joined by newlines."""
         if isinstance(self.content, str):

@@ -15,7 +15,7 @@ from ..bodies.unserved import ANYTHING, Unserved, neutral
 
 MAX_TOOLS = 1024
 MAX_TOOL_VALUES = 1 << 15
-"""Maximum number of values in the descriptions of all tools."""
+"""Maximum number of values in the descriptions of all tools; they hold at most ``MAX_FREE_CHARACTERS`` as well."""
 MAX_TOOL_CALLS = 256
 """Maximum number of calls in one turn."""
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -91,7 +91,12 @@ class ToolCallBody(Body):
         return check_small(given, MAX_TOOL_VALUES)
 
 
-ToolBodies = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)]
+def _check_together(tools: list[ToolBody]) -> list[ToolBody]:
+    check_small({str(i): tool.model_dump() for i, tool in enumerate(tools)}, MAX_TOOL_VALUES)
+    return tools
+
+
+ToolBodies = Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_together)]
 ToolCallBodies = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[NamedToolChoice, Tag(MANY)],

@@ -14,6 +14,7 @@ from ..endpoint import endpoint
 from ..errors import bad_request
 from ..openai.common import check_model
 from ..openai.conversation import read_conversation
+from ..openai.message_parts import NO_TOOLS
 from ..parsing import parse_body
 from ..state import HttpState
 from .schemas import DetokenizeBody, TokenizeBody
@@ -86,7 +87,10 @@ async def tokenize(request: Request) -> Response:
     chat = None
     if body.messages is not None:
         args = body.chat_template_kwargs
-        chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
+        if body.tools and not state.model.formats.renders_tools:
+            raise bad_request("tools", NO_TOOLS)
+        add, continues = body.add_generation_prompt, body.continue_final_message
+        chat = read_conversation(body.messages, add, continues, args, body.tools)
     special, pieces = body.add_special_tokens, body.return_token_strs
     key_name = Caller.of(request.scope).name
     question = EncodeReq(texts, chat, add_special_tokens=special, pieces=pieces, key_name=key_name)

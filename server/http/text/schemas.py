@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ..bodies.fields import Body, FieldError, OneOrMany, TemplateArgs, TokenIds
 from ..bodies.unserved import Unserved
 from ..openai.schemas import ChatMessages
+from ..openai.tools import ToolBodies
 
 MAX_CHARACTERS = 1 << 20
 MAX_IDS = 1 << 17
@@ -18,7 +19,7 @@ MAX_IDS = 1 << 17
 class TokenizeBody(Body):
     """``POST /tokenize``: texts, or a conversation as the model's template renders it."""
 
-    unserved: ClassVar[Unserved] = {"chat_template": ("",), "mm_processor_kwargs": ({},), "tools": ([],)}
+    unserved: ClassVar[Unserved] = {"chat_template": ("",), "mm_processor_kwargs": ({},)}
 
     model: str | None = None
     prompt: OneOrMany[str] | None = None
@@ -28,6 +29,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
+    tools: ToolBodies = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
@@ -44,7 +46,8 @@ class TokenizeBody(Body):
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or ()
         turns = self.messages or ()
         given = len(repr(self.chat_template_kwargs)) if self.chat_template_kwargs else 0
-        return given + sum(map(len, texts)) + sum(len(turn.text) + len(turn.reasoning_content or "") for turn in turns)
+        given += len(repr(self.tools)) if self.tools else 0
+        return given + sum(map(len, texts)) + sum(turn.characters for turn in turns)
 
 
 class DetokenizeBody(Body):

@@ -14,6 +14,7 @@ from support.fake_engine import FakeEngine, events, with_engine
 from pdserve.messages.conversation import ChatMessage, ChatToolCall
 from pdserve.messages.outputs import FinishType, ReasoningReport, TextBatch
 from pdserve.messages.sampling import OutputMarks
+from pdserve.messages.text import EncodeReq
 from pdserve.server.http.openai.answers import ChatAnswer, ChatChunk
 
 CHAT = "/v1/chat/completions"
@@ -222,3 +223,31 @@ def test_log_probabilities_and_token_ids_are_of_all_tokens() -> None:
     tokens = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"content": ()})["content"]]
     assert [token["token"] for token in tokens] == [token["token"] for token in choice["logprobs"]["content"]]
     assert len(tokens) == len(choice["token_ids"]) == -(-len(OUTPUT) // 7)
+
+
+def test_tokenize_renders_tools() -> None:
+    async def run(engine: FakeEngine) -> tuple[httpx.Response, FakeEngine]:
+        return await engine.post("/tokenize", {"messages": [USER], "tools": [TOOL]}), engine
+
+    response, engine = with_engine(run, template=QWEN)
+    assert response.status_code == 200
+    asked = [question for question in engine.questions if isinstance(question, EncodeReq)]
+    assert [question.chat.tools for question in asked if question.chat is not None] == [[TOOL]]
+    response, _ = with_engine(run, template="{{ messages }}")
+    assert response.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * (1 << 20)}}}],
+        [{"type": "function", "function": {"name": "f", "description": "y" * 600_000}}] * 2,
+        [{"type": "function", "function": {"name": "f", "parameters": {str(i): [] for i in range(40)}}}] * 1000,
+        [TOOL] * 1025,
+    ],
+)
+def test_large_tools_are_refused(tools: list[dict[str, Any]]) -> None:
+    response, engine = ask({"tools": tools})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("tools")
+    assert not engine.sent

@@ -173,6 +173,26 @@ def test_an_event_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         list(events([b"data: ", b"12345678"]))
 
 
+def test_reasoning_is_shown_on_a_terminal_and_not_remembered() -> None:
+    def script(connection: Connection) -> None:
+        connection.begin_stream()
+        for piece in ("Let me\x1b[2J", " see."):
+            connection.event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}}]})
+        connection.event(delta("Four."))
+        connection.event(delta("", "stop"))
+        connection.send(b"data: [DONE]\n\n")
+
+    with web_server({CHAT: script}) as server:
+        _, shown = talk(server, "2 + 2?", "and 3?")
+        assert "Let me[2J see.\nFour.\n" in shown
+        assert [turn["content"] for turn in server.asked(CHAT)[-1]["messages"]] == ["2 + 2?", "Four.", "and 3?"]
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen(False, out, err)
+    screen.write_reasoning("hm")
+    screen.write("Four.")
+    assert (out.getvalue(), err.getvalue()) == ("Four.", "")
+
+
 def test_a_terminal_gets_no_control_characters() -> None:
     with web_server({CHAT: say("a\x1b[2Jb\tc\nd\x9b1m")}) as server:
         _, shown = talk(server, "go")
