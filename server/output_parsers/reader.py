@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from typing import Any
 
 from .events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
 
+Find = Callable[[str, int], re.Match[str] | None]
 Parser = Generator[None, None, None]
 """Yields where it needs more text."""
 SPACE = " \t\r\n"
@@ -175,16 +177,20 @@ class Reader:
         """
         emit = self.emit_reasoning if reasoning else self.emit_text
         space = ""
+        find, begins = _search(markers)
         while True:
-            found = [(i, m) for m in markers if (i := self.text.find(m, self.at)) >= 0]
-            i, marker = min(found, key=lambda one: (one[0], -len(one[1])), default=(0, ""))
-            if marker:
+            found = find(self.text, self.at)
+            if found is not None:
+                i, marker = found.start(), found.group()
                 text = space * reasoning + self.text[self.at : i]
                 self.space = text[len(text.rstrip(SPACE)) :]
                 emit(text.rstrip(SPACE) if reasoning else text)
                 self.text, self.at = self.text[i:], len(marker)
                 return marker
-            certain = len(self.text) if self.has_ended else self._certain(markers)
+            certain = len(self.text)
+            # As a rule no marker begins in the last few characters.
+            if not self.has_ended and begins(self.text, self.at) is not None:
+                certain = self._certain(markers)
             piece = self.text[self.at : certain]
             if reasoning:
                 shown = piece.rstrip(SPACE)
@@ -242,6 +248,20 @@ class Reader:
         value = parse_json(text)
         self.at = at
         return text, value
+
+
+@cache
+def _search(markers: tuple[str, ...]) -> tuple[Find, Find]:
+    """Return what finds one of a format's markers, and what finds a character with which one begins."""
+    if not markers:
+        return _find_nothing, _find_nothing
+    longest_first = sorted(markers, key=len, reverse=True)
+    firsts = "".join(sorted({re.escape(marker[0]) for marker in markers}))
+    return re.compile("|".join(map(re.escape, longest_first))).search, re.compile(f"[{firsts}]").search
+
+
+def _find_nothing(text: str, start: int) -> None:
+    return None
 
 
 def parse_json(text: str) -> Any:
