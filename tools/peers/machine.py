@@ -31,12 +31,12 @@ class Machine:
     def line(self) -> str:
         """All of it in words."""
         features = f" ({self.features})" if self.features else ""
-        return f"{self.executor}, {self.cores} cores{features}, kernels of level {self.level}"
+        return f"{self.processor}, {self.cores} cores{features}, kernels of level {self.level}"
 
     @property
     def slug(self) -> str:
         """A file name of its own for each kind of machine."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.executor} {self.cores} cores {self.level}".lower()).strip("-")
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.processor} {self.cores} cores {self.level}".lower()).strip("-")
 
 
 def this_machine() -> Machine:
