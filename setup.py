@@ -21,7 +21,7 @@ MANYLINUX_OF_GLIBCXX = {19: 17, 24: 28, 28: 31, 29: 34, 30: 35, 33: 39}
 
 
 def platform_tag(libraries: list[Path]) -> str:
-    """The oldest systems that have every version of the C and C++ libraries that ``libraries`` ask for."""
+    """Return the tag of the oldest systems with every version of the C and C++ libraries that ``libraries`` need."""
     names = b"".join(library.read_bytes() for library in libraries)
     glibc = max((int(n) for n in re.findall(rb"\0GLIBC_2\.(\d+)", names)), default=17)
     glibcxx = max((int(n) for n in re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", names)), default=0)
@@ -31,18 +31,18 @@ def platform_tag(libraries: list[Path]) -> str:
 
 
 class PlatformDistribution(Distribution):
-    """Installs as the platform's own where there are libraries."""
+    """The distribution, which is one of the platform if there are libraries."""
 
     def has_ext_modules(self) -> bool:
-        """Whether it goes to the folder of what is compiled."""
+        """Return whether it is installed among compiled packages."""
         return bool(LIBRARIES)
 
 
 class PlatformWheel(bdist_wheel):
-    """The libraries know no Python: one wheel for all its versions."""
+    """A wheel for all versions of Python, because the libraries don't use Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """What may install it."""
+        """Return the tags of the systems that may install the wheel."""
         return ("py3", "none", platform_tag(LIBRARIES)) if LIBRARIES else super().get_tag()
 
 

@@ -49,8 +49,8 @@ class CpuDevice(Device):
         return resident_bytes()
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Raises ``NotImplementedError``."""
-        raise NotImplementedError("memory of the host is everybody's")
+        """Raise ``NotImplementedError``: all processes share the host's memory."""
+        raise NotImplementedError("memory of the host is shared by all processes")
 
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
         """See the base class."""
@@ -88,7 +88,7 @@ class CpuDevice(Device):
         return nullcontext()
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """Raises ``NotImplementedError``."""
+        """Raise ``NotImplementedError``: a CPU has no graphs."""
         raise NotImplementedError("nothing is captured on a CPU")
 
     def synchronize(self) -> None:

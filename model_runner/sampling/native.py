@@ -22,7 +22,7 @@ class NativeSampler:
     """
 
     def __init__(self, team: Team | None = None) -> None:
-        """Raises ``BuildError`` where the kernels can't be had."""
+        """Load the kernels. Raises ``BuildError`` if that is impossible."""
         self._team = team
         library = load_library()
         check_size(library, "RowParams", ROW_PARAMS.itemsize)

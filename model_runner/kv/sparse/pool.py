@@ -115,7 +115,7 @@ class SparseTokenToKVPool:
         return (self._starts(0, pages)[:, None] + 2 * self._part + heads) // self._step
 
     def gather_labels(self, layer: int, label_rows: Tensor) -> Tensor:
-        """Labels of ``layer`` behind ``label_rows`` [N, K, M]: a copy [N * K, M * page_size, C]."""
+        """Copy the labels of ``layer`` behind ``label_rows`` [N, K, M] to a tensor [N * K, M * page_size, C]."""
         found = self._label_runs.index_select(0, (label_rows + layer * self._layer_steps).flatten())
         return found.view(label_rows.shape[0] * label_rows.shape[1], -1, self.group.label_dim)
 

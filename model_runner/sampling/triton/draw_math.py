@@ -78,15 +78,14 @@ def is_above_numbers(best: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def distance(logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """(logit - largest) / temperature, float32 rounded as the CPU's: 0 and below."""
+    """Return (logit - largest) / temperature, at most 0, in float32 and rounded as on the CPU."""
     return tl.div_rn(logits - largest, tl.zeros_like(logits) + temperature)
 
 
 @triton.jit
 def weight_at(x: tl.tensor) -> tl.tensor:
-    """exp of distances ``x`` <= 0, float32 to one unit in the last place, the same on every device; exp(0) is 1.
-
-    Hardware's own exponential is off by more, the further from 0 the more. Below exp(-40) it stays: nothing, as a mass.
+    """Return exp of distances ``x`` <= 0, float32 to one unit in the last place, the same on every device;
+    exp(0) is 1.
     """
     x = tl.maximum(x, -40.0)
     whole = tl.floor(x * 1.4426950408889634 + 0.5)
