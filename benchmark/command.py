@@ -19,7 +19,7 @@ def wide_console() -> Console:
 
 
 def exit_code(name: str, measure: Callable[[], bool | None]) -> int:
-    """Run ``measure``, which says False where something failed that it has told of; other failures are told here."""
+    """Run ``measure``, which returns False after a failure that it has reported. Report other failures."""
     try:
         return EXIT_FAILED if measure() is False else 0
     except (BenchOptionsError, BenchError) as e:

@@ -133,7 +133,7 @@ def own_key(options: RouterOptions) -> Iterator[str | None]:
     try:
         run_dir = RunDir()
     except OSError as e:
-        logger.warning("no folder for an admin key (%s): nobody is the admin, unless --admin-key-file names a key", e)
+        logger.warning("no folder for an admin key (%s): there is no admin, unless --admin-key-file names a key", e)
         yield None
         return
     try:

@@ -217,5 +217,5 @@ class DisaggregationOptions(AccessOptions):
         if self.hands_over and secret is None and not self.insecure_cluster and not is_loopback(self.host):
             yield (
                 f"--host {self.host} lets others reach the ports by which instances exchange KV: give this one and its "
-                "peers the same --cluster-secret-file, or, on a network that nobody else is in, --insecure-cluster"
+                "peers the same --cluster-secret-file, or, on a network of their own, --insecure-cluster"
             )

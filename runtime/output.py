@@ -29,7 +29,7 @@ CHUNK = 1 << 16
 
 def dropped_note(lines: int) -> str:
     """Say that lines were dropped."""
-    return f"{lines} lines were not written here: nobody read this output in time"
+    return f"{lines} lines were not written here: this output was not read in time"
 
 
 class NeverBlocking(io.RawIOBase):

@@ -3,7 +3,7 @@
 A prompt's tokens count when the step that computes them is done, on the instance that computes them. Tokens found in
 its prefix cache count as cached there, when the request gets its memory. The other instance of a pair counts neither,
 and the instance that computes a prompt for another counts none of the output. So sums over a pair match what clients
-were told.
+received.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class _Competition:
                 heapq.heapreplace(self._line, (now, name))
             else:
                 return work
-        raise AssertionError("nobody waits")
+        raise AssertionError("no request waits")
 
 
 class FairShares:

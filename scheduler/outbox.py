@@ -47,7 +47,7 @@ def send_interval(msg: GenerateReq, stream_interval: int) -> int:
 
 
 def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
-    """Return what the client is told about a request's course up to ``now``."""
+    """Return the report to the client about a request's course up to ``now``."""
     return ReqMeta(
         prompt_tokens=req.prompt_len,
         completion_tokens=req.output_len,
@@ -152,7 +152,7 @@ class Outbox:
     def flush(self) -> list[str]:
         """Send everything. Return the rids of requests that ended because their report fits into no frame.
 
-        Their clients have been told.
+        Their clients have been informed.
         """
         if self._to_transfer:
             self._transfer.send(*self._to_transfer)

@@ -133,7 +133,8 @@ class Scheduler:
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """End a request and tell its client ``finish``.
 
-        ``finish`` is None if the client has been told already. A request that another instance still has just leaves.
+        ``finish`` is None if the client has been informed already. A request that another instance still has just
+        leaves.
         """
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
@@ -187,7 +188,7 @@ class Scheduler:
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def _meta(self, req: Req) -> ReqMeta:
-        """Return what the client is told about the request's course, up to now."""
+        """Return the report to the client about the request's course up to now."""
         return meta_of(req, max(self.now, req.times.last_token), has_tiers=self.tiers.enabled)
 
     # --- steps ---

@@ -366,7 +366,7 @@ class NoStore:
         return None
 
     def on_event(self, event: TierEvent, now: float) -> None:
-        """Raise ``AssertionError``: the worker was told of no store."""
+        """Raise ``AssertionError``: the worker has no store."""
         raise AssertionError(f"the worker sent {event}, and the instance has no store")
 
     def problem(self, now: float) -> str:

@@ -305,7 +305,7 @@ class NoTiers:
         return []
 
     def on_event(self, event: TierEvent, now: float) -> None:
-        """Raise ``AssertionError``: the worker was told of no tiers."""
+        """Raise ``AssertionError``: the worker has no tiers."""
         raise AssertionError(f"the worker sent {event}, and the instance has no tiers")
 
     def flush(self) -> int:

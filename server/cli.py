@@ -192,7 +192,10 @@ def main() -> None:
 
 
 def _end_output(error: OSError) -> int:
-    """Leave an output that takes no more: its reader has gone, as `head` does, or a disk is full; only that is told."""
+    """Return the exit code for an output that can't be written.
+
+    An error is reported, unless the output's reader has left, as `head` does.
+    """
     if error.errno != errno.EPIPE:
         print(f"pdserve: can't write what there is to say: {error.strerror}", file=sys.stderr)
     # Python would complain once more when it writes the rest at its end.

@@ -69,7 +69,7 @@ class MooncakeWriter(Writer):
             for (source, length), target in zip(local.tolist(), remote[:, 0].tolist(), strict=True)
         ]
         while under_way:
-            # The library forgets a write that it has told the end of.
+            # The library forgets a write after reporting its end.
             code = self._engine.transfer_check_status(under_way[-1])
             if code == LANDED:
                 under_way.pop()

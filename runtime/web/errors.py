@@ -15,7 +15,7 @@ E = TypeVar("E", bound=BaseException)
 
 RETRY_AFTER_SECONDS = 1
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-"""What programs are told in ``code``, where the status alone says it: OpenAI's words."""
+"""Values of ``code`` for programs if the status alone decides it: OpenAI's words."""
 ERROR_TYPES = {
     400: "invalid_request_error",
     403: "permission_error",

@@ -50,8 +50,8 @@ def guard(
 ) -> ASGIApp:
     """Return ``app`` behind the access log and every check that comes before a request is read.
 
-    ``on_end`` is told of each request, and how many seconds it took. ``epoch``: of an instance. ``own_admin_key``: the
-    key that the server drew at its start; it counts where ``options`` name no admin's. Raises ``KeyFileError``,
+    ``on_end`` is called after each request with its duration in seconds. ``epoch``: of an instance. ``own_admin_key``:
+    the key that the server drew at its start; it counts where ``options`` name no admin's. Raises ``KeyFileError``,
     ``ClusterSecretError``, and ``ValueError`` for an address that is none.
     """
     is_router, secret = server is Server.ROUTER, None

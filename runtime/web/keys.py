@@ -205,8 +205,8 @@ def check_keys(options: KeyOptions) -> None:
     """Raise ``KeyFileError`` for keys that can't be used, and where other hosts could use the server without any."""
     if not (read_keys(options).has_users or options.no_keys or is_loopback(options.host)):
         raise KeyFileError(
-            f"--host {options.host} lets everybody who reaches it use this server: ask for keys (--api-key-file), "
-            "or say --no-keys if nobody else reaches it"
+            f"--host {options.host} lets every client that reaches it use this server: ask for keys (--api-key-file), "
+            "or say --no-keys if no other client reaches it"
         )
 
 

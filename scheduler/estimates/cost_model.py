@@ -1,6 +1,6 @@
 """Estimates how long a step takes: the one model of steps that all estimates use, learned while serving.
 
-``estimate`` gives the expected ``forward_ms`` of a step of some ``StepShape``; ``learn`` is told the outcome of each.
+``estimate`` gives the expected ``forward_ms`` of a step of some ``StepShape``; ``learn`` takes the outcome of each.
 The ITL budget sizes prompt pieces with it, and ``/server_info`` shows it.
 
 **The form.** A step's time is a sum of terms that can only grow. They are a constant, a piecewise linear function of

@@ -35,8 +35,8 @@ class PolicyNeeds(NamedTuple):
 class SchedulePolicy(ABC):
     """Orders the waiting requests of each *lane*. ``WaitingQueue`` decides which lane is next.
 
-    A policy is told which requests come and go, and keeps what makes an order cheap to ask for at each step. Retracted
-    requests are not its concern: they come first, since their clients are already reading.
+    A policy is notified of requests that come and go, and keeps what makes an order cheap to ask for at each step.
+    Retracted requests are not its concern: they come first, since their clients are already reading.
     """
 
     may_pass = False

@@ -110,7 +110,7 @@ class ChatClient:
             yield
         except httpx.ConnectError as e:
             raise ChatError(
-                f"nobody answers at {self._url} ({shown(str(e))}): start a server (pdserve up), "
+                f"no server answers at {self._url} ({shown(str(e))}): start a server (pdserve up), "
                 "or say where it is with --url"
             ) from e
         except httpx.TimeoutException as e:

@@ -65,7 +65,7 @@ def ask(http: httpx.Client, path: str) -> httpx.Response:
         return http.get(path)
     except httpx.ConnectError as e:
         advice = "Start it, or check the host and port in --url."
-        raise Unanswered(problem(TOPIC, f"nobody answers at {http.base_url} ({shown(str(e))})", advice)) from e
+        raise Unanswered(problem(TOPIC, f"no server answers at {http.base_url} ({shown(str(e))})", advice)) from e
     except httpx.TimeoutException as e:
         text = f"{http.base_url} did not answer {path} within {TIMEOUT_SECONDS:g} s"
         raise Unanswered(problem(TOPIC, text, "It hangs or is overloaded; its log may say why.")) from e

@@ -100,7 +100,7 @@ def complaints(episode: Episode, answer: Answer) -> Iterator[str]:
     elif answer.status != 200 or not answer.done:
         yield "it ended without a word"
     elif answer.reason == "abort" and episode.fault.kind is not Kind.ABORT:
-        yield "it was aborted, and nobody asked for that"
+        yield "it was aborted without a request for that"
     elif answer.reason != "abort" and (count != answer.wanted or answer.reason != "length"):
         yield f"{count} of {answer.wanted} tokens, finished by {answer.reason!r}"
 

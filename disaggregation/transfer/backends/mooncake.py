@@ -155,7 +155,7 @@ class _MooncakeInitiator(Initiator):
         return number
 
     def has_landed(self, write: list[int]) -> bool:
-        # The library forgets a write that it has told the end of.
+        # The library forgets a write after reporting its end.
         while write:
             code = self._engine.transfer_check_status(write[-1])
             if code == UNDER_WAY:

@@ -247,7 +247,7 @@ class WriteRequestWriter(ABC):
             raise LinkLost("the peer speaks of a batch that was not sent")
         if kind == self.leave:
             if not 0 < count <= len(request.pages.src) - request.at:
-                raise LinkLost("the peer gives leave for pages that nobody asked for")
+                raise LinkLost("the peer gives leave for pages that were not requested")
             request.count = count
             request.writing = self._start(request, place, count)
             return

@@ -82,6 +82,6 @@ class TorchSampler(DeviceSampler):
                 chosen = from_all(part, drops_tail=bool(drops_tail[members].any()))
             else:
                 chosen = from_sorted(part)
-            everybody = len(which) == len(tokens_S)
-            tokens_S = chosen if everybody else tokens_S.index_copy(0, self._device.upload(which), chosen)
+            are_all = len(which) == len(tokens_S)
+            tokens_S = chosen if are_all else tokens_S.index_copy(0, self._device.upload(which), chosen)
         return tokens_S

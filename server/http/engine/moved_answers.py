@@ -114,7 +114,7 @@ class MovedAnswers:
 
         def late() -> None:
             if self._parked.pop(arrived.key, None) is not None:
-                log.warning("nobody came for its answer in %.0f s", UNREAD_SECONDS, extra={"rid": arrived.rid})
+                log.warning("no client fetched its answer in %.0f s", UNREAD_SECONDS, extra={"rid": arrived.rid})
                 give_up(submission)
                 self._look()
 
@@ -135,7 +135,7 @@ class MovedAnswers:
         parked = self._parked.pop(ticket.key, None)
         self._look()
         if parked is None:
-            raise ApiError(404, "there is no moved answer for this ticket: it was read, or nobody came for it in time")
+            raise ApiError(404, "there is no moved answer for this ticket: it was read, or not fetched in time")
         parked.timer.cancel()
         (choice,) = parked.submission.choices
         choice.rid, choice.keep_output, choice.keeps_sent = plan.rid, plan.keep_output, keeps_sent

@@ -56,7 +56,7 @@ def test_good_answers_and_excused_errors_pass():
         ({"tokens": [10, 11, 12]}, "3 of 4 tokens"),
         ({"wanted": 3}, "4 of 3 tokens"),
         ({"reason": "stop"}, "finished by 'stop'"),
-        ({"reason": "abort", "tokens": [10]}, "nobody asked for that"),
+        ({"reason": "abort", "tokens": [10]}, "without a request for that"),
         ({"done": False}, "without a word"),
     ],
 )

@@ -99,7 +99,7 @@ OPEN_HOSTS = ["0.0.0.0", "::", "10.0.0.1", "example.org"]
 @pytest.mark.parametrize("host", OPEN_HOSTS)
 def test_what_other_hosts_reach_asks_for_keys_or_says_that_it_does_not(files: dict[str, Any], host: str) -> None:
     for given in ({}, {"admin_key_file": files["admin_key_file"]}):
-        with pytest.raises(KeyFileError, match=f"--host {host} lets everybody .*--api-key-file.*--no-keys"):
+        with pytest.raises(KeyFileError, match=f"--host {host} lets every client .*--api-key-file.*--no-keys"):
             check_keys(Options(host=host, **given))
         check_keys(Options(host=host, no_keys=True, **given))
         check_keys(Options(host="localhost", **given))

@@ -253,9 +253,9 @@ def test_without_a_terminal_a_failure_is_the_end() -> None:
 def test_no_server_at_the_address() -> None:
     with refusing_port() as port:
         client = ChatClient(f"http://127.0.0.1:{port}", None, {})
-        with pytest.raises(ChatError, match=rf"nobody answers at http://127.0.0.1:{port} .*--url"):
+        with pytest.raises(ChatError, match=rf"no server answers at http://127.0.0.1:{port} .*--url"):
             client.first_model()
-        with pytest.raises(ChatError, match="nobody answers"):
+        with pytest.raises(ChatError, match="no server answers"):
             list(client.stream("m", [ChatTurn("user", "x")]))
         client.close()
 

@@ -154,7 +154,7 @@ def test_no_server_is_there_or_it_does_not_answer(monkeypatch: pytest.MonkeyPatc
     with refusing_port() as port:
         [(level, text)] = wrong(list(look_at_server(f"http://127.0.0.1:{port}", None)))
     assert level is Level.PROBLEM
-    assert "nobody answers" in text
+    assert "no server answers" in text
     monkeypatch.setattr(server, "TIMEOUT_SECONDS", 0.05)
     with web_server({"/health": lambda connection: connection.wait_until_dropped()}) as there:
         [(level, text)] = wrong(list(look_at_server(there.url, None)))
