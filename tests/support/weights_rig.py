@@ -19,6 +19,7 @@ from pdserve.model_runner.weights_cache.request import PackOrder, PackRequest
 from pdserve.server.options import ServerOptions
 
 from .machine import limit
+from .passes import forward
 from .tiny_model import CONFIG
 
 VOCAB = 97
@@ -96,4 +97,4 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
         req_to_token=table[:, 16:].contiguous(),
         logit_indices=torch.arange(count),
     )
-    return model.engine.forward(batch).clone()
+    return forward(model.engine, batch)
