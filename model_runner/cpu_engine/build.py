@@ -2,8 +2,9 @@
 
 ``python -m pdserve.model_runner.cpu_engine.build`` builds it ahead of time (``make setup`` does). ``--all`` builds all
 levels into the package, from where they are loaded first: wheels and container images carry them and need no compiler.
-The library's name holds a hash of everything it is made from, so that one of other sources or flags is never loaded by
-mistake. A build that failed is remembered beside the cache, see ``failed_build.py``.
+The library's name holds a hash of its sources and flags, so that a library of other sources is never loaded by mistake.
+In the cache it also holds a hash of the compiler: a library does not outlive a compiler that was replaced. A build that
+failed is remembered in the cache, see ``failed_build.py``.
 
 ``PDSERVE_CPU_ISA=avx2`` (or another of ``LEVELS``) chooses the code for lesser processors on one that could do more: so
 it is tested and measured.
@@ -29,8 +30,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ...runtime.machine.processor import cpu_flags
+from ...runtime.private_cache import cache_folder, is_there, is_whole, publish_sealed
 from ...runtime.progress import ProgressLog
-from ...runtime.trusted_path import distrust, make_private_folder
+from ...runtime.trusted_path import make_private_folder
 from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
@@ -100,35 +102,50 @@ def choose_level() -> IsaLevel:
 
 
 def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels") -> Path:
-    """Return the path that the library for ``level`` has or would have."""
+    """Return where the cache has, or would have, the library for ``level``.
+
+    Each compiler has its own library. Without a compiler it is the newest one that any compiler made.
+    """
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
     for file in sorted(filter(Path.is_file, sources.rglob("*"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
-    return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
+    folder, stem = cache_folder(), f"{name}-{level.name}-{digest.hexdigest()[:16]}"
+    if (compiler := find_compiler()) is not None:
+        return folder / f"{stem}-{_identity(compiler)}.so"
+    made = folder.glob(f"{stem}-*.so")
+    return max(made, key=lambda path: path.lstat().st_mtime_ns, default=folder / f"{stem}-none.so")
+
+
+def prebuilt_name(path: Path) -> str:
+    """Return the name that the library of ``library_path`` has in a package, whichever compiler made it."""
+    return f"{path.stem.rpartition('-')[0]}.so"
 
 
 def find_library(path: Path) -> Path | None:
-    """Return the library at ``path``, or the one of that name that came with the package, or None.
+    """Return the library that came with the package, or else the one at ``path``, a ``library_path``.
 
-    Raises ``BuildError`` if it or its folder belongs to another user or may be written by others: its code would run in
-    this process.
+    None means that it is not built yet, or was damaged since. Raises ``BuildError`` if the library or its folder
+    belongs to another user or may be written by others: its code would run in this process.
     """
-    prebuilt = PREBUILT / path.name
+    prebuilt = PREBUILT / prebuilt_name(path)
     if prebuilt.is_file():
         return prebuilt
-    for place in (path.parent, path):
-        try:
-            reason = distrust(place.stat() if place == path.parent else place.lstat())
-        except FileNotFoundError:
-            return None
-        if reason:
-            raise BuildError(f"{place} is not used: {reason}; or remove it, and it is built again")
-    return path if path.is_file() and not path.is_symlink() else None
+    try:
+        return path if is_there(path) and is_whole(path) else None
+    except PermissionError as e:
+        raise BuildError(f"{e.filename} is not used: {e.strerror}; or remove it, and it is built again") from e
 
 
 def find_compiler() -> str | None:
     """Return the path of the compiler that builds the kernels, or None if there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _identity(compiler: str) -> str:
+    """Return what tells a compiler from other ones, and from other versions of itself, without running it."""
+    status = os.stat(compiler)
+    told = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
 
 
 def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
@@ -144,7 +161,7 @@ def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, re
         make_private_folder(path.parent)
         with (path.parent / "lock").open("w") as lock:
             _wait_for(lock)
-            if not path.is_file():
+            if find_library(path) is None:
                 _try_to_compile(level, sources, path, retry)
     except OSError as e:
         raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
@@ -154,15 +171,14 @@ def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, re
 def build_all(folder: Path = PREBUILT) -> None:
     """Fill ``folder`` with the libraries of all levels, and nothing else. Raises ``BuildError``."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {library_path(level).name for level in LEVELS}
-    for old in folder.glob("*.so"):
-        if old.name not in names:
-            old.unlink()
-    for level in LEVELS:
+    places = {level: folder / prebuilt_name(library_path(level)) for level in LEVELS}
+    for old in set(folder.glob("*.so")) - set(places.values()):
+        old.unlink()
+    for level, place in places.items():
         path = build(level, retry=True)
-        if path.parent != folder:
-            shutil.copy(path, folder / f"{path.name}.new")
-            os.replace(folder / f"{path.name}.new", folder / path.name)
+        if path != place:
+            shutil.copy(path, place.with_suffix(".new"))
+            os.replace(place.with_suffix(".new"), place)
 
 
 def _wait_for(lock: IO[str]) -> None:
@@ -177,7 +193,7 @@ def _try_to_compile(level: IsaLevel, sources: Path, path: Path, retry: bool) -> 
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
-    failed = FailedBuild(path, compiler)
+    failed = FailedBuild(path)
     if not retry and (message := failed.recall()) is not None:
         raise BuildError(f"{message}\nIt is not tried again; python -m {MODULE} tries.")
     try:
@@ -203,9 +219,7 @@ def _compile(compiler: str, level: IsaLevel, folder_of_sources: Path, path: Path
                 progress.advance(1)
         output = Path(folder) / path.name
         _run((compiler, *flags, "-shared", *objects, "-o", output))
-        # Whatever the umask is: what this user's processes will run, no other may write.
-        output.chmod(output.stat().st_mode & ~0o022)
-        os.replace(output, path)
+        publish_sealed(output, path)
     log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
 
 
@@ -216,12 +230,6 @@ def _run(command: tuple[str | Path, ...]) -> None:
         raise BuildError(f"{command[0]} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
     if done.returncode != 0:
         raise BuildError(f"{command[0]} could not build the CPU kernels:\n{done.stderr[-4000:]}")
-
-
-def _cache_folder() -> Path:
-    """Return the folder that the XDG base directory specification gives to data that can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "pdserve"
 
 
 def main() -> int:

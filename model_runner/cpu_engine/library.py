@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from functools import cache
 
-from .build import BuildError, build, choose_level
+from .build import PREBUILT, BuildError, IsaLevel, build, choose_level
 from .structs import (
     MIRRORED,
     ForwardArgs,
@@ -61,15 +61,29 @@ NATIVE_KV_DTYPES = NATIVE_DTYPES | {
 @cache
 def load_library() -> ctypes.CDLL:
     """Load the kernels for this processor, and build them if ``make setup`` has not. Raises ``BuildError``."""
-    path = build(choose_level())
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as e:
-        raise BuildError(f"{path} can't be loaded: {e}") from e
+    library = _open_library(choose_level())
     _declare(library)
     for struct in MIRRORED:
         check_size(library, struct.__name__, ctypes.sizeof(struct))
     return library
+
+
+def _open_library(level: IsaLevel) -> ctypes.CDLL:
+    """Open the library, and build it once more if the system can't load what the cache has."""
+    path = build(level)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        if path.parent == PREBUILT:
+            raise BuildError(f"{path} can't be loaded: {e}") from e
+        log.warning("%s can't be loaded (%s); it is built again", path, e)
+    # A home folder that hosts share may have the library of a newer system.
+    path.unlink(missing_ok=True)
+    path = build(level)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        raise BuildError(f"{path} can't be loaded: {e}") from e
 
 
 def check_size(library: ctypes.CDLL, struct: str, size: int) -> None:

@@ -53,7 +53,7 @@ def look_at_kernels() -> Iterator[Finding]:
             f"level {chosen}, but not built, and there is no C++ compiler",
             f"{SLOW} Install g++, or the wheel or container image, which carry the kernels.",
         )
-    elif (output := FailedBuild(path, compiler).recall()) is not None:
+    elif (output := FailedBuild(path).recall()) is not None:
         first = next(iter(output.strip().splitlines()), "no reason given")
         yield warning("kernels", f"level {chosen}, but {compiler} failed: {first}", f"{SLOW} To try again: {BUILD}")
     else:
@@ -68,4 +68,4 @@ def can_use_kernels() -> bool:
     except BuildError:
         return False
     compiler = find_compiler()
-    return is_there or (compiler is not None and FailedBuild(path, compiler).recall() is None)
+    return is_there or (compiler is not None and FailedBuild(path).recall() is None)

@@ -14,7 +14,15 @@ import pytest
 from support.processes import launched
 from support.wheels import build_wheel, copy_tree
 
-from pdserve.model_runner.cpu_engine.build import LEVELS, BuildError, build, build_all, choose_level, library_path
+from pdserve.model_runner.cpu_engine.build import (
+    LEVELS,
+    BuildError,
+    build,
+    build_all,
+    choose_level,
+    library_path,
+    prebuilt_name,
+)
 
 
 def make_environment(folder: Path, wheel: Path) -> Path:
@@ -37,7 +45,7 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path, tiny_args):
     source = copy_tree(tmp_path)
     prebuilt = source / "model_runner/cpu_engine/prebuilt"
     prebuilt.mkdir()
-    shutil.copy(library, prebuilt)
+    shutil.copy(library, prebuilt / prebuilt_name(library))
     # One of other sources, which would not load.
     (prebuilt / f"kernels-{choose_level().name}-0000000000000000.so").write_bytes(b"stale")
     wheel = build_wheel(source, tmp_path)
@@ -52,7 +60,7 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path, tiny_args):
         assert server.info()["attention_backend"] == "cpu"
         loaded = {m.path for m in server.family()["worker"].memory_maps() if "/kernels-" in m.path}
     [path] = loaded
-    assert Path(path).name == library.name
+    assert Path(path).name == prebuilt_name(library)
     assert Path(path).is_relative_to(tmp_path / "env")
     assert not (tmp_path / "cache/pdserve").exists()
 
@@ -62,4 +70,4 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path, tiny_args):
 def test_all_levels_are_built_and_nothing_else_is_kept(tmp_path):
     (tmp_path / "kernels-avx2-0000000000000000.so").touch()
     build_all(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {library_path(level).name for level in LEVELS}
+    assert {path.name for path in tmp_path.iterdir()} == {prebuilt_name(library_path(level)) for level in LEVELS}

@@ -24,9 +24,10 @@ class Compiler:
         self._calls.touch()
         self.works(False)
 
-    def works(self, works: bool) -> None:
-        """Install another version of the compiler, which works or not."""
-        end = 'while [ "$1" != -o ]; do shift; done; : > "$2"' if works else "echo 'no such intrinsic' >&2; exit 1"
+    def works(self, works: bool, output: str = "") -> None:
+        """Install another version of the compiler, which writes ``output``."""
+        write = f'while [ "$1" != -o ]; do shift; done; printf %s "{output}" > "$2"'
+        end = write if works else "echo 'no such intrinsic' >&2; exit 1"
         self._path.write_text(f'#!/bin/sh\necho >> "{self._calls}"\n{end}\n')
         self._path.chmod(0o755)
 
@@ -38,6 +39,10 @@ class Compiler:
     def touch(self) -> None:
         """Change the file's time, as installing it again would."""
         os.utime(self._path, ns=(1, 1))
+
+    def vanish(self) -> None:
+        """Remove it."""
+        self._path.unlink()
 
 
 @pytest.fixture
@@ -91,11 +96,80 @@ def test_other_sources_and_other_compilers_are_tried(compiler: Compiler, sources
     assert not path.with_suffix(".failed").exists()
 
 
+def test_a_library_does_not_outlive_its_compiler(compiler: Compiler, sources: Path) -> None:
+    compiler.works(True)
+    first = build.build(LEVEL, sources)
+    compiler.touch()
+    second = build.build(LEVEL, sources)
+    assert second != first
+    assert compiler.calls == 4
+    # Without any compiler, the newest library is better than none.
+    os.utime(first, ns=(1, 1))
+    compiler.vanish()
+    assert build.build(LEVEL, sources) == second
+    os.utime(second, ns=(0, 0))
+    assert build.build(LEVEL, sources) == first
+
+
+@pytest.mark.parametrize("damage", [b"", b"half of"])
+def test_a_damaged_library_is_built_again(compiler: Compiler, sources: Path, damage: bytes) -> None:
+    compiler.works(True, "half of it")
+    path = build.build(LEVEL, sources)
+    path.write_bytes(damage)
+    assert build.find_library(path) is None
+    assert build.build(LEVEL, sources) == path
+    assert path.read_bytes() == b"half of it"
+    assert compiler.calls == 4
+    path.with_suffix(".sha256").unlink()
+    build.build(LEVEL, sources)
+    assert compiler.calls == 6
+
+
+def test_a_library_is_on_the_disk_before_its_name_is(
+    compiler: Compiler, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.works(True, "whole")
+    real_sync, real_replace, synced = os.fsync, os.replace, []
+
+    def sync(fd: int) -> None:
+        real_sync(fd)
+        synced.append(os.fstat(fd).st_ino)
+
+    def replace(made: Path, path: Path) -> None:
+        assert os.stat(made).st_ino == synced[-1]
+        real_replace(made, path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    path = build.build(LEVEL, sources)
+    assert synced == [
+        path.with_suffix(".sha256").stat().st_ino,
+        path.parent.stat().st_ino,
+        path.stat().st_ino,
+        path.parent.stat().st_ino,
+    ]
+
+
+def test_a_library_that_this_system_can_not_load_is_built_once_more(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
+    compiler.works(True, "of a newer system")
+    library.load_library.cache_clear()
+    with pytest.raises(BuildError, match="can't be loaded"):
+        library.load_library()
+    path = build.library_path(build.choose_level())
+    built_once = len(list(build.SOURCES.rglob("*.cpp"))) + 1
+    assert compiler.calls == 2 * built_once
+    assert [record.getMessage() for record in caplog.records if "it is built again" in record.getMessage()] != []
+    assert path.is_file()
+
+
 def test_prebuilt_libraries_are_found_first(
     compiler: Compiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    there = tmp_path / build.library_path(LEVEL, sources).name
+    there = tmp_path / build.prebuilt_name(build.library_path(LEVEL, sources))
     there.touch()
     assert build.build(LEVEL, sources) == there
     # It belongs to its sources.

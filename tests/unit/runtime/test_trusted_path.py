@@ -20,6 +20,7 @@ from pdserve.model_runner.cpu_engine import build
 from pdserve.router.options import RouterOptions
 from pdserve.runtime import trusted_path
 from pdserve.runtime.options import OptionError, check_options
+from pdserve.runtime.private_cache import publish_sealed
 from pdserve.runtime.secret_files import warn_of_exposed_files
 from pdserve.runtime.trusted_path import distrust, make_private_folder, read_secret
 from pdserve.server.http.session_store.session_files import SessionFiles, SessionLimits
@@ -156,8 +157,9 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
     path = build.library_path(build.LEVELS[-1])
     path.parent.mkdir(mode=0o700)
-    path.write_bytes(b"no library")
-    path.chmod(0o755)
+    made = path.with_name("made.so")
+    made.write_bytes(b"no library")
+    publish_sealed(made, path)
     return path
 
 

@@ -27,6 +27,7 @@ from pdserve.mem_cache.kv_pages.region import RegionError
 from pdserve.model_runner.cpu_engine import build
 from pdserve.model_runner.cpu_engine.failed_build import FailedBuild
 from pdserve.runtime.machine.control_groups import SystemTree
+from pdserve.runtime.private_cache import publish_sealed
 from pdserve.runtime.transfer_backends import BACKENDS
 from pdserve.terminal.check import host, kernels, ports, run, software
 from pdserve.terminal.check.backends import look_at_backends
@@ -237,22 +238,23 @@ def test_kernels_without_and_with_a_compiler(nothing_built: Path, tmp_path: Path
     assert finding.level is Level.OK
     assert f"not built yet: the first start does it with {compiler}" in finding.text
     assert kernels.can_use_kernels()
-    FailedBuild(nothing_built, str(compiler)).remember("no such intrinsic\nmore")
+    FailedBuild(build.library_path(LEVEL)).remember("no such intrinsic\nmore")
     finding = only(kernels.look_at_kernels())
     assert finding.level is Level.WARNING
     assert finding.text.endswith(f"but {compiler} failed: no such intrinsic")
     assert not kernels.can_use_kernels()
 
 
-def test_kernels_that_are_built(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing_built.write_bytes(b"no library")
+def test_kernels_that_are_built(nothing_built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made.so"
+    made.write_bytes(b"no library")
+    publish_sealed(made, nothing_built)
     finding = only(kernels.look_at_kernels())
     assert finding.level is Level.PROBLEM
     assert f"{nothing_built} can't be loaded" in finding.text
-    nothing_built.unlink()
     # Any library will do.
-    shutil.copy(msgspec._core.__file__, nothing_built)
-    nothing_built.chmod(0o755)
+    shutil.copy(msgspec._core.__file__, made)
+    publish_sealed(made, nothing_built)
     chosen = " (as PDSERVE_CPU_ISA says)" if build.ISA_VARIABLE in os.environ else ""
     assert only(kernels.look_at_kernels()).text == f"level {LEVEL.name}{chosen}, built: {nothing_built}"
     monkeypatch.setenv(build.ISA_VARIABLE, LEVEL.name)

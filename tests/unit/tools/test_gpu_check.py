@@ -22,6 +22,7 @@ from support.import_path import with_inherited
 
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_runner.cpu_engine.build import choose_level, find_library, library_path
+from pdserve.runtime.private_cache import publish_sealed
 from pdserve.server.options import ServerOptions
 from tools.environment import environment
 from tools.gpu_check import __main__ as driver
@@ -440,8 +441,9 @@ def test_a_file_of_the_device_tests_is_run(tmp_path: Path, monkeypatch) -> None:
 def keep_cpu_kernels(folder: Path) -> None:
     """Have the check find the CPU kernels that are built here: it looks in its own cache."""
     folder.mkdir(parents=True, mode=0o700)
-    if (built := find_library(library_path(choose_level()))) is not None:
-        shutil.copy(built, folder)
+    path = library_path(choose_level())
+    if (built := find_library(path)) is not None:
+        publish_sealed(Path(shutil.copy(built, folder / "made.so")), folder / path.name)
 
 
 def run(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
