@@ -34,9 +34,18 @@ class CacheOptions:
     mem_fraction_static: float | None = opt(
         default=None,
         help=(
-            "Share of device memory for weights and KV pool. Default: 0.88 on cuda; 0.3 on cpu, of the memory that "
-            "control groups allow. On cuda, the pool is smaller if steps need more than the rest."
+            "Share of device memory for weights and KV pool. Default: 0.88 on cuda, where the pool is smaller if steps "
+            "need more than the rest. On cpu: 0.3 of the memory that control groups allow, for the KV pool alone. "
+            "That pool takes at most nine tenths of what is free beside the weights."
         ),
+    )
+    mem_instances: int = opt(
+        default=1,
+        help=(
+            "CPU only: number of instances that share the host's memory. Without --mem-fraction-static, each takes its "
+            "part of the default for its KV pool. pdserve up sets it."
+        ),
+        at_least=1,
     )
     swa_full_tokens_ratio: float | None = opt(
         default=None,

@@ -70,7 +70,8 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
         default=None,
         help=(
             "Share of device memory for weights and KV pools of all instances together, divided evenly. Default: "
-            "0.88 on cuda, 0.3 on cpu."
+            "0.88 on cuda. On cpu: 0.3 for the KV pools alone, which take at most nine tenths of what is free "
+            "beside the weights."
         ),
     )
     threads: int | None = opt(
@@ -93,6 +94,7 @@ class ClusterOptions(ShapeOptions, RoutingOptions, ServerOptions):
         help="Seconds for running requests to finish after Ctrl-C or SIGTERM. A second Ctrl-C stops at once.",
         at_least=0,
     )
+    mem_instances: int = opt(default=1, help=HIDDEN)
     disaggregation_mode: DisaggregationMode = opt(default="unified", help=HIDDEN)
     disaggregation_bootstrap_port: int | None = opt(default=None, help=HIDDEN)
     disaggregation_control_port: int = opt(default=0, help=HIDDEN)

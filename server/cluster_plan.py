@@ -18,8 +18,8 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 from .core_split import split_evenly, split_nodes
 from .options import ServerOptions
 
-MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
-"""What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""
+DEVICE_SHARE = 0.88
+"""Share of a GPU that an instance takes if it is alone there, see ``ServerOptions.mem_fraction_static``."""
 PREFILL_NICE = 10
 """A tenth of the core for the compute thread while another process wants it."""
 
@@ -95,6 +95,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine, router_key_file: str
             cpus=share.cpus,
             threads=share.threads,
             mem_fraction_static=memory,
+            mem_instances=len(modes),
             compute_nice=nice if mode == "prefill" else options.compute_nice,
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
@@ -199,13 +200,16 @@ def exchanges_kv(options: ClusterOptions) -> bool:
 
 
 def memory_share(options: ClusterOptions, instances: int) -> float | None:
-    """Return each instance's ``mem_fraction_static``; None leaves it the default, which is meant for a single one."""
-    if instances == 1 or options.max_total_tokens is not None:
-        return options.mem_fraction_static
+    """Return each instance's ``mem_fraction_static``.
+
+    None leaves it the default. On a GPU that is meant for a single instance; on a CPU each knows their number.
+    """
     total = options.mem_fraction_static
-    if total is None:
-        total = MEMORY_SHARE["cuda" if _on_gpu(options) else "cpu"]
-    return round(total / instances, 4)
+    if instances == 1 or options.max_total_tokens is not None:
+        return total
+    if total is None and _on_gpu(options):
+        total = DEVICE_SHARE
+    return None if total is None else round(total / instances, 4)
 
 
 def _on_gpu(options: ClusterOptions) -> bool:

@@ -33,7 +33,8 @@ ANY_MEMORY = Memory(1 << 62, 1 << 62)
 class PoolRequest(NamedTuple):
     """What the options ask for; ``most_tokens`` is what all running requests could ever fill.
 
-    ``step_bytes``: what is taken of an accelerator after the pool (``step_memory.py``); 0 on a CPU.
+    ``step_bytes``: what is taken of an accelerator after the pool (``step_memory.py``); 0 on a CPU. ``instances``:
+    number of instances that share a host's memory.
     """
 
     max_total_tokens: int | None
@@ -41,6 +42,7 @@ class PoolRequest(NamedTuple):
     page_size: int
     most_tokens: int
     step_bytes: int = 0
+    instances: int = 1
 
 
 class WindowRequest(NamedTuple):
@@ -125,7 +127,14 @@ def choose_pools(
     if layout.window_group is not None:
         # Each page has the number of its window page in a table, which is made with the pool.
         step_bytes += most // options.page_size * WINDOW_NUMBER_BYTES
-    request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most, step_bytes)
+    request = PoolRequest(
+        options.max_total_tokens,
+        options.mem_fraction_static,
+        options.page_size,
+        most,
+        step_bytes,
+        options.mem_instances,
+    )
     first = choose(request, memory)
     limit = options.max_total_tokens_limit
     if limit is None or limit < first.kept + options.page_size:
@@ -211,6 +220,12 @@ def choose_max_total_tokens(
     # Page 0 takes its share, too.
     pages = min(budget // page_bytes - 1, -(-request.most_tokens // page_size))
     if pages < 1:
+        if _takes_what_is_free(request, device_type):
+            raise NotEnoughMemory(
+                f"{memory.free / GIB:.2f} GiB of memory are free beside {weight_bytes / GIB:.2f} GiB of weights, and "
+                f"{request.instances} instance(s) share them: no room for a KV pool; free memory, take a smaller "
+                "model, or set --max-total-tokens"
+            )
         raise NotEnoughMemory(
             f"--mem-fraction-static {_fraction(request, device_type)} of {memory.total / GIB:.2f} GiB leaves no room "
             f"for a KV pool beside {weight_bytes / GIB:.2f} GiB of weights{_beside_steps(request)} "
@@ -227,6 +242,10 @@ def _fraction(request: PoolRequest, device_type: str) -> float:
     return DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
 
 
+def _takes_what_is_free(request: PoolRequest, device_type: str) -> bool:
+    return device_type == "cpu" and request.mem_fraction_static is None
+
+
 def _budget(request: PoolRequest, weight_bytes: int, memory: Memory, device_type: str) -> int:
     """Return the bytes for the pool.
 
@@ -234,8 +253,13 @@ def _budget(request: PoolRequest, weight_bytes: int, memory: Memory, device_type
     fits into what they leave. So the result does not depend on which of several instances on a device starts first.
 
     What steps take comes from the instance's part of the rest. If that is too small, it is deducted from the share.
+
+    Without a given fraction, the default on a host is for the pools alone, beside weights of any size. A share for
+    both would refuse every model that is larger than the share.
     """
     fraction = _fraction(request, device_type)
+    if _takes_what_is_free(request, device_type):
+        return int(min(memory.total * fraction, memory.free * (1 - HOST_RESERVE)) / request.instances)
     if device_type == "cpu":
         return int(min(memory.total * fraction - weight_bytes, memory.free * (1 - HOST_RESERVE)))
     # Of what the default leaves, as much as is this instance's share of the rest.

@@ -28,9 +28,11 @@ def choose(
     fraction: float | None = None,
     most_tokens: int = 10**9,
     memory: Memory = Memory(16 * GIB, 12 * GIB),  # noqa: B008 - immutable
+    weights: int = 2 * GIB,
+    instances: int = 1,
 ) -> int:
-    request = PoolRequest(max_total_tokens, fraction, 16, most_tokens)
-    return choose_max_total_tokens(request, MIB, 2 * GIB, memory, device)
+    request = PoolRequest(max_total_tokens, fraction, 16, most_tokens, instances=instances)
+    return choose_max_total_tokens(request, MIB, weights, memory, device)
 
 
 def test_fraction_of_an_accelerator() -> None:
@@ -120,6 +122,28 @@ def test_fraction_of_a_host_counts_only_our_own_use() -> None:
     assert choose(fraction=0.75) == 10239 * 16
     # Others left 4 GiB, a tenth of which stays free.
     assert choose(fraction=0.75, memory=Memory(16 * GIB, 4 * GIB)) == (int(4 * 1024 * 0.9) - 1) * 16
+
+
+@pytest.mark.parametrize("weights", [GIB, 8 * GIB, 16 * GIB])
+def test_by_default_a_host_has_room_for_any_model_beside_which_memory_is_free(weights: int) -> None:
+    memory = Memory(24 * GIB, 15 * GIB)
+    assert choose(memory=memory, weights=weights) == (int(24 * 1024 * 0.3) - 1) * 16
+    # Little is free: a tenth of it stays.
+    assert choose(memory=Memory(24 * GIB, 2 * GIB), weights=weights) == (int(2 * 1024 * 0.9) - 1) * 16
+    with pytest.raises(NotEnoughMemory, match=r"0.00 GiB of memory are free .* 1 instance.* no room for a KV pool"):
+        choose(memory=Memory(24 * GIB, MIB), weights=weights)
+
+
+def test_instances_of_a_host_divide_the_default() -> None:
+    weights, free = 8 * GIB, 23 * GIB
+    taken = 0
+    for _ in range(2):
+        free -= weights
+        tokens = choose(memory=Memory(24 * GIB, free), weights=weights, instances=2)
+        assert tokens <= (int(24 * 1024 * 0.15) - 1) * 16
+        taken += (tokens // 16 + 1) * MIB
+    # A pool's memory is taken when it is used: all of it has to be there then.
+    assert 6 * GIB < taken < free
 
 
 def test_never_more_than_all_requests_can_fill() -> None:

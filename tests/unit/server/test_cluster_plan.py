@@ -99,7 +99,7 @@ def test_every_process_gets_what_the_cluster_was_asked_for():
     instances = [understood(p) for p in plan.instances]
     assert [i.disaggregation_mode for i in instances] == ["prefill", "prefill", "decode", "unified"]
     assert [i.cpus for i in instances] == ["0", "1", "2", "3"]
-    assert {i.mem_fraction_static for i in instances} == {0.075}
+    assert {(i.mem_fraction_static, i.mem_instances) for i in instances} == {(None, 4)}
     assert {(i.api_key, i.page_size, i.disaggregation_transfer_backend) for i in instances} == {("key", 8, "shm")}
     ports = [port for i in instances for port in (i.port, i.disaggregation_bootstrap_port)]
     assert len(set(ports)) == 8
