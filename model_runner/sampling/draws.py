@@ -113,10 +113,10 @@ def from_candidates(rows: DrawnRows, weights_NK: Tensor, ids_NK: Tensor) -> Tens
 
 
 def from_sorted(rows: DrawnRows) -> Tensor:
-    """Draw with any top-k, top-p and min-p, from all probabilities in their order. Equal ones are ordered by id."""
+    """Draw with any top-k, top-p and min-p, from all logits in their order. Equal ones are ordered by id."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
-    ordered_NV = weights_NV.sort(dim=1, descending=True, stable=True)
-    sorted_NV, vocab = ordered_NV.values, weights_NV.shape[1]
+    ids_NV = rows.logits_NV.sort(dim=1, descending=True, stable=True).indices
+    sorted_NV, vocab = weights_NV.gather(1, ids_NV), weights_NV.shape[1]
     cumulative_NV = sorted_NV.cumsum(1, dtype=torch.float64)
     limit_N1 = torch.where(rows.top_k_N1 > 0, rows.top_k_N1, vocab)
     total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NV.gather(1, limit_N1 - 1), 1.0)
@@ -124,7 +124,7 @@ def from_sorted(rows: DrawnRows) -> Tensor:
     keep_NV = (cumulative_NV - sorted_NV < rows.top_p_N1 * total_N1) & (ranks_V < limit_N1)
     keep_NV &= sorted_NV >= rows.least_weights(sorted_NV[:, :1])
     keep_NV[:, :1].fill_(True)
-    kept_NV = torch.zeros_like(weights_NV).scatter_(1, ordered_NV.indices, sorted_NV * keep_NV)
+    kept_NV = torch.zeros_like(weights_NV).scatter_(1, ids_NV, sorted_NV * keep_NV)
     return pick(kept_NV, rows.uniforms_N)
 
 

@@ -147,5 +147,7 @@ def _from_sorted(rows: DrawnRows, weights_NV: Tensor) -> Tensor:
     for row, surplus in enumerate(surpluses):
         if surplus > 0:
             equals = (weights_NV[row] == kept.border_N[row]).nonzero().squeeze(1)
-            weights_NV[row, equals[-surplus:]] = 0.0
+            # Weights are rounded more coarsely than logits: equal ones may be of different logits.
+            best_first = rows.logits_NV[row, equals].sort(descending=True, stable=True).indices
+            weights_NV[row, equals[best_first[-surplus:]]] = 0.0
     return pick(weights_NV, rows.uniforms_N)

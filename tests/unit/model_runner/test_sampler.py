@@ -19,6 +19,7 @@ from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.cpu_engine.build import levels_here
 from pdserve.model_runner.sampling.choose_tokens import choose_tokens
+from pdserve.model_runner.sampling.draws import DrawnRows, from_sorted
 from pdserve.model_runner.sampling.inverse_cdf import pick, pick_few, uniforms
 from pdserve.model_runner.sampling.rows import host_rows
 from pdserve.model_runner.sampling.rules import CANDIDATES, SORTED, TorchRules
@@ -129,6 +130,26 @@ def test_what_is_kept_of_a_flat_distribution(way: str, changes: dict) -> None:
     certain = [i for i, choice in enumerate(expected) if choice.margin > BORDER]
     assert len(certain) > count / 3
     assert [tokens[i] for i in certain] == [expected[i].token for i in certain]
+
+
+@pytest.mark.parametrize("changes", [{"top_p": 0.5}, {"top_k": 100}, {"top_k": 150, "top_p": 0.7}])
+def test_a_cut_between_equal_weights_goes_by_logits(changes: dict) -> None:
+    """At this temperature 200 logits make some 20 different weights. Every sampler keeps the same tokens."""
+    count, vocab = 256, 200
+    order = np.random.default_rng(0).permutation(vocab)
+    logits = torch.from_numpy((order * 1e-6).astype(np.float32)).expand(count, vocab).contiguous()
+    assert len(torch.softmax(logits[0] / 100, 0).unique()) < 50
+    inits = [make_row(row, seed=row, temperature=100.0, **changes) for row in range(count)]
+    chosen = {way: run(way, logits, inits, [4] * count).tokens for way in WAYS}
+    states = host_rows(count, vocab)
+    for init in inits:
+        states.start(init)
+    rows = DrawnRows.of(logits, logits.amax(1), states.params(np.arange(count)), np.full(count, 4))
+    chosen["device"] = from_sorted(rows)
+    kept = set(np.argsort(-order)[:106].tolist())
+    for way, tokens in chosen.items():
+        assert set(tokens.tolist()) <= kept, way
+        assert tokens.tolist() == chosen["torch"].tolist(), way
 
 
 @both_ways
