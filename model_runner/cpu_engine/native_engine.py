@@ -61,6 +61,12 @@ WHOLE = Ranks(None, NoExchange())
 """The only rank of a whole model."""
 
 
+def _check_range(what: str, values: npt.NDArray[np.int64], end: int) -> None:
+    """Raise ``IndexError`` for values outside ``[0, end)``: the kernels would read or write beyond their memory."""
+    if values.size and not 0 <= values.min() <= values.max() < end:
+        raise IndexError(f"{what} reach from {values.min()} to {values.max()}, and end before {end}")
+
+
 class NativeEngine:
     """Computes passes of the model ``spec``, which ``refusal`` lets pass, over ``pools``, on activations of ``dtype``.
 
@@ -114,13 +120,17 @@ class NativeEngine:
     def forward(self, batch: HostBatch) -> npt.NDArray[np.float32]:
         """Compute the logits of ``batch.logit_indices``, [L, V]; write the pass's KV to the pool.
 
-        Raises ``IndexError`` for a token that is not in the vocabulary.
+        Raises ``IndexError`` for a token that is not in the vocabulary, and for a place outside the pool or the tables.
         """
-        ids = batch.input_ids
-        if not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
+        ids, positions = batch.input_ids, batch.positions
+        rows, columns = batch.req_to_token.shape
+        _check_range("token ids", ids, self._vocab_size)
+        _check_range("slots", batch.out_cache_loc, self.num_slots)
+        _check_range("positions", positions, columns)
+        _check_range("rows", batch.rows, rows)
+        _check_range("logit indices", batch.logit_indices, len(ids))
         self.check_size(len(ids))
-        self.ropes.check(int(batch.positions.max()) + 1)
+        self.ropes.check(int(positions.max()) + 1)
         entries = pass_entries(batch.rows, batch.starts, batch.q_lens)
         wanted, table = len(batch.logit_indices), batch.req_to_token
         logits = np.empty((wanted, self._vocab_size), dtype=np.float32)

@@ -320,7 +320,7 @@ class Engine:
         pages = torch.randperm(ROWS * CONTEXT // PAGE, generator=torch.Generator().manual_seed(1)) + 1
         self._table = (pages[:, None] * PAGE + torch.arange(PAGE)).view(ROWS, CONTEXT).int()
         ropes = TestRopes([angles_of(rope, spec.head_dim, torch.arange(CONTEXT)) for rope in spec.ropes])
-        self._vocab = spec.vocab_size
+        self._vocab, self.ranks = spec.vocab_size, ranks
         team, name, vocab = Team(threads), dtype_name(dtype), None if ranks.shard is None else ranks.shard.vocab
         self._engine = NativeEngine(spec, dtype, ropes, [pool], team, ranks)
         weights = NativeWeights(self._engine, WeightPacker(spec, name, name, team, vocab))
@@ -348,12 +348,12 @@ class Engine:
     def ids(self, row: int, positions: Tensor) -> Tensor:
         return (positions * 31 + row * 7) % self._vocab
 
-    def run(self, entries: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
-        """Return the logits [V] of every token of one pass, by row and position."""
+    def batch(self, entries: list[tuple[int, int, int]]) -> ForwardBatch:
+        """Make the batch of one pass, which wants the logits of every token."""
         rows, starts, q_lens = (list(column) for column in zip(*entries, strict=True))
         positions = torch.cat([torch.arange(start, start + q_len) for _, start, q_len in entries])
         row_of_token = torch.repeat_interleave(torch.tensor(rows), torch.tensor(q_lens))
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=torch.cat([self.ids(row, torch.arange(start, start + n)) for row, start, n in entries]),
             positions=positions,
             out_cache_loc=self._table[row_of_token, positions].long(),
@@ -363,8 +363,15 @@ class Engine:
             req_to_token=self._table,
             logit_indices=torch.arange(len(positions)),
         )
-        places = zip(row_of_token.tolist(), positions.tolist(), strict=True)
-        return dict(zip(places, torch.from_numpy(self._engine.forward(batch.on_host())), strict=True))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute a pass; see ``NativeEngine.forward``."""
+        return torch.from_numpy(self._engine.forward(batch.on_host()))
+
+    def run(self, entries: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
+        """Return the logits [V] of every token of one pass, by row and position."""
+        places = [(row, start + i) for row, start, count in entries for i in range(count)]
+        return dict(zip(places, self.forward(self.batch(entries)), strict=True))
 
 
 def run_all(engine: Engine, passes: list[list[tuple[int, int, int]]] | tuple) -> dict[tuple[int, int], Tensor]:
@@ -385,6 +392,26 @@ def compute_exactly(
 
 def exact_logits(model: Model, engine: Engine, places: list[tuple[int, int]]) -> Tensor:
     return compute_exactly(model, engine, places).logits
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("input_ids", 61, "token ids"),
+        ("input_ids", -1, "token ids"),
+        ("out_cache_loc", ROWS * CONTEXT + PAGE, "slots"),
+        ("positions", CONTEXT, "positions"),
+        ("rows", ROWS, "rows"),
+        ("logit_indices", 5, "logit indices"),
+    ],
+)
+def test_a_place_outside_of_the_engines_memory_is_refused(field: str, value: int, what: str) -> None:
+    engine = Engine(make_model(SPECS["plain"], torch.float32), 1)
+    batch = engine.batch([(0, 0, 5)])
+    engine.forward(batch)
+    getattr(batch, field)[-1] = value
+    with pytest.raises(IndexError, match=f"^{what} reach from"):
+        engine.forward(batch)
 
 
 @pytest.mark.sample(3)
