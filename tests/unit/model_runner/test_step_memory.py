@@ -22,7 +22,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.requests import MAX_TOP_LOGPROBS
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
 from pdserve.model_runner.errors import NotEnoughMemory
-from pdserve.model_runner.kv import pools
+from pdserve.model_runner.kv import pool as pool_file
 from pdserve.model_runner.page_mover import NoPageMover
 from pdserve.model_runner.steps.measure_steps import measure_steps
 from pdserve.model_runner.steps.step_memory import GRAPH_BYTES, StepSizes
@@ -60,7 +60,7 @@ class Instance:
 
     def __init__(self, folder: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch, **options) -> None:
         self._device = device
-        make_pool = pools.make_pool
+        make_pool = pool_file.make_pool
 
         def marked(*args, **more):
             # The first pools are those that steps are measured with, the last ones serve.
@@ -72,7 +72,7 @@ class Instance:
 
         self.at_start = self.before_pools = 0
         """Memory in use before the first and before the last pool was made."""
-        monkeypatch.setattr(pools, "make_pool", marked)
+        monkeypatch.setattr(pool_file, "make_pool", marked)
         self.steps, self.model = make_steps(folder, monkeypatch, device, **(OPTIONS | options))
         warm_up(self.steps, ROWS, self.model.context_length, PAGE, every_variant=True)
         self.steps.capture_graphs()
