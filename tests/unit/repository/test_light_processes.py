@@ -27,6 +27,8 @@ MODULES = {
         "pdserve.disaggregation.handover.process",
         "pdserve.model_runner.process",
         "pdserve.disaggregation.transfer.process",
+        # Imports torch when it knows that there is something to pack.
+        "pdserve.model_runner.weights_cache.build_process",
     ),
 }
 """Modules by what they may import. What one of them imports is loaded for the next ones: one process shows all."""
