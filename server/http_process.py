@@ -19,6 +19,7 @@ from ..messages.channel import AsyncReceiver, Sender
 from ..messages.error_codes import INSTANCE_FAILED
 from ..messages.routes import ToHttp
 from ..model_files.errors import ModelError
+from ..model_files.text.errors import TokenizerLoadError
 from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cluster_secret import ClusterSecret
@@ -106,7 +107,7 @@ def main() -> None:
     try:
         model = ServedModel.read(ctx.options)
         open_sessions(ctx.options)
-    except (ModelError, SessionError) as e:
+    except (ModelError, SessionError, TokenizerLoadError) as e:
         sys.exit(f"http: {e}")
     uvloop.run(serve(ctx, listener, model))
 

@@ -11,8 +11,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from .errors import TokenizerLoadError
 
 Scalar = int | float | bool | str
@@ -21,20 +19,8 @@ Value = Scalar | list[Scalar]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-# GGUF value type → numpy type; strings and arrays have lengths of their own.
-FIXED_TYPES = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+FIXED_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Format of ``struct`` by GGUF value type. Strings and arrays have lengths of their own."""
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
 
@@ -140,5 +126,5 @@ def _read_array(data: mmap.mmap, position: int, element: int, count: int) -> tup
         return strings, position
     if element not in FIXED_TYPES:
         raise ValueError(f"value type {element} is unknown")
-    dtype = np.dtype(FIXED_TYPES[element])
-    return np.frombuffer(data, dtype, count, position).tolist(), position + count * dtype.itemsize
+    values = struct.Struct(f"<{count}{FIXED_TYPES[element]}")
+    return list(values.unpack_from(data, position)), position + values.size

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from .byte_table import ByteTable, table_for_decoder
-from .errors import TokenizerLoadError
+from .template_source import read_json_object
 from .text_tokenizer import vocabulary_tokens
 
 
@@ -29,13 +28,3 @@ def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     if tokenizer_eos is not None:
         ids[tokenizer_eos] = None
     return tuple(ids)
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in ``file``, {} if there is no such file; raises ``TokenizerLoadError``."""
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as e:
-        raise TokenizerLoadError(f"{file} can't be read: {e}") from e

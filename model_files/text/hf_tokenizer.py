@@ -13,7 +13,8 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from .errors import TokenizerLoadError
-from .hf_files import backend_byte_table, find_eos_ids, read_json_object
+from .hf_files import backend_byte_table, find_eos_ids
+from .template_source import find_template_in_folder, read_json_object
 from .text_tokenizer import FastTokenizer, TextTokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -36,7 +37,7 @@ def tokenizer_from_folder(folder: Path) -> TextTokenizer:
     """Make the folder's tokenizer; raises ``TokenizerLoadError``."""
     config = read_json_object(folder / "tokenizer_config.json") | read_json_object(folder / "special_tokens_map.json")
     named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
-    template = _find_chat_template(folder, config)
+    template = find_template_in_folder(folder, config)
     file = folder / "tokenizer.json"
     if not file.is_file():
         from .transformers_tokenizer import tokenizer_from_transformers
@@ -82,19 +83,3 @@ def _add_missing_tokens(backend: Tokenizer, config: dict[str, Any]) -> set[int]:
         if special:
             special_ids.add(token_id)
     return special_ids
-
-
-def find_template_in_folder(folder: Path) -> str | None:
-    """Return the chat template that a folder has, if any; raises ``TokenizerLoadError``."""
-    return _find_chat_template(folder, read_json_object(folder / "tokenizer_config.json"))
-
-
-def _find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Find the default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    value = read_json_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
-    return value if isinstance(value, str) else None

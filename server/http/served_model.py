@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...model_files.model_path import resolve_model
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
-from ...model_files.text.load import read_chat_template
+from ...model_files.text.template_source import read_chat_template
 from ..options import ServerOptions
 from ..output_parsers.choice import NONE, PLAIN_TEXT, OutputFormats, choose_formats
 
