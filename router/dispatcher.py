@@ -8,8 +8,9 @@ prefill's is only watched. The first of these ends the attempt:
     decode's answer is complete                   ─▶ done; the prefill's leg may take a moment more to end
     the client leaves (this task is cancelled)    ─▶ both legs are dropped
 
-Both legs or neither: a dropped leg's connection is closed, which aborts its request there. A failed attempt is
-repeated, with a new room and on other instances where there are any, only while the client has been sent nothing.
+A prefill that fails once the client has been sent something ends nothing: the decode goes on. A dropped leg's
+connection is closed, which aborts its request there. A failed attempt is repeated only while the client has been sent
+nothing, with a new room, and on other instances if there are any.
 """
 
 from __future__ import annotations
@@ -148,11 +149,11 @@ class Dispatcher:
         """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
         # Counted before anything is awaited, so that the next choice sees it.
         decodes = target.decode if isinstance(target, Pair) else target
-        with Answering(decodes, request.body.batch_size or 1) as place:
+        with Answering(decodes, request.body.batch_size or 1) as answering:
             if isinstance(target, Pair):
-                await self._serve_by_pair(target.prefill, place, request, answer)
+                await self._serve_by_pair(target.prefill, answering, request, answer)
             else:
-                await self._serve_alone(place, request, answer)
+                await self._serve_alone(answering, request, answer)
 
     async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Note a success. A stream that ended with an error event is none."""
@@ -222,11 +223,11 @@ class Dispatcher:
         return target
 
     async def _serve_by_pair(
-        self, instance: Instance, place: Answering, request: RoutedRequest, answer: ClientAnswer
+        self, instance: Instance, answering: Answering, request: RoutedRequest, answer: ClientAnswer
     ) -> None:
         bodies = request.body.for_pair(instance, self._signature)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
-        decode = asyncio.create_task(self._answer_from(place, request, bodies.decode, answer))
+        decode = asyncio.create_task(self._answer_from(answering, request, bodies.decode, answer))
         del bodies
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
@@ -249,34 +250,34 @@ class Dispatcher:
                 await leg.open(request.path, body, request.headers, streams=False)
                 await leg.discard()
 
-    async def _serve_alone(self, place: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
+    async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
         """Have one instance compute the prompt and the answer."""
-        with place.instance.computing(request.body.prompt_tokens) as computed:
+        with answering.instance.computing(request.body.prompt_tokens) as computed:
             # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
-            await self._answer_from(place, request, request.body.raw, answer, computed)
+            await self._answer_from(answering, request, request.body.raw, answer, computed)
 
     async def _answer_from(
         self,
-        place: Answering,
+        answering: Answering,
         request: RoutedRequest,
         body: Body,
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the leg that answers the client, at ``place``; ``begun`` is called when the answer begins.
+        """Run the leg that answers the client. ``begun`` is called when the answer begins.
 
         If the instance hands the request on in the middle of it, the rest comes from the instance that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
-        ticket = await self._read_leg(place.instance, request, headers, body, answer, begun)
+        ticket = await self._read_leg(answering.instance, request, headers, body, answer, begun)
         while ticket is not None:
             follower = self._fleet.named(ticket.epoch, ticket.url)
             if follower is None:
                 raise MovedAwayError(
-                    f"{place.instance} handed the request on to {ticket.url}, which this router does not know"
+                    f"{answering.instance} handed the request on to {ticket.url}, which this router does not know"
                 )
             logger.debug("goes on at %s", follower)
-            place.move(follower)
+            answering.move(follower)
             ticketed = [*headers, (TICKET, ticket.dump())]
             try:
                 ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, begun)

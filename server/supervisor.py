@@ -3,8 +3,9 @@
 Lifecycle: check that the ports are free → start all children at once → wait for each one's ``Ready`` within
 ``startup_timeout`` → watch.
 
-- The death of any child ends the instance with exit code 1. The other children are killed, and the last log line names
-  the child and how it died.
+- The death of any child ends the instance with exit code 1. HTTP gets ``FAILED``, and ends its open requests with
+  ``instance_failed``. The other children get ``STOP``. Those that live after ``FAILURE_GRACE`` are killed. The last log
+  line names the child and how it died.
 - SIGTERM drains. The scheduler admits no more requests, and sends ``Drained`` when its last one has ended, or
   ``drain_timeout`` passes. Then the children are stopped, and the exit code is 0.
 - SIGINT stops without draining.

@@ -10,8 +10,17 @@ from ..request_body import RequestBody
 
 
 class Policy(ABC):
-    """Chooses one instance. A router holds one policy object a role, so a policy may keep state about its role."""
+    """Chooses one instance. A router holds one policy object per role.
+
+    A policy reads a ``RequestBody``, not the client's JSON. A further field is added to ``_Fields`` and ``RequestBody``
+    (``router/request_body.py``) and is read by ``RequestBody.parse``. Instances get the field as well. They treat it as
+    ``--unknown-fields`` says, unless ``server/http/*/schemas.py`` declares it.
+    """
 
     @abstractmethod
     def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
-        """Return one of ``candidates``. There is at least one, all can serve, in the order of the router's options."""
+        """Return one of ``candidates``. There is at least one, all can serve, in the order of the router's options.
+
+        A call does not mean that the instance gets the request. A unified instance is also chosen to be compared with
+        a pair, and each retry chooses again. What instances are doing is in ``Instance``.
+        """

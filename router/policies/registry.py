@@ -1,7 +1,7 @@
 """The registry of routing policies, which ``--policy`` names.
 
-To add one, write its class in a file of this folder and add a line to ``POLICIES``. The class is imported only when its
-policy is chosen.
+To add one, write its class in a file of this folder and add a line to ``POLICIES``. Then run ``make docs``, which
+lists the choices of ``--policy``. The class is imported only when its policy is chosen.
 """
 
 from __future__ import annotations

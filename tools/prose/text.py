@@ -10,7 +10,8 @@ from typing import NamedTuple
 NO_PROSE = re.compile(r"(`+)[^`]+?\1|(?<=\])\([^)\s]*\)|https?://\S+")
 """Inline code, targets of links, and URLs."""
 WORD = re.compile(r"\S*\w\S*")
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z0-9`\"'(\[])")
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\.\w\.)[\"')\]]*(?:\s+(?=[A-Z0-9`\"'(\[]|--\w|[a-z][\w-]*: )|[ \t]*\n\s*)")
+"""End of a sentence. The next one may begin with an option, with a word and a colon, or with any word on a new line."""
 BULLET = re.compile(r"\s*([-*•]|\d+\.)\s")
 DRAWING = re.compile(r"[─│├└┌┐┘┤▶◀▼▲]|^\s*(\||\+-|>>>|-{3,}|={3,})")
 COLUMNS = "   "

@@ -1,6 +1,7 @@
 """No import runs up, none in a circle: what stands below can be read, tested and changed without what stands above.
 
-Rooms have a given order, ``FLOORS``. The folders and files directly inside a room have none, but they must have one.
+``FLOORS`` has the folders in their order, the lowest first. Folders and files directly inside one of them have no given
+order, but they must have one.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ def modules():
     return read_product(ROOT)
 
 
-@pytest.mark.parametrize("room", [room for room in FLOORS if room != "tools"])
-def test_no_import_between_parts_of_a_room_runs_up(arrows, modules, room):
-    found = room_arrows(room, modules)
+@pytest.mark.parametrize("folder", [folder for folder in FLOORS if folder != "tools"])
+def test_no_import_between_parts_of_a_folder_runs_up(arrows, modules, folder):
+    found = room_arrows(folder, modules)
     wrong = {*found.up, *found.mutual}
     assert not wrong, [str(a) for a in arrows if (part_of(a.source), part_of(a.target)) in wrong]
 
 
 def part_of(module: str) -> str:
-    """Return the folder or file directly inside a room that ``module`` lies in."""
+    """Return the folder or file directly inside a top-level folder that ``module`` lies in."""
     return ".".join(module.split(".")[:2])
 
 
-def test_a_mutual_import_of_two_parts_of_a_room_is_named(tmp_path):
+def test_a_mutual_import_of_two_parts_of_a_folder_is_named(tmp_path):
     root = made(tmp_path, router__a__x="from ..b.y import z\n", router__b__y="z = 1\n", router__c="u = 1\n")
     assert room_arrows("router", read_product(root)).up == []
     made(root, router__b__w="from ..a.v import u\n", router__a__v="u = 1\n")
