@@ -70,7 +70,7 @@ def test_plain_english_is_clean(tmp_path):
         ("who", 2, "x = 1\ny = '#'  # whose pages are free\n"),
         ("banned", 2, "# Each line\n# is in the log of\n# visits.\n"),
         ("long", 2, f"# Short.\n# {LONG}\n"),
-        ("long", 1, f"# {LONG[:-1]}, e.g.\n# now.\n"),
+        ("long", 1, "# The scheduler " + "very " * 13 + "often, e.g.\n# " + "very " * 13 + "often, waits.\n"),
     ],
 )
 def test_a_planted_example_is_found(tmp_path, capsys, rule, line, text):
@@ -110,8 +110,8 @@ def test_a_planted_example_on_a_page_is_found(tmp_path, rule, line, text):
         "import a  # noqa: whose\n",
         "# Rest, revisit and forensic are no words of the glossary.\n",
         "# " + "A short sentence ends here. " * 12 + "\n",
-        "# " + "A value is told. warn: the name is shown. --policy chooses. `auto` is best. " * 4 + "\n",
-        "# This is one sentence of many.\n# none of them is long, and each begins small.\n" * 6,
+        "# " + "warn: the log names it. --policy chooses. " * 8 + "\n",
+        "# none of these is long.\n" * 8,
     ],
 )
 def test_what_is_right_is_left_alone(tmp_path, text):
