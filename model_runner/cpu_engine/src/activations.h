@@ -66,7 +66,10 @@ class Activations {
  private:
   static constexpr int64_t kFirstTokens = 512;
 
+  // What was there goes first: both at once would be the peak of a pass's memory. If memory runs out on the way, there is
+  // room for nothing, and the next pass allocates anew.
   void allocate(int64_t tokens) {
+    room_ = 0;
     arena_ = std::make_unique<Arena>();
     x = arena_->template allocate<float>(tokens * strides_.x);
     sums = arena_->template allocate<float>(tokens * strides_.x);

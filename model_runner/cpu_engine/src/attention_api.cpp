@@ -1,4 +1,5 @@
 // Attention by itself, for tests and measurements; the engine calls attention.h directly.
+#include <exception>
 #include <new>
 #include <vector>
 
@@ -19,7 +20,7 @@ PDS_API int32_t pds_attention_prepare(void* plan, const KVPoolView* pool, int64_
   try {
     static_cast<AttentionPlan*>(plan)->prepare(*pool, num_heads, window, entries, num_entries,
                                                {req_to_token, table_stride, window_pages}, nthreads);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
   return 0;
@@ -43,7 +44,7 @@ PDS_API int32_t pds_store_kv(const KVPoolView* pool, int64_t layer, const int64_
     std::vector<SlotPlace> places(num_tokens);
     for (int64_t t = 0; t < num_tokens; ++t) places[t] = find_slot(*pool, slots[t]);
     store_kv(*pool, layer, places.data(), *k, *v, 0, num_tokens);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
   return 0;

@@ -67,12 +67,15 @@ class ExpertActivations {
   // Makes room for `tokens` tokens; what was there is forgotten.
   void reserve(int64_t tokens) {
     if (!sizes_.any() || tokens <= room_) return;
-    room_ = std::max({tokens, 2 * room_, kFirstTokens});
+    const int64_t room = std::max({tokens, 2 * room_, kFirstTokens});
+    // As Activations does: no room, if memory runs out on the way.
+    room_ = 0;
     arena_ = std::make_unique<Arena>();
-    inputs.allocate(*arena_, sizes_, room_);
-    logits = arena_->template allocate<float>(room_ * sizes_.router);
-    inner = arena_->template allocate<T>(room_ * sizes_.inner_of_token);
-    inner_runs = arena_->template allocate<QuantizedRun>(room_ * sizes_.inner_of_token / kRun);
+    inputs.allocate(*arena_, sizes_, room);
+    logits = arena_->template allocate<float>(room * sizes_.router);
+    inner = arena_->template allocate<T>(room * sizes_.inner_of_token);
+    inner_runs = arena_->template allocate<QuantizedRun>(room * sizes_.inner_of_token / kRun);
+    room_ = room;
   }
 
   ExpertInputs<T> inputs;

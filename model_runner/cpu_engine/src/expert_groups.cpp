@@ -18,10 +18,9 @@ void ExpertGroups::reserve(int64_t count, int64_t chosen, int64_t tokens) {
   groups_.reserve(experts);
   share_.reserve(experts);
   next_.reserve(experts);
-  if (tokens_.size() < rows) {
-    tokens_.resize(rows);
-    weights_.resize(rows);
-  }
+  // Each by its own size: memory may have run out between the two.
+  if (tokens_.size() < rows) tokens_.resize(rows);
+  if (weights_.size() < rows) weights_.resize(rows);
 }
 
 void ExpertGroups::sort(const ExpertsOp& op, const ChosenExperts& chosen, int64_t tokens) {

@@ -1,5 +1,5 @@
 // Whole steps, as Python calls them.
-#include <new>
+#include <exception>
 
 #include "api.h"
 #include "step.h"
@@ -7,7 +7,11 @@
 using namespace pdserve;
 
 PDS_API void* pds_stepper_new(void* engine, void* team, const StepTables* tables) {
-  return new (std::nothrow) Stepper(*static_cast<EngineBase*>(engine), *static_cast<Team*>(team), *tables);
+  try {
+    return new Stepper(*static_cast<EngineBase*>(engine), *static_cast<Team*>(team), *tables);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 PDS_API void pds_stepper_free(void* stepper) { delete static_cast<Stepper*>(stepper); }
@@ -21,7 +25,7 @@ PDS_API int64_t pds_stepper_run(void* stepper, int64_t entries, int64_t tokens, 
   try {
     return static_cast<Stepper*>(stepper)->run({entries, tokens, rows, starts, q_lens, use_last, sample, input_ids,
                                                 out_cache_loc, ropes, rotations, next_tokens, finite, layers_done});
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -2;
   }
 }
