@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "denormals.h"
 #include "isa/masks.h"
 #include "simd.h"
 
@@ -31,11 +32,12 @@ Vec load_some(const float* p, int64_t count) {
 // Logits over temperature, the largest 0, in the reference's order of operations.
 Vec scaled(Vec logits, Vec largest_logit, Vec temperature) { return (logits - largest_logit) / temperature; }
 
-// Bits that order as the numbers do, and both zeros alike.
+// Bits that order as the numbers do, denormals too, and both zeros alike.
 uint32_t key_of(float logit) {
-  const float plus_zero = logit + 0.0f;
+  constexpr uint32_t kMinusZero = 0x80000000u;
   uint32_t bits;
-  std::memcpy(&bits, &plus_zero, sizeof bits);
+  std::memcpy(&bits, &logit, sizeof bits);
+  if (bits == kMinusZero) bits = 0;
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
@@ -132,6 +134,9 @@ double log_sum(const float* logits, int64_t vocab) {
 Choice Sampler::sample(const float* logits, int64_t vocab, const RowParams& params, int64_t position) {
   const Choice best = largest_logit(logits, vocab);
   if (!best.finite || params.greedy) return best;
+  // At a low temperature much of the vocabulary has weights that small. Next to the best token's, which is 1, they are
+  // nothing.
+  const FlushDenormals flush;
   const float top = logits[best.token];
   const double u = uniform(params.seed, position);
   const bool everything = params.top_p == std::numeric_limits<double>::infinity();

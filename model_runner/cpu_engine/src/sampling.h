@@ -104,10 +104,21 @@ class Sampler {
   std::vector<double> sums_;
 };
 
-// Tokens and whether each row was finite, [count]: rows of float32 logits, `stride` elements apart, shared out among the
-// team's threads (or on the caller's, without a team). Throws std::bad_alloc.
-void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled,
-                 int64_t* tokens, uint8_t* finite);
+// Chooses tokens for many rows at once, on a team's threads or, without one, on the caller's. Its memory, of 12 bytes and
+// more for each token of the vocabulary and thread, stays from one step to the next.
+class RowSampler {
+ public:
+  explicit RowSampler(Team* team);
+
+  // Tokens and whether each row was finite, [count]: rows of float32 logits, `stride` elements apart. Throws
+  // std::bad_alloc.
+  void sample(const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled, int64_t* tokens,
+              uint8_t* finite);
+
+ private:
+  Team* const team_;
+  std::vector<Sampler> samplers_;  // by thread
+};
 
 // `log_sum` of those `rows` of the logits, [count], shared out in the same way.
 void log_sum_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const int64_t* rows, int64_t count,

@@ -1,4 +1,6 @@
 // Sampling for many rows at once, and as Python calls it.
+#include <atomic>
+#include <exception>
 #include <new>
 
 #include "api.h"
@@ -7,27 +9,28 @@
 
 namespace pdserve {
 
-void sample_rows(Team* team, const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled,
-                 int64_t* tokens, uint8_t* finite) {
+RowSampler::RowSampler(Team* team) : team_(team), samplers_(team == nullptr ? 1 : team->size()) {}
+
+void RowSampler::sample(const float* logits, int64_t vocab, int64_t stride, const SampledRows& sampled, int64_t* tokens,
+                        uint8_t* finite) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-  const auto work = [&](int, int) {
+  const auto work = [&](int tid, int) {
     try {
-      Sampler sampler;
       for (int64_t i = next++; i < sampled.count; i = next++) {
         const RowParams& params = sampled.params[sampled.rows == nullptr ? i : sampled.rows[i]];
-        const Choice choice = sampler.sample(logits + i * stride, vocab, params, sampled.positions[i]);
+        const Choice choice = samplers_[tid].sample(logits + i * stride, vocab, params, sampled.positions[i]);
         tokens[i] = choice.token;
         finite[i] = choice.finite;
       }
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
       failed = true;
     }
   };
-  if (team == nullptr || sampled.count == 1) {
+  if (team_ == nullptr || sampled.count == 1) {
     work(0, 1);
   } else {
-    team->run(work);
+    team_->run(work);
   }
   if (failed) throw std::bad_alloc();
 }
@@ -54,8 +57,8 @@ PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_
                            const RowParams* params, const int64_t* positions, int64_t* tokens, uint8_t* finite) {
   try {
     const SampledRows sampled{rows, params, nullptr, positions};
-    sample_rows(static_cast<Team*>(team), logits, vocab, stride, sampled, tokens, finite);
-  } catch (const std::bad_alloc&) {
+    RowSampler(static_cast<Team*>(team)).sample(logits, vocab, stride, sampled, tokens, finite);
+  } catch (const std::exception&) {
     return -1;
   }
   return 0;

@@ -106,7 +106,7 @@ void Stepper::clear_page(const KVPoolView& pool, int64_t page) {
 void Stepper::choose(const StepArgs& args) {
   const int64_t count = static_cast<int64_t>(wanted_.size()), vocab = engine_.config().vocab;
   const SampledRows sampled{count, tables_.params, sampled_rows_.data(), sampled_positions_.data()};
-  sample_rows(&team_, logits_.data(), vocab, vocab, sampled, chosen_.data(), args.finite);
+  sampler_.sample(logits_.data(), vocab, vocab, sampled, chosen_.data(), args.finite);
   for (int64_t i = 0; i < count; ++i) {
     args.next_tokens[i] = static_cast<int32_t>(chosen_[i]);
     tables_.last_tokens[sampled_rows_[i]] = chosen_[i];

@@ -44,7 +44,7 @@ struct StepArgs {
 class Stepper {
  public:
   Stepper(EngineBase& engine, Team& team, const StepTables& tables)
-      : engine_(engine), team_(team), tables_(tables) {}
+      : engine_(engine), tables_(tables), sampler_(&team) {}
 
   // The number of sampled entries, or -1 with nothing changed: a step for the general way.
   int64_t run(const StepArgs& args);
@@ -57,8 +57,8 @@ class Stepper {
   void choose(const StepArgs& args);
 
   EngineBase& engine_;
-  Team& team_;
   const StepTables tables_;
+  RowSampler sampler_;
   std::vector<int64_t> input_ids_, positions_, slots_, wanted_;
   std::vector<AttentionEntry> batch_;
   std::vector<int32_t> sampled_rows_;       // [S]

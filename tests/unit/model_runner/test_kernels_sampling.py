@@ -16,6 +16,7 @@ from pdserve.model_runner.sampling.inverse_cdf import uniforms
 from pdserve.model_runner.sampling.row_params import RowParams
 from pdserve.model_runner.sampling.rows import host_rows
 from pdserve.model_runner.sampling.rules import sample
+from pdserve.runtime.splitmix import _MIX_1, _MIX_2, GOLDEN
 
 pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't run the kernels")
 
@@ -78,6 +79,42 @@ def test_the_uniform_number_is_the_reference_s() -> None:
     params["seed"] = rng.integers(0, 2**64, ROWS, dtype=np.uint64)
     tokens = draw(torch.zeros(ROWS, vocab), params, positions, 1)
     assert tokens == (uniforms(params["seed"], positions) * vocab).astype(int).tolist()
+
+
+def unmixed(bits: int) -> int:
+    """Return the number that splitmix64 mixes to ``bits``."""
+    span = 1 << 64
+
+    def unshifted(bits: int, shift: int) -> int:
+        found = bits
+        for _ in range(64 // shift):
+            found = bits ^ (found >> shift)
+        return found
+
+    bits = unshifted(bits, 31) * pow(int(_MIX_2), -1, span) % span
+    bits = unshifted(bits, 27) * pow(int(_MIX_1), -1, span) % span
+    return unshifted(bits, 30)
+
+
+@pytest.mark.parametrize("rule", [{}, {"top_k": 5}], ids=str)
+def test_weights_below_the_smallest_normal_number_are_zero(rule: dict) -> None:
+    """Intel's processors take up to a hundred times as long for them. The uniform number 0 finds the first weight."""
+    position = 4
+    seed = (unmixed(-(position + 1) * int(GOLDEN) % (1 << 64)) - int(GOLDEN)) % (1 << 64)
+    params, positions = make_params(8, rule), np.full(ROWS, position)
+    params["seed"] = seed
+    assert uniforms(params["seed"], positions).tolist() == [0.0] * ROWS
+    # e ** -95 is 5.5e-42.
+    logits = torch.full((ROWS, 8), -200.0)
+    logits[:, 0], logits[:, 1] = -95.0, 0.0
+    assert draw(logits, params, positions, 1) == [1] * ROWS
+
+
+def test_logits_below_the_smallest_normal_number_keep_their_order() -> None:
+    logits = torch.zeros(ROWS, 40)
+    logits[:, 20], logits[:, 30] = 1e-41, 2e-41
+    params, positions = make_params(40, {"top_k": 2}), np.arange(ROWS) + 4
+    assert set(draw(logits, params, positions, 1)) == {20, 30}
 
 
 def test_rows_must_be_contiguous() -> None:
