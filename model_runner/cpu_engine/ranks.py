@@ -1,7 +1,8 @@
 """What the tensor-parallel ranks of a host share: the memory in which the CPU engines add up their parts of a sum.
 
 The host's lead makes it, and its other ranks map it by its descriptor. It is a memfd: it has no name, and is gone with
-the last rank. Room for the longest pass is reserved, and memory is taken as passes first need it.
+the last rank. Room for the longest pass's parts is reserved, and memory is taken as passes first need it. Logits
+go in slices of a fixed number of rows.
 
 Shapes: R ranks, T tokens, V vocabulary.
 """
@@ -9,6 +10,7 @@ Shapes: R ranks, T tokens, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import weakref
@@ -22,6 +24,8 @@ import numpy.typing as npt
 
 from ...runtime.ranks import RankPlace
 from .library import load_library
+
+log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 PANEL = 32
@@ -56,9 +60,24 @@ class ExchangeRoom(NamedTuple):
 Carry = Callable[["NativeRanks", Exchange, int, int], None]
 """Brings what this host's ranks have written to the others, and theirs here. It must not raise.
 
-Arguments: the memory, what is carried, the number of the exchange, and the floats of a part or the rows of logits.
+Arguments: the memory, what is carried, the number of the exchange or of the slice of logits, and a count. It counts the
+floats of a part, or the rows of logits.
 """
 _CARRY = CFUNCTYPE(None, c_int32, c_uint32, c_int64)
+
+
+def _end_without(rank: int) -> None:
+    """End this process: a pass can't go on without ``rank``. The engine would wait for it for ever."""
+    log.critical(
+        "tensor-parallel rank %d of this host has ended in the middle of a pass; ending this process, and with it the "
+        "instance. The last messages of rank %d say why; then start the instance again",
+        *(rank, rank),
+    )
+    logging.shutdown()
+    os._exit(1)  # sys.exit would raise into the engine, where it is lost.
+
+
+_END_WITHOUT = CFUNCTYPE(None, c_int32)(_end_without)
 
 
 class NativeRanks:
@@ -73,7 +92,7 @@ class NativeRanks:
         self.place, self.room = place, room
         self.most_tokens: int | None = room.tokens
         """Maximum tokens of a pass."""
-        nbytes = library.pds_ranks_bytes(place.size, room.part_floats, room.tokens * room.vocab)
+        nbytes = library.pds_ranks_bytes(place.size, room.part_floats, room.vocab)
         self.fd = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, nbytes)
@@ -81,7 +100,14 @@ class NativeRanks:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._carry = _CARRY() if carry is None else _CARRY(lambda what, *rest: carry(self, Exchange(what), *rest))
         self.handle: int | None = library.pds_ranks_new(
-            self._address, place.rank, place.size, room.part_floats, place.local_size, self._carry
+            self._address,
+            place.rank,
+            place.size,
+            room.part_floats,
+            room.vocab,
+            place.local_size,
+            self._carry,
+            _END_WITHOUT,
         )
         if self.handle is None:
             raise MemoryError
@@ -93,9 +119,9 @@ class NativeRanks:
         stride = (second - first) // FLOAT_BYTES
         return self._floats(first, self.place.size * stride).reshape(self.place.size, stride)[:, :count]
 
-    def logits(self, rows: int) -> Floats:
-        """Return rows of logits, [rows, V]."""
-        begin = self._library.pds_ranks_logits(self.handle)
+    def logits(self, rows: int, slice_number: int) -> Floats:
+        """Return a slice's logits, [rows, V]."""
+        begin = self._library.pds_ranks_logits(self.handle, slice_number)
         return self._floats(begin, rows * self.room.vocab).reshape(rows, self.room.vocab)
 
     def _floats(self, address: int, count: int) -> Floats:

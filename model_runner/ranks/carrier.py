@@ -39,7 +39,7 @@ class Carrier:
             if what is Exchange.PARTS:
                 self._carry_parts(torch.from_numpy(memory.parts(exchange, count)))
             else:
-                self._carry_logits(torch.from_numpy(memory.logits(count)))
+                self._carry_logits(torch.from_numpy(memory.logits(count, exchange)))
         except BaseException as e:  # noqa: BLE001
             # An exception would be lost in the engine, and every rank would wait for ever.
             end_after_watch("what was to be summed up over all hosts did not come", e)

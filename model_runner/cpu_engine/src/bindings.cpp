@@ -1,5 +1,7 @@
 // The C interface that Python loads with ctypes. Pointers are kept alive, and shapes checked, by the caller.
-// Functions that allocate answer null or -1 when memory runs out: no exception may cross into Python.
+// Functions that allocate answer null or -1 when memory runs out, or when a size is larger than any memory: no exception
+// may cross into Python. The engine stays usable: a later pass that has memory computes what it would have computed.
+#include <exception>
 #include <new>
 
 #include "api.h"
@@ -17,21 +19,21 @@ PDS_API void* pds_team_new(int32_t size, const int32_t* cpus, int32_t spin_us) {
 
 PDS_API void pds_team_free(void* team) { delete static_cast<Team*>(team); }
 
-PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t logits_floats) {
-  return static_cast<int64_t>(RankGroup::bytes(size, part_floats, logits_floats));
+PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t vocab) {
+  return static_cast<int64_t>(RankGroup::bytes(size, {part_floats, vocab}));
 }
 
-// `memory`: zeroed, shared by the `local` ranks of a host; `carry`: see rank_group.h.
-PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats, int32_t local,
-                            Carry carry) {
-  return new (std::nothrow) RankGroup(memory, rank, size, part_floats, {local, carry});
+// `memory`: zeroed, shared by the `local` ranks of a host; `carry` and `gone`: see rank_group.h.
+PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats, int64_t vocab, int32_t local,
+                            Carry carry, Gone gone) {
+  return new (std::nothrow) RankGroup(memory, rank, size, {part_floats, vocab}, {local, carry, gone});
 }
 
 PDS_API void* pds_ranks_part(void* ranks, uint32_t exchange, int32_t rank) {
   return static_cast<RankGroup*>(ranks)->part(exchange, rank);
 }
 
-PDS_API void* pds_ranks_logits(void* ranks) { return static_cast<RankGroup*>(ranks)->logits(); }
+PDS_API void* pds_ranks_logits(void* ranks, uint32_t slice) { return static_cast<RankGroup*>(ranks)->logits(slice); }
 
 PDS_API void pds_ranks_free(void* ranks) { delete static_cast<RankGroup*>(ranks); }
 
@@ -43,7 +45,7 @@ PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, cons
                               window_pool == nullptr ? KVPoolView{} : *window_pool};
     return make_engine(config, static_cast<DType>(dtype), *static_cast<Team*>(team), static_cast<RankGroup*>(ranks))
         .release();
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }
@@ -60,7 +62,7 @@ PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer,
     const LinearPlace place{static_cast<LinearKind>(kind), layer, expert};
     const auto* bytes = static_cast<const uint8_t*>(panels);
     return static_cast<EngineBase*>(engine)->set_linear(place, all, bytes, bias) ? 0 : 1;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
 }
@@ -80,7 +82,7 @@ PDS_API void pds_engine_set_embedding(void* engine, const void* table) {
 PDS_API int32_t pds_engine_forward(void* engine, const ForwardArgs* args) {
   try {
     static_cast<EngineBase*>(engine)->forward(*args);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
   return 0;

@@ -85,20 +85,15 @@ class LayerPass {
     const Range own = own_rows(pass);
     ops_.normalise(state_.c.final_norm, state_.weights.final_norm(), pass, own, normed + own.begin * stride);
     state_.team.barrier();
+    if (state_.ranks != nullptr) return run_head_with_ranks(pass);
     const Cell cell = cell_of(state_.weights.head(), pass);
-    RankGroup* ranks = state_.ranks;
-    float* logits = ranks == nullptr ? args_.logits : ranks->logits();
-    ops_.project_head(pass, normed + cell.rows.begin * stride, cell, logits);
-    if (ranks == nullptr) return;
-    meet(Exchange::kLogits, pass.tokens);
-    const int64_t vocab = state_.c.vocab;
-    std::copy(logits + own.begin * vocab, logits + own.end * vocab, args_.logits + own.begin * vocab);
+    ops_.project_head(pass, normed + cell.rows.begin * stride, cell, args_.logits);
   }
 
   // At the end of a pass that wants no logits: its keys and values are in the pool, those of the other ranks too.
   void end_without_logits() {
     if (state_.ranks == nullptr) return;
-    meet(Exchange::kStored, 0);
+    meet(Exchange::kStored, exchange_, 0);
     tell_stored(state_.c.layers - 1);
   }
 
@@ -109,10 +104,27 @@ class LayerPass {
   }
 
   // All threads of all ranks.
-  void meet(Exchange what, int64_t count) {
+  void meet(Exchange what, uint32_t exchange, int64_t count) {
     state_.team.barrier();
-    if (tid_ == 0) state_.ranks->meet(state_.team.barrier_spin(), what, exchange_, count);
+    if (tid_ == 0) state_.ranks->meet(state_.team.barrier_spin(), what, exchange, count);
     state_.team.barrier();
+  }
+
+  // Each rank computes its columns of a slice of rows, and all take the whole rows. A slice is written over when its ranks
+  // have met for the one after it, so when all have taken it.
+  void run_head_with_ranks(const PassRows<T>& pass) {
+    const int64_t vocab = state_.c.vocab, slices = ceil_div(pass.tokens, kLogitRows);
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const Range rows = share(pass.tokens, slice, slices);
+      const PassRows<T> part{pass.division, rows.size(), pass.x, pass.att};
+      const Cell cell = cell_of(state_.weights.head(), part);
+      const int64_t first = rows.begin + cell.rows.begin;
+      float* logits = state_.ranks->logits(static_cast<uint32_t>(slice));
+      ops_.project_head(part, state_.activations.normed + first * state_.strides.normed, cell, logits);
+      meet(Exchange::kLogits, static_cast<uint32_t>(slice), rows.size());
+      const Range own = own_rows(part);
+      std::copy(logits + own.begin * vocab, logits + own.end * vocab, args_.logits + (rows.begin + own.begin) * vocab);
+    }
   }
 
   // Where add_product leaves sums that are not added at once.
@@ -279,7 +291,7 @@ class LayerPass {
       state_.team.barrier();
       if (!op.after.used) return;
     } else {
-      meet(Exchange::kParts, pass.tokens * state_.strides.x);
+      meet(Exchange::kParts, exchange_, pass.tokens * state_.strides.x);
       ops_.add_parts(op, pass, exchange_++, own_rows(pass));
       if (!op.after.used) return state_.team.barrier();
     }

@@ -13,7 +13,7 @@ PDS_API void* pds_packer_new(const ModelOps* model, const LayerOps* layers, int3
     EngineConfig config{*model, {layers, layers + model->layers}, {}, {}};
     config.pool.dtype = static_cast<DType>(kv_dtype);
     return new WeightPacker(config, static_cast<DType>(dtype), *static_cast<Team*>(team));
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }
@@ -32,7 +32,7 @@ PDS_API int32_t pds_packer_size(const void* packer, int32_t kind, int64_t layer,
     sizes[0] = size.panel_bytes;
     sizes[1] = size.bias;
     return 0;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
 }
@@ -44,7 +44,7 @@ PDS_API int32_t pds_packer_pack(const void* packer, int32_t kind, int64_t layer,
     static_cast<const WeightPacker*>(packer)->pack({static_cast<LinearKind>(kind), layer, expert}, all, bias,
                                                    static_cast<uint8_t*>(panels), packed_bias);
     return 0;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return -1;
   }
 }

@@ -8,12 +8,23 @@
 // Ranks on other hosts have memory like it of their own. Where there are any, the lead of this host's ranks carries what
 // is exchanged over to the others' memory, and theirs to this, once all have come; then the host's meet again.
 //
-// The memory is zeroed when it is made. A rank that dies leaves the others waiting: whoever started them ends them.
+// Logits go in slices of kLogitRows, so that a prompt whose logits are all wanted takes no more of this memory, which stays,
+// than a step does. These halves take turns from slice to slice of a pass.
+//
+// The memory is zeroed when it is made. Each rank's process leaves its number there. A rank that waits long looks whether
+// one of the others on its host has ended: its own process can't go on then.
 #pragma once
 
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
+#include "linear.h"
 #include "sizes.h"
 #include "team.h"
 
@@ -22,48 +33,77 @@ namespace pdserve {
 // What ranks meet for. kParts: `count` floats of each; kLogits: `count` rows; kStored: keys and values.
 enum class Exchange : int32_t { kParts, kLogits, kStored };
 
-// The lead's: brings what this host's ranks have written to the others' memory, and theirs to ours.
+constexpr int64_t kLogitRows = kTileRows;  // in an exchange of logits
+
+// The lead's: brings what this host's ranks have written to the others' memory, and theirs to ours. Exchanges of logits are
+// numbered within a pass.
 using Carry = void (*)(Exchange what, uint32_t exchange, int64_t count);
 
-// How many of the ranks are on this host, and what carries between hosts: null on all but their leads.
+// Ends this process: `rank`, of this host, has ended.
+using Gone = void (*)(int32_t rank);
+
+// How many of the ranks are on this host, what carries between hosts (null on all but their leads), and what is called when
+// one of the ranks here has ended.
 struct Host {
   int ranks;
   Carry carry;
+  Gone gone;
 };
+
+// What is exchanged: floats of a part of a sum, and of a row of logits.
+struct ExchangeSizes {
+  int64_t part_floats, vocab;
+};
+
+// Whether a process has ended, though nothing has collected it yet. 0: one that is still to come, which has not.
+inline bool has_ended(pid_t pid) {
+  if (pid == 0) return false;
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) return errno == ESRCH;
+  pollfd ended{fd, POLLIN, 0};
+  const bool result = poll(&ended, 1, 0) == 1;
+  close(fd);
+  return result;
+}
 
 class RankGroup {
  public:
-  // Of memory for `size` ranks' parts of so many floats each, and logits of all.
-  static size_t bytes(int size, int64_t part_floats, int64_t logits_floats) {
-    return kHead + sizeof(float) * (2 * size * stride_of(part_floats) + logits_floats);
+  // Of memory for `size` ranks' parts, and logits of all.
+  static size_t bytes(int size, const ExchangeSizes& sizes) {
+    const int64_t floats = size * stride_of(sizes.part_floats) + kLogitRows * sizes.vocab;
+    return head_bytes(size) + 2 * sizeof(float) * floats;
   }
 
-  RankGroup(void* memory, int rank, int size, int64_t part_floats, Host host)
+  RankGroup(void* memory, int rank, int size, const ExchangeSizes& sizes, Host host)
       : meeting_(static_cast<Meeting*>(memory)),
-        parts_(reinterpret_cast<float*>(static_cast<char*>(memory) + kHead)),
+        parts_(reinterpret_cast<float*>(static_cast<char*>(memory) + head_bytes(size))),
         rank_(rank),
         size_(size),
-        part_floats_(part_floats),
-        host_(host) {}
+        sizes_(sizes),
+        host_(host) {
+    process_of(rank % host.ranks).store(getpid(), std::memory_order_release);
+  }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  int64_t part_floats() const { return part_floats_; }  // room of a part
+  int64_t part_floats() const { return sizes_.part_floats; }  // room of a part
 
   // Rank `rank`'s part in an exchange; exchanges are numbered by each rank alike. Those of one follow each other.
   float* part(uint32_t exchange, int rank) const {
-    return parts_ + ((exchange & 1) * size_ + rank) * stride_of(part_floats_);
+    return parts_ + ((exchange & 1) * size_ + rank) * stride_of(sizes_.part_floats);
   }
 
-  // One for all ranks, which write to it and meet.
-  float* logits() const { return parts_ + 2 * size_ * stride_of(part_floats_); }
+  // kLogitRows of them, one memory for all ranks, which write to it and meet. By the slice's number in its pass.
+  float* logits(uint32_t slice) const {
+    return parts_ + 2 * size_ * stride_of(sizes_.part_floats) + (slice & 1) * kLogitRows * sizes_.vocab;
+  }
 
   // By one thread of each rank; returns when all ranks have come. What was written before it is visible after it.
-  void meet(uint64_t spin_ticks, Exchange what, uint32_t exchange, int64_t count) {
-    meet_here(spin_ticks);
+  void meet(Spin spin, Exchange what, uint32_t exchange, int64_t count) {
+    meet_here(spin);
     if (host_.ranks == size_ || what == Exchange::kStored) return;
     if (host_.carry != nullptr) host_.carry(what, exchange, count);
-    meet_here(spin_ticks);
+    meet_here(spin);
   }
 
  private:
@@ -71,16 +111,25 @@ class RankGroup {
     SignalOf<Reach::kHost> round;
     alignas(kLine) std::atomic<uint32_t> arrived;
   };
-  static constexpr size_t kHead = 4096;
-  static_assert(sizeof(Meeting) <= kHead);
+  // The meeting, and the number of each rank's process on this host.
+  static size_t head_bytes(int size) { return round_up(sizeof(Meeting) + size * sizeof(std::atomic<pid_t>), 4096); }
+  static constexpr std::chrono::seconds kLookEvery{1};
 
-  void meet_here(uint64_t spin_ticks) {
+  std::atomic<pid_t>& process_of(int local) const { return reinterpret_cast<std::atomic<pid_t>*>(meeting_ + 1)[local]; }
+
+  void meet_here(Spin spin) {
     const uint32_t round = meeting_->round.read();
     if (meeting_->arrived.fetch_add(1, std::memory_order_acq_rel) == static_cast<uint32_t>(host_.ranks - 1)) {
       meeting_->arrived.store(0, std::memory_order_relaxed);
       meeting_->round.raise();
     } else {
-      meeting_->round.wait_past(round, spin_ticks);
+      meeting_->round.wait_past(round, spin, kLookEvery, [this] { look_for_ended_ranks(); });
+    }
+  }
+
+  void look_for_ended_ranks() const {
+    for (int local = 0; local < host_.ranks; ++local) {
+      if (has_ended(process_of(local).load(std::memory_order_acquire))) host_.gone(rank_ - rank_ % host_.ranks + local);
     }
   }
 
@@ -89,7 +138,7 @@ class RankGroup {
   Meeting* const meeting_;
   float* const parts_;
   const int rank_, size_;
-  const int64_t part_floats_;
+  const ExchangeSizes sizes_;
   const Host host_;
 };
 

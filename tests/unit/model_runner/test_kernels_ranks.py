@@ -203,7 +203,7 @@ class Cable:
                 one[2:], two[:2] = two[2:], one[:2]
             else:
                 half = first.room.vocab // 2
-                one, two = first.logits(count), second.logits(count)
+                one, two = first.logits(count, exchange), second.logits(count, exchange)
                 one[:, half:], two[:, :half] = two[:, half:], one[:, :half]
         self._both.wait()
 
@@ -233,6 +233,59 @@ def test_a_pass_that_is_too_long_is_refused() -> None:
     ranks = make_ranks(make_model(SHARED["plain"], torch.float32), 2)
     with pytest.raises(MemoryError, match="room for 512"):
         ranks[0].run([(0, 0, 300), (1, 0, 300)])
+
+
+def test_logits_of_a_long_prompt_leave_no_memory_behind() -> None:
+    """They are exchanged in slices: of 400 rows of this vocabulary, all at once, 8 MiB would stay."""
+    model = make_model(replace(SHARED["plain"], vocab_size=5000), torch.float32)
+    alone, ranks = Engine(model, 1), make_ranks(model, 2)
+    for entries in ([(0, 0, 400)], [(0, 400, 1), (1, 0, 95)], [(1, 95, 97)]):
+        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+    group = ranks[0].ranks.group
+    assert group.fd is not None
+    parts, slices = 2 * 2 * TOKENS * 96 * 4, 2 * 96 * 5000 * 4
+    assert os.fstat(group.fd).st_blocks * 512 < parts + slices + (1 << 16)
+
+
+def test_a_rank_that_dies_in_a_pass_ends_the_others() -> None:
+    """Rank 0 waits in the engine, where no exception reaches it. It names the missing rank, and ends."""
+    group = NativeRanks(RankPlace(0, 2), room(SHARED["plain"]))
+    code = "import sys; sys.path[:0] = {}; from tests.unit.model_runner.test_kernels_ranks import {}; {}({})"
+    path = [str(Path(__file__).parents[3]), *sys.path]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code.format(repr(path), name, name, group.fd)],
+            pass_fds=[group.fd],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("die_as_rank_1", "wait_as_rank_0")
+    ]
+    try:
+        (_, said), (_, says) = (process.communicate(timeout=limit(60)) for process in processes)
+        assert [process.returncode for process in processes] == [3, 1], said + says
+        assert "tensor-parallel rank 1 of this host has ended in the middle of a pass" in says
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def die_as_rank_1(fd: int) -> None:
+    """Join as one of the ranks, and end."""
+    NativeRanks(RankPlace(1, 2), room(SHARED["plain"]), fd)
+    os._exit(3)
+
+
+def wait_as_rank_0(fd: int) -> None:
+    """Compute a pass that needs rank 1."""
+    model = make_model(SHARED["plain"], torch.float32)
+    own = shard(model.spec, 0, 2)
+    group = NativeRanks(RankPlace(0, 2), room(model.spec), fd)
+    pool = Engine.make_pool(model.spec, torch.float32)
+    Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group)).run(PASSES[0])
 
 
 def test_ranks_are_processes(tmp_path: Path) -> None:
