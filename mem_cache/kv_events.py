@@ -20,7 +20,7 @@ class KVEventLog:
         self._events: list[Event] = []
 
     def seed(self) -> bytes:
-        """See ``RadixCache``."""
+        """Return the seed of the page hashes; see ``TreeWatcher``."""
         return self._seed
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:

@@ -344,7 +344,7 @@ class WindowPages:
         return self.num_pages - (self.committed - span.committed)
 
     def _leave(self, span: WindowSpan, pages: I32) -> None:
-        """Remove the first pages of a span, ``pages``, from it."""
+        """Remove the first pages of a span, ``pages``, from it. Window pages without a span become idle."""
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
             self._rest(page)

@@ -102,6 +102,7 @@ class Instance:
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
     in_flight: int = 0
+    """Requests that it was sent and has not answered, legs of a pair included."""
     prompt_tokens: int = 0
     """Tokens of the prompts that it was sent and, as far as the router can tell, has not finished."""
     handed_over_tokens: int = 0
@@ -109,6 +110,7 @@ class Instance:
     answers: int = 0
     """Requests that it was sent for their whole answer, or for the part after the first token."""
     requests: int = 0
+    """Requests that it was ever sent."""
     failures: int = 0
     heard_at: float = 0.0
     """Time at which it last sent a part of an answer (``time.monotonic()``)."""

@@ -60,7 +60,7 @@ class PhaseClock:
         self._marked = {phase: self.spent(phase, self.here) for phase in Phase}
 
     def before_mark(self, phase: Phase) -> float:
-        """Return the milliseconds that this instance spent in a phase before ``mark``; 0 without a mark."""
+        """Return the milliseconds in a phase before the peer asked for the prompt (``mark``); 0 if it has not asked."""
         return self._marked.get(phase, 0.0)
 
     def credit(self, queue_ms: float, prefill_ms: float, ahead_ms: float, now: float) -> None:

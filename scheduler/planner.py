@@ -272,7 +272,7 @@ class StepPlanner:
         self.budget.planned(refused=not pieces.prefilled)
 
     def _alike(self, begun: list[Req], now: float) -> Iterator[Req]:
-        """Yield the prompts that may be computed next, in order, as long as they have the first one's rank."""
+        """Yield the prompts that may be computed next, in order, up to the first of another priority."""
         prompts = itertools.chain(begun, itertools.islice(self.claims.computing(now), self._memory.pool.free_rows))
         ranked = itertools.groupby(prompts, key=self.waiting.rank)
         return next(ranked, (0, iter(())))[1]

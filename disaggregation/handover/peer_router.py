@@ -66,7 +66,7 @@ class PeerRouter:
             on_gone(peer)
 
     def on_down(self, peer: Peer) -> None:
-        """See ``PeerOwner``."""
+        """Tell all sides that the link of a peer that is gone has ended: it can no longer write here."""
         for on_down in self._down:
             on_down(peer)
 

@@ -34,7 +34,10 @@ class NativeSampler:
         self._log_sums.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
 
     def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
-        """Choose the token at ``positions[i]`` of each row's request; the logits of a row are contiguous."""
+        """Choose the token at ``positions[i]`` of each row's request.
+
+        Return the tokens, and whether each row's logits were finite. The logits of a row are contiguous.
+        """
         count, vocab = logits_NV.shape
         stride = _stride_of(logits_NV)
         params, positions = np.ascontiguousarray(params), np.ascontiguousarray(positions, dtype=np.int64)

@@ -160,7 +160,7 @@ class SessionFeature(Feature):
 
     @receives(ResumeReq)
     def resume(self, message: ResumeReq, now: float) -> None:
-        """Continue a request, or end it with the reason why it cannot continue here."""
+        """Continue a request from the saved state of a session, or end it with the reason why it can not."""
         state = message.state
         request, output = state.running.request, unpack_i32(state.running.output)
         refusal = self._refusal(state) or self._scheduler.arrivals.refusal(request)

@@ -20,7 +20,7 @@ THINK = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     markers = (CALLS, CALL, CALLS_END) if request.tools else ()
     yield from reasoning(reader, request, THINK, calls=markers[:1])
     if not request.tools:

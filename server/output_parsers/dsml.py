@@ -23,7 +23,7 @@ _PARAMETER = re.compile(r'\s*name="([^"]*)"(?:\s+string="(true|false)")?\s*')
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     markers = tuple(bracket + name for name in AROUND for bracket in (OPEN, CLOSE))
     invokes = (f"{OPEN}invoke", f"{OPEN} invoke")
     markers = (*markers, *invokes) if request.tools else ()

@@ -21,7 +21,7 @@ THINK = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     markers = (BEGIN,) if request.tools else ()
     yield from reasoning(reader, request, THINK, calls=markers)
     if not request.tools:

@@ -21,7 +21,10 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]+)")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer. It begins within the header of its first message, behind ``<|start|>assistant``."""
+    """Emit the parts of an answer that ``reader`` holds.
+
+    It begins within the header of its first message, behind ``<|start|>assistant``.
+    """
     while True:
         yield from reader.skip_space()
         if reader.has_ended and reader.at == len(reader.text):

@@ -16,7 +16,7 @@ RESPONSE, RESPONSE_END = "<response>", "</response>"
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     markers = tuple(begin for begin, _ in MARKS) if request.tools else ()
     yield from reasoning(reader, request, THINK, OLD_THINK, calls=markers[:2])
     yield from reader.skip_space()

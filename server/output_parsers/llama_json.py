@@ -16,7 +16,7 @@ TAG = "<|python_tag|>"
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     if not request.tools:
         yield from only_text(reader)
         return

@@ -19,7 +19,7 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     if request.tools:
         yield from reader.skip_space()
         yield from reader.takes(BEGIN)

@@ -27,7 +27,7 @@ THINK = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     markers = (BEGIN, FUNCTION) if request.tools else ()
     yield from reasoning(reader, request, THINK, calls=markers[:1])
     if not request.tools:

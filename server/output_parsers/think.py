@@ -10,7 +10,7 @@ PAIR = ("<think>", "</think>")
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
-    """Read an answer."""
+    """Emit the parts of an answer that ``reader`` holds. Yields where it needs more text."""
     yield from reasoning(reader, request, PAIR)
     yield from only_text(reader)
 

@@ -118,7 +118,10 @@ class ConnectionCipher:
         return not self._received
 
     def greeted(self, theirs: bytes) -> None:
-        """Derive the keys from the other end's whole greeting. Raises ``ProtocolBroken`` if the ends don't match."""
+        """Derive candidate keys from the other end's whole greeting, one for each secret that may be in use.
+
+        Raises ``ProtocolBroken`` if the greeting holds no valid key, as without a cluster secret.
+        """
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs[GREETING.size :]))
         except ValueError:  # zeros, or another point that would make the result public

@@ -182,7 +182,7 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do the I/O that is possible, and return the events of links.
+        """Do the I/O that is possible. Return which links came up, went down or failed, and which peers were admitted.
 
         Waits up to ``timeout`` seconds for some (None: for ever).
         """

@@ -299,7 +299,10 @@ class LeaseReader(IncomingLink):
             self._slabs.read()
 
     def look(self) -> None:
-        """Let the library and the slabs process writes that have arrived."""
+        """Let the library process writes that have arrived.
+
+        Raises ``LinkLost``, also if a batch for the slabs has waited too long for a grant.
+        """
         if self._endpoint is not None:
             self._endpoint.look()
         if self._slabs is not None:

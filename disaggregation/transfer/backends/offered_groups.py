@@ -42,7 +42,7 @@ def check_offer(offer: Offer, groups: Sequence[PageGroup]) -> None:
 
 
 def check_write(pages: PageWrite, groups: Sequence[PageGroup], offer: Offer) -> None:
-    """Raise ``BadPages`` for pages, groups or layers that our pool or the peer's does not have."""
+    """Raise ``BadPages`` for no pages, unequal numbers of them, or any that our pool or the peer's does not have."""
     if len(pages.src) != len(pages.dst) or not len(pages.src):
         raise BadPages(f"{len(pages.src)} pages here for {len(pages.dst)} of peer {offer.epoch}")
     if not 0 <= pages.group < len(groups):

@@ -88,7 +88,7 @@ class WriteRequestReader(ABC):
         return self._link.stream.last_progress + self._stall_seconds if owes else None
 
     def granted(self) -> None:
-        """Begin the waiting batches that are granted by now."""
+        """Begin the waiting batches with pages that this instance has by now allowed their hand-over to write."""
         for number, batch in list(self._ungranted.items()):
             if batch.is_granted:
                 self._begun[number] = self._ungranted.pop(number)

@@ -78,7 +78,10 @@ Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_
 
 
 def check_small(value: dict[str, Any], most_values: int = MAX_FREE_VALUES) -> dict[str, Any]:
-    """Return a free-form object; raise ``ValueError`` if it is large, or nested deeper than messages can be."""
+    """Return a free-form object.
+
+    Raise ``ValueError`` if it has too many values or characters, or is nested deeper than messages can be.
+    """
     values = characters = 0
     level: list[Any] = [value]
     for _ in range(MAX_LEVELS + 1):
