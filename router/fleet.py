@@ -175,7 +175,7 @@ class Fleet:
         self.role_changed()
 
     def role_changed(self) -> None:
-        """Wake all tasks in ``wait_change``, because an instance has changed its role."""
+        """Wake all tasks in ``wait_change``: an instance has changed its role, or was checked again."""
         self._changed.set()
         self._changed = asyncio.Event()
 

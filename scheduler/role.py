@@ -10,4 +10,4 @@ class InstanceRole:
 
     def __init__(self, mode: DisaggregationMode) -> None:
         self.mode = mode
-        """Changed by ``features/role_change.py`` alone."""
+        """Changed by ``features/handovers.py`` alone."""

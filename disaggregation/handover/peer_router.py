@@ -30,7 +30,7 @@ def ignore(peer: Peer, message: Any, now: float) -> None:
 
 
 class PeerRouter:
-    """The owner of the peers' messages; see ``PeerOwner``."""
+    """Passes each message of a peer to the side that handles its type; see ``PeerOwner``."""
 
     def __init__(self) -> None:
         self._handlers: dict[type[Message], list[_Claimed]] = {}

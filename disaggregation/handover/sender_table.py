@@ -3,7 +3,7 @@
 A ``KVSender`` is one hand-over, named by its bootstrap room. It opens with the client's request or with the decode's
 first message, whichever comes first::
 
-    request + TransferRequest → enqueued → take_computed_pages* pushes pages → first_token → FirstToken
+    request + TransferRequest → enqueued → take_computed_pages* pushes pages → on_prompt_computed → FirstToken
                                                               └─ SendEnded, and the first token → TransferDone
 
 An idle instance computes a short prompt before the decode asks, and pushes the pages when it is asked. A prompt that is

@@ -288,7 +288,7 @@ class Rig:
         return self.client
 
     async def until_states(self, *wanted):
-        """Wait until the router sees the instances' states as ``wanted``."""
+        """Wait until the router sees the instances' states as ``wanted``. A router with keys needs ``api_key``."""
         headers = {"authorization": f"Bearer {self.options.get('api_key')}"}
         while True:
             info = (await self.client.get("/server_info", headers=headers)).json()
