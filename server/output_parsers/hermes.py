@@ -30,4 +30,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from text_and_calls(reader, markers, read)
 
 
-HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, '"arguments"'))
+HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, "arguments"))

@@ -150,7 +150,8 @@ def test_a_long_argument_costs_linear_time() -> None:
 
 
 TEMPLATES = {
-    "hermes": 'tools <tool_call>\n{"name": <name>, "arguments": <args-json-object>}</tool_call> <think></think>',
+    # Within a string of the template, quotes are escaped.
+    "hermes": '{{ "tools <tool_call>{\\"name\\": <n>, \\"arguments\\": <args>}</tool_call> <think></think>" }}',
     "qwen3_coder": "tools <tool_call><function=example><parameter=x></parameter></function> </think>",
     "glm": "tools <arg_key>{{ k }}</arg_key><arg_value> <think></think>",
     "mistral": "[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS]",
