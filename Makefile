@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow record-answers test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -65,6 +65,9 @@ record-answers: $(STAMP) ## write tests/e2e/recorded_answers.jsonl anew, after a
 
 mutants: $(STAMP) ## draw mutants of the product's Python code and say which no test kills; MUTANTS="--seed 40 --count 100 --minutes 25"
 	@PYTHONPATH=tests $(BIN)/python -P -m mutants $(MUTANTS)
+
+test-sanitizers: $(STAMP) ## run the tests of the CPU kernels, with all their fuzzers, under AddressSanitizer, UBSan and ThreadSanitizer; SANITIZERS="threads": that part alone
+	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m sanitizers $(SANITIZERS)
 
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/e2e/test_hostile_http.py
