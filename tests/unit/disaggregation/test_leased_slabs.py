@@ -209,8 +209,8 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
 
 NOTES = {
     "a slab behind the last": ((LeaseMessage.SLAB, 0, PAGE, 2), "does not have"),
-    "a slab for more pages than were asked for": ((LeaseMessage.SLAB, 0, 0, 4), "nobody asked for"),
-    "a slab for none": ((LeaseMessage.SLAB, 0, 0, 0), "nobody asked for"),
+    "a slab for more pages than were asked for": ((LeaseMessage.SLAB, 0, 0, 4), "were not requested"),
+    "a slab for none": ((LeaseMessage.SLAB, 0, 0, 0), "were not requested"),
     "landed before it was sent": ((LeaseMessage.LANDED, 0, 0, 0), "no meaning"),
     "another batch": ((LeaseMessage.SLAB, 7, 0, 1), "was not sent"),
     "the writer's kind": ((LeaseMessage.REQUEST, 0, 0, 0), "no meaning"),

@@ -110,7 +110,7 @@ def test_it_can_be_refused(path: str, body: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize("unknown", ["warn", "refuse", "ignore"])
 def test_what_is_known_and_would_change_the_answer_is_refused_in_any_case(unknown: UnknownFields) -> None:
     for path, body, param in (
-        (CHAT, {"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        (CHAT, {"messages": [USER, {**USER, "audio": {"id": "a"}}]}, "messages[1].audio"),
         (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
     ):
