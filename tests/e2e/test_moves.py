@@ -218,8 +218,10 @@ def assert_both_directions_work(found: Two) -> None:
         assert timing["transfer_bytes"] > 0
         points = timing["timeline"]
         assert list(points) == TIMELINE
-        for earlier, later in (("bootstrap", "allocate"), ("queue", "prefill"), ("first_byte", "last_byte")):
+        for earlier, later in (("bootstrap", "allocate"), ("first_byte", "last_byte")):
             assert 0 < points[earlier] <= points[later]
+        # The prefill's leg may come first, and be queued before the decode has heard of the request.
+        assert points["queue"] <= points["prefill"]
         assert points["allocate"] <= points["queue"]
         assert max(points["prefill"], points["last_byte"]) <= points["verify"] < points["first_step"]
     # Each instance counts its leg as one, and the client's answer where that was given: once.

@@ -5,8 +5,6 @@ Those that talk to a server are run by ``tests/e2e/test_examples.py``. Every exa
 
 from __future__ import annotations
 
-import configparser
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -152,15 +150,4 @@ def test_json_fits_its_schema(block: Block) -> None:
 def test_yaml_is_a_config(dry: list[Any], block: Block, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(block.text)
     assert app(["server", "--config", str(tmp_path / "config.yaml")], result_action="return_value") == 0
-    assert len(dry) == 1
-
-
-@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "ini"], ids=lambda b: f"{b.page}:{b.line}")
-def test_a_unit_file_starts_a_command_that_exists(dry: list[Any], block: Block) -> None:
-    unit = configparser.ConfigParser()
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string(block.text)
-    program, *argv = shlex.split(unit["Service"]["ExecStart"])
-    assert Path(program).name == "pdserve"
-    assert app(argv, result_action="return_value") == 0
     assert len(dry) == 1
