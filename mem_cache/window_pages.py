@@ -387,7 +387,7 @@ class WindowPages:
         self._changed[page] = None
 
     def _detach(self, page: int, *, keep: bool = False) -> int:
-        """Take a full page its window page, which becomes free unless the caller keeps it."""
+        """Take the window page from a full page and return it. It becomes free unless the caller keeps it."""
         window_page = int(self.page_of[page])
         self.page_of[page] = 0
         self._changed[page] = None

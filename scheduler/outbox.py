@@ -150,9 +150,10 @@ class Outbox:
         self._to_detokenizer.append(error)
 
     def flush(self) -> list[str]:
-        """Send everything. Return the rids of requests that ended because their report fits into no frame.
+        """Send all queued messages to the transfer engine, the worker and the detokenizer.
 
-        Their clients have been informed.
+        Return the rids of requests that ended because a message to the detokenizer fits into no frame. Their clients
+        have got an error.
         """
         if self._to_transfer:
             self._transfer.send(*self._to_transfer)

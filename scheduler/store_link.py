@@ -182,8 +182,10 @@ class StoreLink:
         return self.index.ms(pages, now) + self._silence(now) * 1000
 
     def estimate_fetch(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
-        """Return the tokens that a ``prefetch`` will bring, by the last probe, and for how many ms the request will
-        wait.
+        """Estimate, by the last probe, how many tokens a ``prefetch`` brings in time, and for how many ms it waits.
+
+        A fetch that would take longer than the policy's patience brings 0 tokens; the patience is waited for.
+        ``worth`` returns for how many seconds a number of tokens is worth waiting for.
         """
         pages = self.index.seen(rid)
         tokens = pages * self.page_size

@@ -105,7 +105,7 @@ class KVManager:
 
     @property
     def may_resize(self) -> bool:
-        """See ``Handovers``."""
+        """Return whether the transfer backend allows that memory of the KV pool is given back while peers are there."""
         return not BACKENDS[self._options.disaggregation_transfer_backend].pins_pool
 
     def warning(self, now: float) -> str | None:

@@ -124,7 +124,10 @@ class ReceiverRooms:
             self._scheduler.memory.pinned.unpin(receiver.memory.hold)
 
     def revoke(self, receiver: KVReceiver, *, are_checked: bool = False) -> None:
-        """Revoke the prefill's grant, if it has one. ``are_checked``: the pages are checked next."""
+        """Withdraw the prefill's permission to write the room's pages, if it has one.
+
+        ``are_checked``: keep the checksums noted while pages arrived, because ``VerifyPages`` follows.
+        """
         if receiver.granted:
             receiver.granted = False
             self._scheduler.outbox.to_transfer(RevokePages(receiver.handover, are_checked))

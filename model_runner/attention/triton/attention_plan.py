@@ -169,7 +169,11 @@ class TableOfPass(NamedTuple):
 def fill_rows(
     arrays: RowArrays, planned: PlannedRows, table: TableOfPass, page_size: int, least_split: int, most_splits: int
 ) -> None:
-    """Fill ``arrays`` for these entries, behind what is queued on the device."""
+    """Queue kernels that fill ``arrays`` with the lengths of KV, pages and splits of the planned entries.
+
+    ``least_split``: tokens of the smallest split. A split is doubled while an entry would have more than
+    ``most_splits``.
+    """
     batch = len(planned.entries)
     plan_rows[(len(arrays.windows),)](
         planned.last_tokens,

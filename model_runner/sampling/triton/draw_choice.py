@@ -132,7 +132,11 @@ def _from_list(
     at: tl.tensor,
     LIST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the token of a row's list at the uniform number ``at``. ``total``: mass of the vocabulary."""
+    """Apply top-k, top-p and min-p to a row's list, and draw a token of what is left by the uniform number ``at``.
+
+    ``words_ptr``: sampling parameters of all rows. ``best``: order of the largest logit. ``size``: entries of the list.
+    ``total``: mass of the whole vocabulary, of which top-p keeps a share unless top-k comes first.
+    """
     index = tl.arange(0, LIST)
     orders = tl.load(list_ptr + index, mask=index < size, other=0)
     orders = tl.where(index < size, orders, best)
