@@ -166,7 +166,7 @@ def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
     if req.logprobs is not None and not (
         -1 <= req.logprobs.start_len <= MAX_TOKENS and 0 <= req.logprobs.top_num <= MAX_TOP_LOGPROBS
     ):
-        return "the logprobs that it wants are none"
+        return "the logprobs that it asks for are out of range"
     return _sampling_problem(req.sampling, req.stop_ids, vocab_size)
 
 
@@ -176,14 +176,14 @@ def tokens_problem(name: str, data: bytes, vocab_size: int) -> str | None:
         return f"its {name} is not int32"
     tokens = unpack_i32(data)
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-        return f"its {name} has tokens that are none"
+        return f"its {name} has tokens outside the vocabulary"
     return None
 
 
 def _sampling_problem(p: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> str | None:
     ids = [*stop_ids, *p.stop_token_ids, *p.logit_bias]
     if len(ids) > MAX_IDS or not all(0 <= i < vocab_size for i in ids):
-        return "its stop tokens or biases are of tokens that are none"
+        return "its stop tokens or biases are of tokens outside the vocabulary"
     if len(p.stop) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in p.stop):
         return "its stop strings are too many or too long"
     marks = p.marks or OutputMarks()

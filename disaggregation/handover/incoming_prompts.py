@@ -83,13 +83,13 @@ def is_sound(score: TokenLogprob, vocab_size: int) -> bool:
 def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | None:
     """Return why a prefill's first token or its logprobs are invalid, or None if they are valid."""
     if not 0 <= msg.token < vocab_size:
-        return f"the prefill instance sent a first token that is none: {msg.token}"
+        return f"the prefill instance sent an invalid first token {msg.token} (vocabulary size {vocab_size})"
     scores = msg.input_logprobs if req.wants_input_logprobs else None
     if scores is not None and len(scores) > req.prompt_len:
         return "the prefill instance sent more prompt logprobs than the prompt has tokens"
     logprob = msg.logprob if req.msg.logprobs is not None else None
     if not all(is_sound(score, vocab_size) for score in [*(scores or ()), *([logprob] if logprob else [])]):
-        return "the prefill instance sent logprobs that are none"
+        return "the prefill instance sent invalid logprobs"
     return None
 
 

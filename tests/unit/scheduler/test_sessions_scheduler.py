@@ -189,7 +189,7 @@ def test_what_has_ended_is_not_remembered_for_ever(monkeypatch):
     ("change", "says"),
     [
         ({"fingerprint": "another"}, "another model's"),
-        ({"output": pack_i32([97])}, "tokens that are none"),
+        ({"output": pack_i32([97])}, "tokens outside the vocabulary"),
         ({"logprobs": [[1, -1.0]]}, "logprobs are not"),
     ],
 )
