@@ -38,8 +38,8 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             return []
         first, _ = yield from reader.until(SEPARATOR)
         if first.strip() == "function":
-            name, _ = yield from reader.until("\n", FENCE, "{")
-            reader.at = reader.text.index(name, len(marker)) + len(name)
+            name, mark = yield from reader.until("\n", FENCE, "{")
+            reader.at -= len(mark)
             yield from reader.skip_space()
             if (yield from reader.takes(FENCE)):
                 yield from reader.takes("json")

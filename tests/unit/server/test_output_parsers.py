@@ -106,6 +106,12 @@ def test_reasoning_before_text(name: str, is_open: bool) -> None:
     assert read_every_way(BY_NAME[name], request, text) == Parts("The answer.\n", "first\n\nthen", [])
 
 
+@pytest.mark.parametrize("tool", ["on", "function", "f"])
+def test_a_tool_with_a_name_that_is_a_part_of_the_marks(tool: str) -> None:
+    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool}\n```json\n{{}}\n```<｜tool▁call▁end｜>"
+    assert read_every_way(BY_NAME["deepseek_v3"], ParseRequest({tool: {}}), text).calls == [ToolCall(tool, "{}")]
+
+
 def test_reasoning_that_has_no_end() -> None:
     request = ParseRequest(TOOLS, begins_in_reasoning=True)
     assert read_every_way(BY_NAME["hermes"], request, "on and on ") == Parts("", "on and on", [])
