@@ -29,7 +29,8 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
             if mark == SECTION_END:
                 return []
             name, _ = yield from reader.until(ARGUMENTS)
-            name = name.strip().removeprefix("functions.").rpartition(":")[0] or name.strip()
+            name = name.strip().removeprefix("functions.")
+            name = name.rpartition(":")[0] or name
             if not name:
                 raise Malformed("name")
             text, value = yield from reader.json_value()

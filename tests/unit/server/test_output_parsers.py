@@ -112,6 +112,12 @@ def test_a_tool_with_a_name_that_is_a_part_of_the_marks(tool: str) -> None:
     assert read_every_way(BY_NAME["deepseek_v3"], ParseRequest({tool: {}}), text).calls == [ToolCall(tool, "{}")]
 
 
+@pytest.mark.parametrize("called", ["functions.now:0", "functions.now", "now:12", " now "])
+def test_names_of_kimi_calls_with_and_without_their_ornaments(called: str) -> None:
+    text = f"<|tool_calls_section_begin|><|tool_call_begin|>{called}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert read_every_way(BY_NAME["kimi_k2"], REQUEST, f"{text}<|tool_calls_section_end|>").calls == [NOW]
+
+
 def test_reasoning_that_has_no_end() -> None:
     request = ParseRequest(TOOLS, begins_in_reasoning=True)
     assert read_every_way(BY_NAME["hermes"], request, "on and on ") == Parts("", "on and on", [])
