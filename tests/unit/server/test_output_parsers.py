@@ -108,7 +108,8 @@ def test_reasoning_before_text(name: str, is_open: bool) -> None:
 
 @pytest.mark.parametrize("tool", ["on", "function", "f"])
 def test_a_tool_with_a_name_that_is_a_part_of_the_marks(tool: str) -> None:
-    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool}\n```json\n{{}}\n```<｜tool▁call▁end｜>"
+    call = f"function<｜tool▁sep｜>{tool}\n```json\n{{}}\n```"
+    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
     assert read_every_way(BY_NAME["deepseek_v3"], ParseRequest({tool: {}}), text).calls == [ToolCall(tool, "{}")]
 
 
