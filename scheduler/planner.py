@@ -30,7 +30,7 @@ from .policies.make import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, hold_of
 from .retraction import Retraction
-from .role import InstanceRole
+from .role import CurrentRole
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
 from .step_builder import InFlightStep, RowUpdates, StepBuilder, StepEstimate
@@ -60,7 +60,7 @@ class StepPlanner:
     """
 
     def __init__(
-        self, options: SchedulerOptions, memory: KVMemory, device: str, model: CostModel, role: InstanceRole
+        self, options: SchedulerOptions, memory: KVMemory, device: str, model: CostModel, role: CurrentRole
     ) -> None:
         shares = FairShares() if options.fair_scheduling else NoShares()
         self.waiting = WaitingQueue(

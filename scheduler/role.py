@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..runtime.disaggregation_options import DisaggregationMode
 
 
-class InstanceRole:
+class CurrentRole:
     """Work that this instance is offered now, and by which steps are sized. It does not limit what it can do."""
 
     def __init__(self, mode: DisaggregationMode) -> None:

@@ -43,7 +43,7 @@ from .outbox import Outbox, meta_of
 from .peer_requests import PeerRequests
 from .planner import StepPlanner
 from .req import Req, ReqState, Route
-from .role import InstanceRole
+from .role import CurrentRole
 from .step_builder import InFlightStep
 from .tiers import make_tiers
 
@@ -69,7 +69,7 @@ class Scheduler:
         watchers = [*self.tiers.watchers, *([self.kv_events] if self.kv_events is not None else [])]
         self.memory = KVMemory(options, sizes, worker.context_length, windows, self.tiers, debug, watchers)
         cost_model = make_cost_model(worker)
-        self.instance_role = InstanceRole(options.disaggregation_mode)
+        self.instance_role = CurrentRole(options.disaggregation_mode)
         self.planner = StepPlanner(options, self.memory, worker.device, cost_model, self.instance_role)
         self.reqs: dict[str, Req] = {}
         self.ended_requests, self.forks = EndedRequests(), Forks(self.reqs)

@@ -25,7 +25,7 @@ from ..runtime.disaggregation_options import DisaggregationMode
 from .estimates.cost_model import CostModel, StepShape
 from .itl_budget import ItlBudget
 from .options import SchedulerOptions
-from .role import InstanceRole
+from .role import CurrentRole
 
 ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")
 CPU_CHUNK = 512
@@ -87,7 +87,7 @@ class StepBudget:
         model: CostModel,
         alone: int,
         mixed: dict[DisaggregationMode, int],
-        role: InstanceRole,
+        role: CurrentRole,
         *,
         may_cut: bool,
         itl_ms: float,
@@ -103,7 +103,7 @@ class StepBudget:
         self._refused = 0
 
     @classmethod
-    def of(cls, options: SchedulerOptions, device: str, model: CostModel, role: InstanceRole) -> StepBudget:
+    def of(cls, options: SchedulerOptions, device: str, model: CostModel, role: CurrentRole) -> StepBudget:
         """Return the budget that the options set, or that suits the worker's ``device``."""
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:

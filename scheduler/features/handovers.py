@@ -27,7 +27,7 @@ from ...messages.worker import (
 from ..feature import Feature
 from ..handlers import answers, receives
 from ..handover import Handovers
-from ..role import InstanceRole
+from ..role import CurrentRole
 
 log = logging.getLogger(__name__)
 NO_MIGRATION = "this instance exchanges no KV; start it with --handover on"
@@ -40,7 +40,7 @@ class HandoverFeature(Feature):
     ``has_freed`` returns whether the last tick freed memory that a hand-over may wait for.
     """
 
-    def __init__(self, handovers: Handovers, role: InstanceRole, has_freed: Callable[[], bool]) -> None:
+    def __init__(self, handovers: Handovers, role: CurrentRole, has_freed: Callable[[], bool]) -> None:
         self._handovers = handovers
         self._role = role
         self._has_freed = has_freed

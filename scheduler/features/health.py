@@ -8,7 +8,7 @@ from ...messages.control import Identity, Pace, Ping, Pong
 from ..feature import Feature
 from ..handlers import answers
 from ..handover import Membership
-from ..role import InstanceRole
+from ..role import CurrentRole
 
 
 class Watchdog(Feature):
@@ -40,7 +40,7 @@ class Health(Feature):
         epoch: str,
         features: Sequence[Feature],
         peers: Membership,
-        role: InstanceRole,
+        role: CurrentRole,
         pace: Callable[[float], Pace | None],
     ) -> None:
         self._epoch = epoch

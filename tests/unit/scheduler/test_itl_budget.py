@@ -14,7 +14,7 @@ from pdserve.scheduler.estimates.cost_model import CostModel, StepShape
 from pdserve.scheduler.features.idle_check import InvariantResult
 from pdserve.scheduler.features.server_info import server_info
 from pdserve.scheduler.itl_budget import MOST_STRETCH, STRETCH, STRETCH_GAIN, ItlBudget, Promise
-from pdserve.scheduler.role import InstanceRole
+from pdserve.scheduler.role import CurrentRole
 from pdserve.scheduler.step_budget import CPU_ALONE_MS, LEAST_PIECE, PATIENCE, StepBudget
 
 FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
@@ -149,7 +149,7 @@ def test_an_explicit_chunk_still_caps() -> None:
 
 def budget_of(device: str = "cpu", **options) -> StepBudget:
     made = make_options(chunked_prefill_size=None, **options)
-    return StepBudget.of(made, device, CostModel(), InstanceRole(made.disaggregation_mode))
+    return StepBudget.of(made, device, CostModel(), CurrentRole(made.disaggregation_mode))
 
 
 def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
@@ -180,7 +180,7 @@ def test_defaults_follow_the_device(device: str, options: dict, mixed: int, itl_
 
 
 def test_prompts_that_are_never_cut_know_no_budget() -> None:
-    budget = StepBudget.of(make_options(chunked_prefill_size=-1), "cpu", CostModel(), InstanceRole("unified"))
+    budget = StepBudget.of(make_options(chunked_prefill_size=-1), "cpu", CostModel(), CurrentRole("unified"))
     assert budget.itl is None
 
 
@@ -296,5 +296,5 @@ def test_a_prompt_that_comes_does_not_wait_for_a_long_step(chunk: int | None, lo
 @pytest.mark.parametrize(("device", "options", "tokens"), [("cpu", {}, 64), ("cuda", {}, 2048)])
 def test_the_limit_is_a_processors_and_leaves_enough(device: str, options: dict, tokens: int) -> None:
     slow = CostModel([MeasuredStep(1, 64, 0, 0.0, 100.0), MeasuredStep(0, 0, 64, 2048.0, 2000.0)])
-    budget = StepBudget.of(make_options(chunked_prefill_size=None, **options), device, slow, InstanceRole("unified"))
+    budget = StepBudget.of(make_options(chunked_prefill_size=None, **options), device, slow, CurrentRole("unified"))
     assert budget.room(StepShape(), awaited=False).tokens == tokens
