@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile test-tokenizers mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -71,6 +71,9 @@ test-sanitizers: $(STAMP) ## run the tests of the CPU kernels, with all their fu
 
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/e2e/test_hostile_http.py
+
+test-tokenizers: $(STAMP) ## stream 2,000 token sequences by each of 25 kinds of tokenizers and compare with transformers; a sample is in make test
+	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/unit/detokenizer/test_tokenizer_kinds.py
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
 	@$(QUIETLY) $(BIN)/python -P -m pytest tests/clients

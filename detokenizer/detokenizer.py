@@ -104,7 +104,8 @@ class Detokenizer:
 
     def _watch(self, marks: OutputMarks, tail: I32) -> ReasoningWatch:
         """Return what follows the reasoning of an answer to a prompt that ends with ``tail``."""
-        prompt = self._factory.start(tail[:0], skip_special_tokens=False).decode(tail.tolist())
+        decoder = self._factory.start(tail[:0], skip_special_tokens=False)
+        prompt = decoder.decode(tail.tolist()) + decoder.flush()
         return ReasoningWatch(*marks.reasoning, prompt)
 
     def _read(self, output: Output, item: ReqTokens) -> ReqText:
@@ -120,7 +121,9 @@ class Detokenizer:
         else:
             tokens = len(ids)
             if finish is not None:
-                text += output.flush()
+                rest = output.flush()
+                text += rest.text
+                finish = finish if rest.matched is None else FinishReason(FinishType.STOP, rest.matched)
         # A first item's meta has a stream's counts. Later ones are only there in case a stop string ends it.
         meta = item.meta if finish is not None or item.init is not None else None
         logprobs = None

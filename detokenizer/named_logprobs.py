@@ -33,7 +33,8 @@ class LogprobNames:
         # Starting without context removes the space that a SentencePiece model puts before a text.
         decoder = self._factory.start(unpack_i32(pack_i32([])), skip_special_tokens=True)
         pieces = [decoder.decode([token_id]) for token_id in ids or scored]
+        text = "".join([*pieces, decoder.flush()])
         if report.logprobs is None:
-            return PromptText("".join(pieces), ids, None)
+            return PromptText(text, ids, None)
         chars = [len(piece) for piece in pieces[len(pieces) - len(scored) :]]
-        return PromptText("".join(pieces) if ids else "", ids, self.named(report.logprobs, chars))
+        return PromptText(text if ids else "", ids, self.named(report.logprobs, chars))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..messages.outputs import FinishReason, FinishType, ReasoningReport, ReqText, ReqTokens
 from .reasoning import ReasoningWatch
 from .request_decoder import RequestDecoder
-from .stop_strings import StopMatcher
+from .stop_strings import Released, StopMatcher
 
 
 class DecodedText(NamedTuple):
@@ -53,8 +53,8 @@ class Output(ABC):
         """Decode tokens as ``read`` does, and count the characters of each."""
 
     @abstractmethod
-    def flush(self) -> str:
-        """Return text that was held back, once no more tokens follow."""
+    def flush(self) -> Released:
+        """Return text that was held back, once no more tokens follow. It may complete a stop string."""
 
 
 class PlainOutput(Output):
@@ -75,9 +75,9 @@ class PlainOutput(Output):
         texts = [self._decoder.decode([token_id]) for token_id in token_ids]
         return DecodedText("".join(texts), len(token_ids), chars=[len(text) for text in texts])
 
-    def flush(self) -> str:
-        """Return "": nothing is held back."""
-        return ""
+    def flush(self) -> Released:
+        """See ``Output``: what the decoder held back."""
+        return Released(self._decoder.flush())
 
 
 class ReasonedOutput(PlainOutput):
@@ -150,7 +150,7 @@ class StoppableOutput(Output):
         for token_id in token_ids:
             text = self._decoder.decode([token_id])
             chars.append(len(text))
-            released = self._matcher.feed(text, may_match=not self._unstoppable and self._watch.is_over)
+            released = self._matcher.feed(text, may_match=self._may_match)
             self._watch.feed(text)
             self._unstoppable -= self._unstoppable > 0
             texts.append(released.text)
@@ -158,6 +158,14 @@ class StoppableOutput(Output):
                 return DecodedText("".join(texts), len(chars), released.matched, chars)
         return DecodedText("".join(texts), len(chars), None, chars)
 
-    def flush(self) -> str:
+    def flush(self) -> Released:
         """See ``Output``."""
-        return self._matcher.flush()
+        released = self._matcher.feed(self._decoder.flush(), may_match=self._may_match)
+        if released.matched is not None:
+            return released
+        return Released(released.text + self._matcher.flush())
+
+    @property
+    def _may_match(self) -> bool:
+        """Return whether the next token may complete a stop string."""
+        return not self._unstoppable and self._watch.is_over

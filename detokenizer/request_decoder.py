@@ -4,24 +4,26 @@ A decoder gives text only once it is certain. A character spread over several to
 Bytes that are no UTF-8 come out as U+FFFD, as soon as no later byte could complete them. Bytes that are still
 incomplete when the request ends are never shown.
 
-Joined, the pieces are the tokenizer's text of all output tokens after the prompt's tail.
+Joined, the pieces are the tokenizer's text of all output tokens after the prompt's tail. There are three kinds of
+decoders. ``ByteDecoder`` looks bytes up, which is fastest. ``ChainDecoder`` takes each token through the steps of the
+tokenizer's decoder. ``WindowDecoder`` is for tokenizers in Python, and is right for short contexts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..messages.base import I32
 from ..model_files.text.byte_table import ByteTable
+from ..model_files.text.decoding_chain import DecodingChain
+from ..model_files.text.decoding_steps import CLEANUP, TextCleanup
 from ..model_files.text.text_tokenizer import TextTokenizer
+from ..model_files.text.utf8_stream import REPLACEMENT, decode_utf8
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # UTF-8 needs at most four bytes for a character, so at most three can be incomplete.
 MAX_INCOMPLETE = 3
-# The first two bytes of the lowest surrogate; UTF-8 has none of U+D800 to U+DFFF.
-SURROGATE = b"\xed\xa0"
 # Windows are decoded again for each token: short is fast. Tokens further apart than this don't affect each other.
 CONTEXT_TOKENS = 4
 WINDOW_TOKENS = 8
@@ -37,6 +39,10 @@ class RequestDecoder(ABC):
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; returns the text that became certain (often that of the tokens, sometimes "")."""
+
+    def flush(self) -> str:
+        """Return text that waited for a later token, once none follows."""
+        return ""
 
 
 class DecoderFactory(ABC):
@@ -56,8 +62,15 @@ class DecoderFactory(ABC):
 
 def make_decoder_factory(tokenizer: TextTokenizer) -> DecoderFactory:
     """Return the fastest factory that is right for the tokenizer."""
-    table = tokenizer.byte_table
-    return WindowDecoders(tokenizer) if table is None else ByteDecoders(table)
+    factory = _factory(tokenizer)
+    return CleaningDecoders(factory) if tokenizer.cleans_up else factory
+
+
+def _factory(tokenizer: TextTokenizer) -> DecoderFactory:
+    if tokenizer.byte_table is not None:
+        return ByteDecoders(tokenizer.byte_table)
+    chain = tokenizer.decoding_chain
+    return WindowDecoders(tokenizer) if chain is None else ChainDecoders(tokenizer, chain)
 
 
 class ByteDecoders(DecoderFactory):
@@ -66,14 +79,14 @@ class ByteDecoders(DecoderFactory):
     def __init__(self, table: ByteTable) -> None:
         self._all = table.pieces
         self._without_special = [b"" if i in table.special_ids else piece for i, piece in enumerate(table.pieces)]
-        self._strip_first_space = table.strip_first_space
+        self._table = table
         self._special_ids = table.special_ids
         self._with_shown: dict[tuple[str, ...], list[bytes]] = {(): self._without_special}
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
         """See ``DecoderFactory``."""
         pieces = self._pieces_with(shown) if skip_special_tokens else self._all
-        decoder = ByteDecoder(pieces, self._strip_first_space)
+        decoder = ByteDecoder(pieces, self._table.strip_first_space, self._table.errors)
         decoder.decode(prompt_tail.tolist())
         return decoder
 
@@ -99,10 +112,11 @@ class ByteDecoders(DecoderFactory):
 class ByteDecoder(RequestDecoder):
     """Looks bytes up and decodes them as UTF-8."""
 
-    __slots__ = ("_pending", "_pieces", "_strip_space")
+    __slots__ = ("_errors", "_pending", "_pieces", "_strip_space")
 
-    def __init__(self, pieces: list[bytes], strip_first_space: bool) -> None:
+    def __init__(self, pieces: list[bytes], strip_first_space: bool, errors: str) -> None:
         self._pieces = pieces
+        self._errors = errors
         self._pending = b""
         self._strip_space = strip_first_space
 
@@ -111,27 +125,112 @@ class ByteDecoder(RequestDecoder):
         pieces = self._pieces
         # A model's output layer may be padded: ids beyond the vocabulary have no text.
         data = self._pending + b"".join([pieces[i] for i in token_ids if i < len(pieces)])
-        text, used = utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        if self._pending >= SURROGATE and self._pending < b"\xee":
-            # Python waits for a surrogate's third byte, though no third byte makes a character of it.
-            text += self._pending.decode(errors="replace")
-            self._pending = b""
+        text, self._pending = decode_utf8(data, self._errors)
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")
         return text
 
 
+class ChainDecoders(DecoderFactory):
+    """Decoders for tokenizers with known steps: each token passes through them."""
+
+    def __init__(self, tokenizer: TextTokenizer, chain: DecodingChain) -> None:
+        self._tokenizer = tokenizer
+        self._chain = chain
+
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
+        """See ``DecoderFactory``."""
+        decoder = ChainDecoder(self._chain, LeftOut(self._tokenizer, skip_special_tokens, shown))
+        if self._chain.is_divided:
+            decoder.decode(prompt_tail.tolist())
+        return decoder
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``DecoderFactory``."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+class LeftOut:
+    """The tokens that have no part in a request's text."""
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, shown: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._shown = shown
+
+    def __contains__(self, token_id: int) -> bool:
+        if not self._tokenizer.is_left_out(token_id, skip_special_tokens=self._skip_special_tokens):
+            return False
+        return not self._shown or self._tokenizer.decode([token_id], skip_special_tokens=False) not in self._shown
+
+
+class ChainDecoder(RequestDecoder):
+    """Takes each token through the steps of a tokenizer's decoder."""
+
+    __slots__ = ("_left_out", "_stream", "_token")
+
+    def __init__(self, chain: DecodingChain, left_out: LeftOut) -> None:
+        self._token = chain.token
+        self._stream = chain.start()
+        self._left_out = left_out
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``RequestDecoder``."""
+        tokens = [self._token(token_id) for token_id in token_ids if token_id not in self._left_out]
+        return "".join([self._stream.feed(token or "") for token in tokens])
+
+    def flush(self) -> str:
+        """See ``RequestDecoder``."""
+        return self._stream.end()
+
+
+class CleaningDecoders(DecoderFactory):
+    """Decoders that clean up their text, as ``clean_up_tokenization_spaces`` asks for."""
+
+    def __init__(self, factory: DecoderFactory) -> None:
+        self._factory = factory
+
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
+        """See ``DecoderFactory``. The prompt is as the client has it, so only the output is cleaned up."""
+        decoder = self._factory.start(prompt_tail, skip_special_tokens=skip_special_tokens, shown=shown)
+        return CleaningDecoder(decoder)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``DecoderFactory``."""
+        return self._factory.token_bytes(token_id)
+
+
+class CleaningDecoder(RequestDecoder):
+    """Cleans up the text of another decoder."""
+
+    __slots__ = ("_cleanup", "_decoder")
+
+    def __init__(self, decoder: RequestDecoder) -> None:
+        self._decoder = decoder
+        self._cleanup = TextCleanup(CLEANUP)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``RequestDecoder``."""
+        return "".join(self._cleanup.feed(self._decoder.decode(token_ids)))
+
+    def flush(self) -> str:
+        """See ``RequestDecoder``."""
+        return "".join([*self._cleanup.feed(self._decoder.flush()), *self._cleanup.end()])
+
+
 class WindowDecoders(DecoderFactory):
-    """Decoders for any tokenizer: the last few tokens are decoded again with each new one."""
+    """Decoders for tokenizers in Python: the last few tokens are decoded again with each new one."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
         """See ``DecoderFactory``."""
-        return WindowDecoder(self._tokenizer, prompt_tail.tolist(), skip_special_tokens, shown)
+        left_out = LeftOut(self._tokenizer, skip_special_tokens, shown)
+        # Special tokens that are left out are not decoded at all.
+        read = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens and not shown)
+        return WindowDecoder(read, left_out, prompt_tail.tolist())
 
     def token_bytes(self, token_id: int) -> bytes:
         """See ``DecoderFactory``."""
@@ -147,15 +246,12 @@ class WindowDecoder(RequestDecoder):
     Invariant: the first ``_shown`` characters of the window's text were given before, or belong to the prompt.
     """
 
-    __slots__ = ("_shown", "_shown_specials", "_skip_special_tokens", "_tokenizer", "_window")
+    __slots__ = ("_left_out", "_read", "_shown", "_window")
 
-    def __init__(
-        self, tokenizer: TextTokenizer, prompt_tail: list[int], skip_special_tokens: bool, shown: tuple[str, ...] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._shown_specials = shown
-        self._window = [token_id for token_id in prompt_tail if not self._is_left_out(token_id)]
+    def __init__(self, read: Callable[[Sequence[int]], str], left_out: LeftOut, prompt_tail: list[int]) -> None:
+        self._read = read
+        self._left_out = left_out
+        self._window = [token_id for token_id in prompt_tail if token_id not in left_out]
         self._shown = self._certain_length(self._text())
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -163,7 +259,7 @@ class WindowDecoder(RequestDecoder):
         return "".join([self._decode_token(token_id) for token_id in token_ids])
 
     def _decode_token(self, token_id: int) -> str:
-        if self._is_left_out(token_id):
+        if token_id in self._left_out:
             return ""
         self._window.append(token_id)
         text = self._text()
@@ -186,16 +282,6 @@ class WindowDecoder(RequestDecoder):
 
     def _text(self) -> str:
         return self._read(self._window)
-
-    def _read(self, token_ids: Sequence[int]) -> str:
-        # Special tokens that are left out never come here.
-        skip = self._skip_special_tokens and not self._shown_specials
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
-
-    def _is_left_out(self, token_id: int) -> bool:
-        if not self._tokenizer.is_left_out(token_id, skip_special_tokens=self._skip_special_tokens):
-            return False
-        return self._tokenizer.decode([token_id], skip_special_tokens=False) not in self._shown_specials
 
     @staticmethod
     def _certain_length(text: str) -> int:

@@ -8,10 +8,15 @@ Other decoders have none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .utf8_stream import PER_BYTE, PER_SEQUENCE
+
 SENTENCEPIECE_SPACE = "▁"
+BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
+"""A token that stands for a byte. The ``tokenizers`` library reads a sign, too."""
 
 
 class ByteTable(NamedTuple):
@@ -23,6 +28,8 @@ class ByteTable(NamedTuple):
     pieces: list[bytes]
     special_ids: frozenset[int]
     strip_first_space: bool
+    errors: str = PER_SEQUENCE
+    """How bytes that are no UTF-8 are shown: see ``utf8_stream.py``."""
 
 
 def byte_level_alphabet() -> dict[int, str]:
@@ -33,16 +40,21 @@ def byte_level_alphabet() -> dict[int, str]:
     return alphabet | {byte: chr(0x100 + i) for i, byte in enumerate(hidden)}
 
 
+BYTE_OF = {character: byte for byte, character in byte_level_alphabet().items()}
+
+
 def byte_level_table(tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable:
-    """Make the table of a byte-level tokenizer. A token with a character outside the alphabet stands for its text."""
-    byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
-    pieces = []
-    for token in tokens:
-        try:
-            pieces.append(bytes([byte_of[character] for character in token or ""]))
-        except KeyError:
-            pieces.append((token or "").encode())
-    return ByteTable(pieces, special_ids, strip_first_space=False)
+    """Make the table of a byte-level tokenizer."""
+    pieces = [byte_level_bytes(token or "") for token in tokens]
+    return ByteTable(pieces, special_ids, strip_first_space=False, errors=PER_SEQUENCE)
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a byte-level token; those of its text if a character is outside the alphabet."""
+    try:
+        return bytes([BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
 
 
 def byte_fallback_table(
@@ -50,21 +62,23 @@ def byte_fallback_table(
 ) -> ByteTable:
     """Make the table of a SentencePiece tokenizer with byte fallback."""
     pieces = [_sentencepiece_bytes(token or "") for token in tokens]
-    return ByteTable(pieces, special_ids, strip_first_space)
+    return ByteTable(pieces, special_ids, strip_first_space, errors=PER_BYTE)
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass  # a token like "<0xyz>" is text
-    return token.replace(SENTENCEPIECE_SPACE, " ").encode()
+    byte = byte_of_token(token)
+    return token.replace(SENTENCEPIECE_SPACE, " ").encode() if byte is None else byte
+
+
+def byte_of_token(token: str) -> bytes | None:
+    """Return the byte that a token like "<0x0A>" stands for; None for a text, like "<0xyz>"."""
+    match = BYTE_TOKEN.fullmatch(token)
+    return None if match is None else bytes([int(match[1], 16)])
 
 
 def table_for_decoder(decoder: Any, tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable | None:
     """Make the table for a tokenizer.json's ``decoder`` section; None if a token's text depends on its neighbours."""
-    steps = _flatten(decoder)
+    steps = flatten_decoder(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level_table(tokens, special_ids)
@@ -79,9 +93,10 @@ def table_for_decoder(decoder: Any, tokens: Sequence[str | None], special_ids: f
     return None
 
 
-def _flatten(decoder: Any) -> list[dict[str, Any]]:
+def flatten_decoder(decoder: Any) -> list[dict[str, Any]]:
+    """Return the steps of a ``decoder`` section, those of nested sequences included."""
     if not isinstance(decoder, dict):
         return []
     if decoder.get("type") == "Sequence":
-        return [step for part in decoder.get("decoders", []) for step in _flatten(part)]
+        return [step for part in decoder.get("decoders", []) for step in flatten_decoder(part)]
     return [decoder]

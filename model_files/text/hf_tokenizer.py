@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from .errors import TokenizerLoadError
 from .hf_files import backend_byte_table, find_eos_ids
@@ -57,7 +59,13 @@ def tokenizer_from_folder(folder: Path) -> TextTokenizer:
         eos_ids=find_eos_ids(folder, backend.token_to_id(named["eos_token"]) if "eos_token" in named else None),
         special_tokens=named,
         chat_template=template,
+        cleans_up=_cleans_up(backend, config),
     )
+
+
+def _cleans_up(backend: Tokenizer, config: Mapping[str, Any]) -> bool:
+    """Return whether decoded text is cleaned up. Like transformers, never that of BPE."""
+    return bool(config.get("clean_up_tokenization_spaces")) and not isinstance(backend.model, BPE)
 
 
 def _token_text(value: Any) -> str | None:

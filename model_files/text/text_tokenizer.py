@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from tokenizers import Tokenizer
 
 from .byte_table import ByteTable
+from .decoding_chain import DecodingChain, make_decoding_chain
+from .decoding_steps import CLEANUP, NO_CONTRACTIONS
 
 UNKNOWN_TOKEN_BYTES = 1024
 LONG_TEXT = 1 << 12
@@ -21,6 +24,9 @@ class TextTokenizer(ABC):
 
     ``eos_ids`` end a text. ``special_tokens`` are the named ones ("bos_token", …) that chat templates print.
     """
+
+    cleans_up = False
+    """Whether ``decode`` removes spaces before punctuation, as ``clean_up_tokenization_spaces`` asks for."""
 
     def __init__(self, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: str | None) -> None:
         self.eos_ids = eos_ids
@@ -47,6 +53,11 @@ class TextTokenizer(ABC):
         """The bytes behind each token, or None where tokens read differently in different places."""
 
     @property
+    def decoding_chain(self) -> DecodingChain | None:
+        """The steps of the tokenizer's decoder, or None where they are not known."""
+        return None
+
+    @property
     @abstractmethod
     def max_token_bytes(self) -> int:
         """No token stands for more bytes of text than this: an upper bound, used to refuse hopeless texts cheaply."""
@@ -66,10 +77,14 @@ class FastTokenizer(TextTokenizer):
         eos_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
         chat_template: str | None,
+        *,
+        cleans_up: bool = False,
     ) -> None:
         super().__init__(eos_ids, special_tokens, chat_template)
         self._make_backend = make_backend
         self._make_byte_table = make_byte_table
+        self.cleans_up = cleans_up
+        self._contractions = CLEANUP if cleans_up else NO_CONTRACTIONS
 
     @cached_property
     def backend(self) -> Tokenizer:
@@ -84,6 +99,11 @@ class FastTokenizer(TextTokenizer):
     def byte_table(self) -> ByteTable | None:
         """See ``TextTokenizer``."""
         return self._make_byte_table()
+
+    @cached_property
+    def decoding_chain(self) -> DecodingChain:
+        """See ``TextTokenizer``."""
+        return make_decoding_chain(self.backend)
 
     @cached_property
     def max_token_bytes(self) -> int:
@@ -102,7 +122,13 @@ class FastTokenizer(TextTokenizer):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See ``TextTokenizer``."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if self.byte_table is not None:
+            text = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            # Some of the library's decoders panic, for example where a text is shorter than what they strip.
+            left_out = partial(self.is_left_out, skip_special_tokens=skip_special_tokens)
+            text = self.decoding_chain.decode(itertools.filterfalse(left_out, token_ids))
+        return self._contractions.apply(text)
 
     def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """See ``TextTokenizer``."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE, Unigram
 
-from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
+from pdserve.detokenizer.request_decoder import ByteDecoders, ChainDecoders, WindowDecoders, make_decoder_factory
 from pdserve.model_files.text.byte_table import ByteTable, byte_level_alphabet, table_for_decoder
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_files.text.text_tokenizer import FastTokenizer, vocabulary_tokens
@@ -88,7 +88,8 @@ def stream(factory, token_ids, sizes=(1,), tail=(), skip=True):
         size = sizes[n % len(sizes)]
         pieces.append(decoder.decode(list(token_ids[i : i + size])))
         i, n = i + size, n + 1
-    return pieces
+    rest = decoder.flush()
+    return [*pieces, rest] if rest else pieces
 
 
 def whole(backend, token_ids, skip=True):
@@ -170,10 +171,10 @@ def test_metaspace_stream_is_the_whole_decoding_behind_the_prompt(token_ids, siz
     backend = sentencepiece_backend(strip=False)
     backend.decoder = decoders.Metaspace()
     tokenizer = fast_tokenizer(backend)
-    factory = make_decoder_factory(tokenizer)
-    assert isinstance(factory, WindowDecoders)
-    text = "".join(stream(factory, token_ids, sizes, tail, skip=False))
-    assert whole(backend, tail, skip=False) + text == whole(backend, tail + token_ids, skip=False)
+    assert isinstance(make_decoder_factory(tokenizer), ChainDecoders)
+    for factory in (make_decoder_factory(tokenizer), WindowDecoders(tokenizer)):
+        text = "".join(stream(factory, token_ids, sizes, tail, skip=False))
+        assert whole(backend, tail, skip=False) + text == whole(backend, tail + token_ids, skip=False)
 
 
 WORDS = ["▁five", "▁dog", "dog", "▁", "s", "##s", "you</w>", "é", "s</w>", "##.", "▁▁"]
@@ -212,12 +213,11 @@ output_ids = st.lists(word_ids.map(lambda i: [i]) | st.lists(special_runs, min_s
 @example(token_ids=[0, *range(11, 15), 11, 12, 1], sizes=[1], tail=[], skip=True)
 @example(token_ids=[*range(11, 15), 0, 1], sizes=[1], tail=[1], skip=True)
 @given(token_ids=output_ids, sizes=chunk_sizes, tail=st.lists(word_ids | special_runs, max_size=8), skip=st.booleans())
-def test_a_window_stream_is_the_whole_decoding_whatever_is_skipped(kind, model, token_ids, sizes, tail, skip):
+def test_a_stream_is_the_whole_decoding_whatever_is_skipped(kind, model, token_ids, sizes, tail, skip):
     tokenizer = word_tokenizer(kind, model)
-    factory = make_decoder_factory(tokenizer)
-    assert isinstance(factory, WindowDecoders)
-    text = "".join(stream(factory, token_ids, sizes, tail, skip))
-    assert whole(tokenizer.backend, tail, skip) + text == whole(tokenizer.backend, tail + token_ids, skip)
+    for factory in (ChainDecoders(tokenizer, tokenizer.decoding_chain), WindowDecoders(tokenizer)):
+        text = "".join(stream(factory, token_ids, sizes, tail, skip))
+        assert whole(tokenizer.backend, tail, skip) + text == whole(tokenizer.backend, tail + token_ids, skip)
 
 
 def test_a_word_keeps_its_space_behind_many_skipped_tokens():
@@ -225,7 +225,8 @@ def test_a_word_keeps_its_space_behind_many_skipped_tokens():
     five, dog, specials = 0, 1, list(range(len(WORDS), len(WORDS) + len(SPECIALS)))
     for count in range(40):
         run = [specials[i % len(specials)] for i in range(count)]
-        assert "".join(stream(WindowDecoders(tokenizer), [five, *run, dog])) == "five dog", count
+        for factory in (make_decoder_factory(tokenizer), WindowDecoders(tokenizer)):
+            assert "".join(stream(factory, [five, *run, dog])) == "five dog", count
 
 
 def test_the_first_output_token_keeps_its_space_behind_a_prompt_and_loses_it_alone():

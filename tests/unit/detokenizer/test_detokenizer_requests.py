@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pdserve.detokenizer.detokenizer import Detokenizer
 from pdserve.detokenizer.process import route
-from pdserve.detokenizer.request_decoder import ByteDecoders
+from pdserve.detokenizer.request_decoder import ByteDecoders, CleaningDecoders
 from pdserve.messages.base import pack_i32
 from pdserve.messages.control import Pong
 from pdserve.messages.outputs import (
@@ -66,6 +66,40 @@ def test_plain_request_streams_and_leaves_nothing_behind():
     assert out.meta.completion_tokens == 3
     assert 0 < out.meta.timing.detokenize_ms < 1000
     assert len(d) == 0
+
+
+def make_cleaning_detokenizer():
+    """Make a detokenizer that keeps spaces back until what follows them is known."""
+    return Detokenizer(CleaningDecoders(ByteDecoders(ByteTable([bytes([b]) for b in range(256)], frozenset(), False))))
+
+
+@pytest.mark.parametrize("init", [make_init(), make_init("nothing")])
+def test_text_that_the_decoder_kept_back_comes_with_the_finish(init):
+    d = make_cleaning_detokenizer()
+    assert step(d, item("a ", init=init, meta=make_meta(2)))[0][0].text == "a"
+    [out], _ = step(d, item(" 's", finish=LENGTH, meta=make_meta(5)))
+    assert (out.text, out.finish) == (" 's", LENGTH)
+
+
+def test_text_that_comes_with_the_finish_may_complete_a_stop_string():
+    d = make_cleaning_detokenizer()
+    [out], stops = step(d, item("ab n", init=make_init("b n"), finish=LENGTH, meta=make_meta(4)))
+    assert (out.text, out.finish, stops) == ("a", FinishReason(FinishType.STOP, "b n"), [])
+    assert len(d) == 0
+
+
+def test_a_stop_string_may_not_be_completed_by_the_finish_before_its_time():
+    d = make_cleaning_detokenizer()
+    init = make_init("b n")
+    init.min_tokens = 9
+    [out], _ = step(d, item("ab n", init=init, finish=LENGTH, meta=make_meta(4)))
+    assert (out.text, out.finish) == ("ab n", LENGTH)
+
+
+def test_the_text_of_a_prompt_is_whole():
+    report = PromptReport(pack_i32(tokens("it 's n")), None)
+    [out], _ = step(make_cleaning_detokenizer(), item("", init=make_init(), prompt=report, meta=make_meta(0)))
+    assert out.prompt.text == "it's n"
 
 
 def test_requests_of_a_step_keep_their_order_and_their_own_state():
