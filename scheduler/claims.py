@@ -273,7 +273,7 @@ class Claims:
         if not stalled:
             return []
         # Ask the last in order first: it has waited least.
-        stalled.sort(key=lambda one: (self._waiting.rank(one.req), one.req.times.turn), reverse=True)
+        stalled.sort(key=lambda one: (self._waiting.rank(one.req), one.req.times.fcfs_time), reverse=True)
         if self.starved is not None:
             return self._revoke_for(self.starved, stalled, now)
         first = self._first_needed(now)

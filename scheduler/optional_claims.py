@@ -16,7 +16,7 @@ class _ClaimKey(NamedTuple):
     """Sort key among optional claims. ``number`` differs, so requests are not compared."""
 
     rank: int
-    turn: float
+    fcfs_time: float
     number: int
     req: Req
 
@@ -30,21 +30,21 @@ class OptionalClaims:
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
-        self._places: dict[str, _ClaimKey] = {}
+        self._keys: dict[str, _ClaimKey] = {}
         self._line: list[_ClaimKey] = []
         self._number = 0
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._places
+        return rid in self._keys
 
     def add(self, req: Req) -> None:
         """Note that the claim of a request, which has just been queued, is optional."""
         self._number += 1
-        place = _ClaimKey(self._waiting.rank(req), req.times.turn, self._number, req)
-        self._places[req.rid] = place
-        insort(self._line, place)
+        claim_key = _ClaimKey(self._waiting.rank(req), req.times.fcfs_time, self._number, req)
+        self._keys[req.rid] = claim_key
+        insort(self._line, claim_key)
         if len(self._line) > MOST_OPTIONAL:
-            last = self._line[max(MOST_OPTIONAL, bisect_left(self._line, place))]
+            last = self._line[max(MOST_OPTIONAL, bisect_left(self._line, claim_key))]
             self._waiting.park(last.req)
 
     def remove(self, rid: str) -> bool:
@@ -52,10 +52,10 @@ class OptionalClaims:
 
         Another one takes its position in the order, so the order must not be iterated meanwhile.
         """
-        place = self._places.pop(rid, None)
-        if place is None:
+        claim_key = self._keys.pop(rid, None)
+        if claim_key is None:
             return False
-        at = bisect_left(self._line, place)
+        at = bisect_left(self._line, claim_key)
         del self._line[at]
         if at < MOST_OPTIONAL <= len(self._line):
             self._waiting.give_back(self._line[MOST_OPTIONAL - 1].req)

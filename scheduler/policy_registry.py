@@ -21,14 +21,14 @@ class PolicySpec(NamedTuple):
 
 
 POLICIES = {
-    "fcfs": PolicySpec("by_key.FirstComeFirstServed"),
+    "fcfs": PolicySpec("sort_key.FirstComeFirstServed"),
     "srpf": PolicySpec("by_remaining.ShortestRemainingFirst"),
     "lpm": PolicySpec("by_prefix.LongestPrefixMatch", reads_cache=True),
     "dfs-weight": PolicySpec("by_prefix.HeaviestPrefixFirst", reads_cache=True),
-    "lof": PolicySpec("by_key.LongestOutputFirst"),
-    "random": PolicySpec("by_key.Random"),
+    "lof": PolicySpec("sort_key.LongestOutputFirst"),
+    "random": PolicySpec("sort_key.Random"),
     # First come, first served within each priority, which ``WaitingQueue`` handles.
-    "priority": PolicySpec("by_key.FirstComeFirstServed", implies_priorities=True),
+    "priority": PolicySpec("sort_key.FirstComeFirstServed", implies_priorities=True),
 }
 AUTO = "auto"
 """Choose by the mode in which the instance starts."""

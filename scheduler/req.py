@@ -81,13 +81,13 @@ MAX_BATCH_SECONDS = 600.0
 class ReqTimes:
     """``time.monotonic()`` of a request's transitions; 0 if it has not come to one yet.
 
-    ``turn``: the time that first come, first served sorts by. Prompts of a batch count as arriving one after the other.
-    So a request after a batch of thousands need not wait for all of them. One that arrives much later does not overtake
-    them.
+    ``fcfs_time``: the time that first come, first served sorts by. Prompts of a batch count as arriving one after the
+    other. So a request after a batch of thousands need not wait for all of them. One that arrives much later does not
+    overtake them.
     """
 
     arrival: float
-    turn: float
+    fcfs_time: float
     ready: float = 0.0
     """Time since when only memory and the queue have kept the request waiting: its hand-over's peer has connected."""
     admitted: float = 0.0
@@ -209,7 +209,9 @@ class Req:
             phases=PhaseClock(
                 msg.arrival, now, *LEGS.get(route if msg.bootstrap is not None else Route.LOCAL, (role,))
             ),
-            times=ReqTimes(arrival=msg.arrival, turn=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)),
+            times=ReqTimes(
+                arrival=msg.arrival, fcfs_time=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)
+            ),
             stop_ids=frozenset(msg.stop_ids),
             tenant=Tenant(msg.key_name, msg.user),
             send_interval=send_interval,

@@ -90,7 +90,7 @@ def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], i
     That is the one in the last ``rank`` with the lowest cost per freed page; among equals, the last to arrive. It is
     not the first to arrive in the first rank, unless that is the only one.
     """
-    oldest = min(reqs, key=lambda req: (rank(req), req.times.turn, req.rid))
+    oldest = min(reqs, key=lambda req: (rank(req), req.times.fcfs_time, req.rid))
     others = [req for req in reqs if req is not oldest] or [oldest]
 
     def cost(req: Req) -> tuple[int, Fraction, float, str]:
@@ -99,6 +99,6 @@ def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], i
         shared = hold_of(req).kv_len - private
         again = max(1, req.total_len - max(shared, memory.room.kept_len(req)))
         # Retracting a request that frees nothing does not help, whatever it costs.
-        return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.turn, req.rid
+        return -rank(req), Fraction(again, pages) if pages else Fraction(1 << 62), -req.times.fcfs_time, req.rid
 
     return min(others, key=cost)

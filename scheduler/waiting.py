@@ -43,7 +43,7 @@ class _Turn(NamedTuple):
 
 
 def _turn(req: Req) -> float:
-    return req.times.turn
+    return req.times.fcfs_time
 
 
 class WaitingQueue:

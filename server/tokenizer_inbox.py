@@ -3,8 +3,8 @@
 A prompt of a megabyte takes the tokenizer a large part of a second, and a batch of thousands takes longer. No other
 request waits for all of that:
 
-    arrived ──▶ handled in this turn: frames of little work, up to TURN_MESSAGES and SLICE_WORK
-       └──────▶ parked: frames of much work; one slice of them a turn, in the order of their arrival
+    arrived ──▶ handled in this tick: frames of little work, up to TICK_MESSAGES and SLICE_WORK
+       └──────▶ parked: frames of much work; one slice of them a tick, in the order of their arrival
                   └── all answers of a request are aborted: ended here, and its prompt is dropped
 
 Frames that come meanwhile overtake parked ones. Messages that name a parked request do not: an abort must never
@@ -27,12 +27,12 @@ from ..messages.routes import ToTokenizer
 from .aborted_request import end_of_aborted
 
 logger = logging.getLogger(__name__)
-TURN_MESSAGES = 256
-"""Maximum number of messages of short frames in one turn."""
+TICK_MESSAGES = 256
+"""Maximum number of messages of short frames in one tick."""
 SLICE = 32
-"""Maximum number of parked messages in one turn. A frame with more messages is parked."""
+"""Maximum number of parked messages in one tick. A frame with more messages is parked."""
 SLICE_WORK = 1 << 16
-"""Maximum work of one slice, and of the short frames of one turn, in characters or token ids: some 25 ms.
+"""Maximum work of one slice, and of the short frames of one tick, in characters or token ids: some 25 ms.
 
 A larger frame is parked. A single larger prompt is a slice of its own, because a tokenizer cannot be interrupted.
 """
@@ -49,8 +49,8 @@ def work_of(message: ToTokenizer) -> int:
     return 0  # conversations to be rendered and questions about text have threads of their own
 
 
-class Turn(NamedTuple):
-    """What to do in one turn."""
+class Tick(NamedTuple):
+    """What to do in one tick."""
 
     messages: list[ToTokenizer]
     """What to handle now, in this order."""
@@ -71,7 +71,7 @@ class _ParkedRequest:
 
 
 class TokenizerInbox:
-    """Turns of work from a channel. ``here``: see ``Timing``."""
+    """Ticks of work from a channel. ``here``: see ``Timing``."""
 
     def __init__(self, receiver: Receiver[ToTokenizer], here: InstanceRole) -> None:
         self._receiver = receiver
@@ -82,13 +82,13 @@ class TokenizerInbox:
         self._parked: dict[str, _ParkedRequest] = {}
         """Parked requests, by the rid of each of their answers."""
 
-    def next_turn(self) -> Turn:
+    def next_tick(self) -> Tick:
         """Return what to do now. Waits while there is nothing."""
-        turn = Turn([], [])
+        tick = Tick([], [])
         work = 0
-        while len(turn.messages) < TURN_MESSAGES and work < SLICE_WORK:
+        while len(tick.messages) < TICK_MESSAGES and work < SLICE_WORK:
             try:
-                arrived = self._receiver.recv(0 if turn.messages or turn.ended or self._aside else -1)
+                arrived = self._receiver.recv(0 if tick.messages or tick.ended or self._aside else -1)
             except UndeclaredMessage as e:
                 logger.error("%s", e)
                 continue
@@ -100,17 +100,17 @@ class TokenizerInbox:
                 work += frame_work
             for message in arrived:
                 if isinstance(message, AbortReq) and not message.rid:
-                    turn.messages.append(message)
+                    tick.messages.append(message)
                     for rid in sorted(self._parked):
-                        self._abort(AbortReq(rid, message.reason), turn)
+                        self._abort(AbortReq(rid, message.reason), tick)
                 elif isinstance(message, AbortReq) and message.rid in self._parked:
-                    self._abort(message, turn)
+                    self._abort(message, tick)
                 elif is_long or getattr(message, "rid", None) in self._parked:
                     self._park(message)
                 else:
-                    turn.messages.append(message)
-        turn.messages.extend(self._next_slice())
-        return turn
+                    tick.messages.append(message)
+        tick.messages.extend(self._next_slice())
+        return tick
 
     def _park(self, message: ToTokenizer) -> int:
         number = next(self._numbers)
@@ -119,7 +119,7 @@ class TokenizerInbox:
             self._parked.update(dict.fromkeys(message.rids, _ParkedRequest(message, number)))
         return number
 
-    def _abort(self, message: AbortReq, turn: Turn) -> None:
+    def _abort(self, message: AbortReq, tick: Tick) -> None:
         """Park the abort of an answer behind its request. The abort of the last answer ends the request."""
         parked = self._parked.get(message.rid)
         if parked is None or message.rid in parked.aborts:
@@ -131,7 +131,7 @@ class TokenizerInbox:
         for number in (parked.number, *parked.abort_numbers):
             del self._aside[number]
         self._forget(parked.req)
-        turn.ended.append(end_of_aborted(parked.req, parked.aborts, self._here))
+        tick.ended.append(end_of_aborted(parked.req, parked.aborts, self._here))
 
     def _forget(self, req: TokenizeReq) -> None:
         for rid in req.rids:

@@ -138,7 +138,7 @@ def main() -> None:
     )
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        arrived = inbox.next_turn()
+        arrived = inbox.next_tick()
         turn = renderer.sort(arrived.messages)
         routed = route(tokenizer, turn.messages, turn.texts)
         routed.to_http.extend(arrived.ended + turn.answers)

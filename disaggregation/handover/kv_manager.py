@@ -41,7 +41,7 @@ from .migration.migration_rooms import MigrationRooms
 from .migration.migration_source import MigrationSource
 from .migration.migration_target import MigrationTarget
 from .network import Network
-from .peer_router import PeerRouter
+from .peer_dispatcher import PeerDispatcher
 from .peers import METRICS as PEER_METRICS
 from .peers import Peers
 from .placement_policy import METRICS as PLACEMENT_METRICS
@@ -67,7 +67,7 @@ class KVManager:
         self, epoch: str, scheduler: Scheduler, network: Network, answer_keys: AnswerKeys | None = None
     ) -> None:
         options = scheduler.options
-        limits, router = HandoverLimits.of(options), PeerRouter()
+        limits, dispatcher = HandoverLimits.of(options), PeerDispatcher()
         self._options = options
         self._scheduler = scheduler
         self._network = network
@@ -79,7 +79,7 @@ class KVManager:
             network.port,
             network.find,
             self._tell_worker,
-            router,
+            dispatcher,
             takes_moves=network.port.is_sealed or admits_any_client(options),
         )
         self._policy = PlacementPolicy(options.disaggregation_threshold, scheduler.estimator)
@@ -94,14 +94,16 @@ class KVManager:
         self.membership = InstanceMembership(epoch, scheduler, network, self._peers)
         # The receivers come last, because the other sides may free memory. Migrations come first: they claim theirs.
         moves_out, too_long = self.moves_out, self.moves_out.rooms.on_too_long
-        router.register(
+        dispatcher.register(
             *(moves_out.handlers(), moves_out.rooms.on_gone),
             claims=moves_out.rooms.knows,
             too_long={MoveOffer: too_long, MoveCommit: too_long},
         )
-        router.register(self.moves_in.handlers(), self.moves_in.on_gone)
-        router.register(self.senders.handlers(), self.senders.on_gone, too_long={FirstToken: self.senders.on_too_long})
-        router.register(self.receivers.handlers(), self.receivers.on_gone, on_down=self.receivers.on_down)
+        dispatcher.register(self.moves_in.handlers(), self.moves_in.on_gone)
+        dispatcher.register(
+            self.senders.handlers(), self.senders.on_gone, too_long={FirstToken: self.senders.on_too_long}
+        )
+        dispatcher.register(self.receivers.handlers(), self.receivers.on_gone, on_down=self.receivers.on_down)
 
     @property
     def may_resize(self) -> bool:

@@ -72,7 +72,7 @@ from .kv_receiver import (
 from .kv_sender import digest_of
 from .limits import HandoverLimits
 from .peer import Peer
-from .peer_router import Handlers
+from .peer_dispatcher import Handlers
 from .placement_policy import PlacementPolicy
 from .placement_stage import PlacementStage
 from .receiver_queue import ReceiverQueue

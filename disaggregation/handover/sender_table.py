@@ -46,7 +46,7 @@ from .control.frames import LONG_FRAME_BYTES
 from .kv_sender import DecodeSide, KVSender, PromptTransfer, SenderState, mismatch
 from .limits import HandoverLimits
 from .peer import Peer
-from .peer_router import Handlers
+from .peer_dispatcher import Handlers
 from .placement_policy import PlacementPolicy
 from .prompt_pushes import PromptPushes
 from .sender_rooms import SenderRooms

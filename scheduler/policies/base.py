@@ -77,4 +77,4 @@ class SchedulePolicy(ABC):
 
         These are the begun ones and those that arrived earlier. ``uncached``: tokens of ``req`` to be computed.
         """
-        return [r for r in others if r.state is ReqState.PREFILLING or r.times.turn < req.times.turn]
+        return [r for r in others if r.state is ReqState.PREFILLING or r.times.fcfs_time < req.times.fcfs_time]

@@ -86,7 +86,7 @@ class ByRank(ByPrefix):
         """Return the ranker for one order."""
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        turn, rank = self.index.turn[slots], self.ranker()
+        turn, rank = self.index.fcfs_time[slots], self.ranker()
 
         def choose(left: Flags) -> int:
             ranks = np.where(left, rank(slots), np.inf)
@@ -108,7 +108,7 @@ class ByRank(ByPrefix):
         """
         index, rank, raises = self.index, self.ranker(), self.index.raises
         places = np.flatnonzero(left)
-        ranks, turns = rank(slots[places]), index.turn[slots[places]]
+        ranks, turns = rank(slots[places]), index.fcfs_time[slots[places]]
         by_rank = np.lexsort((turns, ranks))
         columns = (ranks, turns, places, slots[places], index.matched[slots[places]])
         line = deque(zip(*(column[by_rank].tolist() for column in columns), strict=True))
@@ -148,7 +148,7 @@ class HeaviestPrefixFirst(ByPrefix):
     """
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
-        index, turn = self.index, self.index.turn[slots]
+        index, turn = self.index, self.index.fcfs_time[slots]
         # Two neighbours of the lane share as much as the least that any two between them share.
         alike = np.minimum.reduceat(index.common, positions)[:-1] if len(positions) else index.common[:0]
 

@@ -48,7 +48,7 @@ class ShortestRemainingFirst(ByRank):
             matched, length = index.matched[slots], index.length[slots]
             length = np.maximum(length, matched)
             pairs = (length * length - matched * matched) / 2
-            times: F64 = index.turn[slots] + per_token * (length - matched) + per_pair * pairs
+            times: F64 = index.fcfs_time[slots] + per_token * (length - matched) + per_pair * pairs
             return times
 
         return due
@@ -66,14 +66,14 @@ class ShortestRemainingFirst(ByRank):
         """Return the due time of a request if ``computed`` of its first ``length`` tokens need no computation."""
         per_token, per_pair = self._rates()
         pairs = (length * length - computed * computed) / 2
-        return req.times.turn + per_token * (length - computed) + per_pair * pairs
+        return req.times.fcfs_time + per_token * (length - computed) + per_pair * pairs
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         per_token, per_pair = self._rates()
 
         def due(one: Req, left: int) -> float:
             computed = one.known_len - left
-            return one.times.turn + per_token * left + per_pair * (one.known_len**2 - computed**2) / 2
+            return one.times.fcfs_time + per_token * left + per_pair * (one.known_len**2 - computed**2) / 2
 
         mine = due(req, uncached)
         return [r for r in others if due(r, left_of(r)) < mine]

@@ -43,10 +43,10 @@ def common_tokens(a: I32, b: I32) -> int:
 class PrefixIndex:
     """Index of the waiting prompts by prefix. Arrays are [capacity], and valid at slots that are ``alive`` (bool).
 
-    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: lane of the request. ``turn``:
-    ``ReqTimes.turn``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 if a peer computes
-    it. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt shares with the
-    next one; the last entry is meaningless.
+    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: lane of the request. ``fcfs_time``:
+    ``ReqTimes.fcfs_time``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 if a peer
+    computes it. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt shares
+    with the next one; the last entry is meaningless.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -64,7 +64,7 @@ class PrefixIndex:
         self.length = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.computes = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
         self.lane = np.zeros(FIRST_CAPACITY, dtype=np.int64)
-        self.turn = np.zeros(FIRST_CAPACITY, dtype=np.float64)
+        self.fcfs_time = np.zeros(FIRST_CAPACITY, dtype=np.float64)
         self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._confirmed = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         """Number of losses when the bound was last exact."""
@@ -88,7 +88,7 @@ class PrefixIndex:
             self._double()
         slot = self._free.pop()
         self._slot_of[req], self._req_at[slot] = slot, req
-        self.alive[slot], self.lane[slot], self.turn[slot] = True, lane, req.times.turn
+        self.alive[slot], self.lane[slot], self.fcfs_time[slot] = True, lane, req.times.fcfs_time
         self.computes[slot] = req.route is not Route.INCOMING
         self.length[slot] = req.known_len if self.computes[slot] else 0
         # The output of a request from another instance follows its prompt, and is in no other request's order.
@@ -189,5 +189,5 @@ class PrefixIndex:
             return np.concatenate([array, np.zeros(size, dtype=array.dtype)])
 
         self.alive, self.matched, self.length = grown(self.alive), grown(self.matched), grown(self.length)
-        self.computes, self.lane, self.turn = grown(self.computes), grown(self.lane), grown(self.turn)
+        self.computes, self.lane, self.fcfs_time = grown(self.computes), grown(self.lane), grown(self.fcfs_time)
         self._limit, self._confirmed = grown(self._limit), grown(self._confirmed)

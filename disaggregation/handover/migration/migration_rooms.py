@@ -28,7 +28,7 @@ from ....scheduler.scheduler import Scheduler
 from ..kv_sender import delivered_pages, digest_of
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
-from ..peer_router import Handlers, ignore
+from ..peer_dispatcher import Handlers, ignore
 from .migration import KVPush, Migration, MigrationState
 
 

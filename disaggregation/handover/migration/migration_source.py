@@ -35,7 +35,7 @@ from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
 from ..limits import HandoverLimits
 from ..peer import Peer
-from ..peer_router import Handlers
+from ..peer_dispatcher import Handlers
 from .kv_returns import KVReturns
 from .migration import Migration, MigrationState, Pause
 from .migration_rooms import MigrationRooms

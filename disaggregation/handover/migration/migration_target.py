@@ -35,7 +35,7 @@ from ..incoming_prompts import is_sound
 from ..kv_receiver import KVReceiver
 from ..limits import HandoverLimits
 from ..peer import Peer
-from ..peer_router import Handlers
+from ..peer_dispatcher import Handlers
 from ..peers import Peers
 from ..receiver_table import ReceiverTable
 

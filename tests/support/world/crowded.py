@@ -220,7 +220,7 @@ class CrowdedRooms:
         ]
         held = round(max(0.0, claims._held_until - now), 3) if claims._held_for is not None else 0.0
         # The order of arrival decides among requests of one rank only.
-        order = sorted((req.msg.priority, req.times.turn, rid) for rid, req in node.scheduler.reqs.items())
+        order = sorted((req.msg.priority, req.times.fcfs_time, rid) for rid, req in node.scheduler.reqs.items())
         return [
             sorted(ages),
             held,

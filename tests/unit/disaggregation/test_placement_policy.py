@@ -361,7 +361,7 @@ def test_only_requests_that_the_queue_admits_first_count(policy, ahead):
         sim.submit(rid, range(1000 * (number + 1), 1000 * (number + 1) + length))
     forecast, reqs = sim.scheduler.estimator._first_token, sim.scheduler.reqs
     for number, rid in enumerate(lengths):
-        reqs[rid].times.turn += number * 1e-6
+        reqs[rid].times.fcfs_time += number * 1e-6
     loads = [forecast._ahead_of(reqs[rid], length).tokens for rid, length in lengths.items()]
     assert loads == ahead
 
@@ -390,7 +390,9 @@ def test_of_thousands_that_wait_all_count():
             sim.submit(f"w{number}.{i}", range(50, 60))
         sim.submit("last", range(8), max_new_tokens=1, place=number)  # behind them all
         req = sim.scheduler.reqs["last"]
-        next(iter(sim.scheduler.planner.waiting.values())).times.turn = req.times.turn + 60  # one of them comes later
+        next(iter(sim.scheduler.planner.waiting.values())).times.fcfs_time = (
+            req.times.fcfs_time + 60
+        )  # one of them comes later
         load = sim.scheduler.estimator._first_token._ahead_of(req, 8)
         sim.scheduler.abort(AbortReq("last"))
         return load

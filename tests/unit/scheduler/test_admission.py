@@ -216,7 +216,7 @@ def started(*prompts: tuple[str, list[int]], **options) -> SimInstance:
     sim = SimInstance(make_options(max_total_tokens=512, **options))
     for i, (rid, prompt) in enumerate(prompts):
         sim.submit(rid, prompt, max_new_tokens=30)
-        sim.scheduler.reqs[rid].times.turn = float(i)
+        sim.scheduler.reqs[rid].times.fcfs_time = float(i)
         for _ in range(6):
             sim.plan()
             sim.work()
@@ -252,7 +252,7 @@ def test_victims_are_those_of_the_slow_rule_that_counts_users_of_each_page():
     prompts = {"old": [1], "a": [*shared, 1], "b": [*shared, 2, 3], "alone": [4, 5], "long": range(60)}
     for i, (rid, prompt) in enumerate(prompts.items()):
         sim.submit(rid, prompt, max_new_tokens=40)
-        sim.scheduler.reqs[rid].times.turn = float(i)
+        sim.scheduler.reqs[rid].times.fcfs_time = float(i)
     for _ in range(8):
         sim.plan()
         sim.work()

@@ -50,18 +50,18 @@ def test_a_cycle_that_the_limit_could_not_see_is_broken_and_the_revoked_yield(be
     planner, memory = sim.scheduler.planner, sim.scheduler.memory
     claims, incoming = planner.claims, [make_req(sim, f"in-{i}", 30, leg="decode") for i in range(5)]
     for i, req in enumerate(incoming):
-        req.times.turn = i
+        req.times.fcfs_time = i
         claims.add_incoming(req, 0, optional=False)
     assert claims.grant_incoming(1.0) == incoming[:4]
     for req in incoming[:4]:
         claims.requested(req, 1.0)
     first = outgoing = make_req(sim, "outgoing", 10 if before else 50, leg="prefill")
-    outgoing.times.turn = 9
+    outgoing.times.fcfs_time = 9
     planner.came(outgoing)
     planner.waiting.add(outgoing)
     if before:
         first = make_req(sim, "local", before, leg="prefill")
-        first.route, first.times.turn = Route.LOCAL, 8
+        first.route, first.times.fcfs_time = Route.LOCAL, 8
         planner.waiting.add(first)
     assert claims.to_revoke(1.5) == []
     victims = claims.to_revoke(2.0 + STALL_SECONDS)
@@ -84,7 +84,7 @@ def test_reservations_do_not_take_the_last_row_from_a_prompt_for_a_peer() -> Non
     claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
     incoming = [make_req(sim, f"in-{i}", 20, leg="decode") for i in range(3)]
     for i, req in enumerate(incoming):
-        req.times.turn = i
+        req.times.fcfs_time = i
         claims.add_incoming(req, 0, optional=False)
     assert claims.grant_incoming(0.0) == incoming[:2]
 
@@ -94,11 +94,11 @@ def test_hand_overs_leave_rows_to_local_requests_that_wait_for_compute() -> None
     planner = sim.scheduler.planner
     for i in range(2):
         local = make_req(sim, f"local-{i}", 20, leg="prefill")
-        local.route, local.times.turn = Route.LOCAL, i
+        local.route, local.times.fcfs_time = Route.LOCAL, i
         planner.waiting.add(local)
     incoming = [make_req(sim, f"in-{i}", 20, leg="decode") for i in range(2)]
     for i, req in enumerate(incoming):
-        req.times.turn = 5 + i
+        req.times.fcfs_time = 5 + i
         planner.claims.add_incoming(req, 0, optional=False)
     assert planner.claims.grant_incoming(0.0) == incoming[:1]
 
@@ -110,12 +110,12 @@ def test_a_claim_that_lacks_windows_within_the_limit_gets_reservations_of_lower_
     claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
     low = [make_req(sim, f"low-{i}", 20, leg="decode") for i in range(6)]
     for i, req in enumerate(low):
-        req.times.turn = i
+        req.times.fcfs_time = i
         claims.add_incoming(req, 0, optional=False)
     granted = claims.grant_incoming(1.0)
     assert 1 < len(granted) < 6
     high = make_req(sim, "high", 20, leg="decode")
-    high.msg, high.times.turn = msgspec.structs.replace(high.msg, priority=1), 9
+    high.msg, high.times.fcfs_time = msgspec.structs.replace(high.msg, priority=1), 9
     claims.add_incoming(high, 0, optional=False)
     assert claims.grant_incoming(1.0) == []
     assert claims.to_revoke(1.0 + STALL_SECONDS) == [granted[-1]]
@@ -129,7 +129,7 @@ def reserve(sim: SimInstance, count: int, length: int = 30) -> list[Req]:
     claims = sim.scheduler.planner.claims
     incoming = [make_req(sim, f"in-{i}", length, leg="decode") for i in range(count)]
     for i, req in enumerate(incoming):
-        req.times.turn = i
+        req.times.fcfs_time = i
         claims.add_incoming(req, length, optional=False)
     assert claims.grant_incoming(1.0) == incoming
     for req in incoming:
@@ -140,7 +140,7 @@ def reserve(sim: SimInstance, count: int, length: int = 30) -> list[Req]:
 def wait_outgoing(sim: SimInstance, length: int) -> Req:
     """Add a prompt for a peer, which came after the reservations."""
     req = make_req(sim, "outgoing", length, leg="prefill")
-    req.times.turn = 9
+    req.times.fcfs_time = 9
     sim.scheduler.planner.came(req)
     sim.scheduler.planner.waiting.add(req)
     return req
@@ -200,7 +200,7 @@ def test_incoming_claims_that_lack_memory_for_outputs_yield_to_a_prompt_for_a_pe
     claims = sim.scheduler.planner.claims
     holder, second = (make_req(sim, rid, 40, leg="decode", outputs=100) for rid in ("holder", "second"))
     for turn, req in enumerate((holder, second)):
-        req.times.turn = turn
+        req.times.fcfs_time = turn
         claims.add_incoming(req, 0, optional=False)
     assert claims.grant_incoming(1.0) == [holder]
     claims.requested(holder, 1.0)
@@ -242,7 +242,7 @@ def test_computing_claims_pass_incoming_ones_that_the_limit_holds_up_each_once(p
     planner, outgoing = sim.scheduler.planner, []
     for i in range(6):
         req = make_req(sim, f"w{i}", 60, leg="decode" if i % 2 else "prefill")
-        req.times.turn = 10 + i
+        req.times.fcfs_time = 10 + i
         if i % 2:
             planner.claims.add_incoming(req, 0, optional=False)
         else:

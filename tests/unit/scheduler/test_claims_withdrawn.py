@@ -170,7 +170,7 @@ def test_a_withdrawn_request_has_its_place_among_tenants(served: int) -> None:
     claims, shares = planner.claims, planner.waiting.shares
     reqs = [make_req(sim, f"in-{i}", 40, leg="decode") for i in range(3)]
     for i, req in enumerate(reqs):
-        req.tenant, req.times.turn = Tenant(f"tenant-{i}"), i
+        req.tenant, req.times.fcfs_time = Tenant(f"tenant-{i}"), i
         planner.came(req)
         claims.add_incoming(req, 0, optional=False)
     assert claims.grant_incoming(1.0) == reqs[:1]

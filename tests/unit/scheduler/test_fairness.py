@@ -11,7 +11,7 @@ from support.sim import SimInstance, make_generate, make_options, reference_outp
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import AbortReq
 from pdserve.scheduler.fairness import FEW, MOST_REMEMBERED, OUTPUT_WEIGHT, FairShares, Tenant
-from pdserve.scheduler.policies.by_key import FirstComeFirstServed
+from pdserve.scheduler.policies.sort_key import FirstComeFirstServed
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.waiting import WaitingQueue
 
@@ -291,7 +291,7 @@ def test_the_queue_gives_the_order_that_a_plain_sort_would(seed: int):
         return queue.rank(req), req.tenant
 
     def place(req: Req) -> tuple:
-        return queue.rank(req), shares.share(req.tenant), opened[lane(req)], req.times.turn
+        return queue.rank(req), shares.share(req.tenant), opened[lane(req)], req.times.fcfs_time
 
     for step in range(150):
         if rng.random() < 0.6 or not waiting:

@@ -42,11 +42,11 @@ def test_of_many_optional_claims_few_are_in_the_order(policy: str, shares: bool)
     planner, claims = sim.scheduler.planner, sim.scheduler.planner.claims
     for i in range(100):
         req = make_req(sim, f"optional-{i}", 300, leg="decode")
-        req.msg, req.times.turn = msgspec.structs.replace(req.msg, user=f"user-{i}"), i
+        req.msg, req.times.fcfs_time = msgspec.structs.replace(req.msg, user=f"user-{i}"), i
         claims.add_incoming(req, 0, optional=True)
     local = [make_req(sim, f"local-{i}", 40, leg="prefill") for i in range(3)]
     for i, req in enumerate(local):
-        req.route, req.times.turn = Route.LOCAL, 100 + i
+        req.route, req.times.fcfs_time = Route.LOCAL, 100 + i
         planner.waiting.add(req)
     assert len(planner.waiting) == 103
     assert claims.grant_incoming(1.0) == []
@@ -67,7 +67,7 @@ def test_optional_claims_take_the_places_of_those_that_are_over() -> None:
 
     def add(rid: str, turn: int, length: int = 70, priority: int = 0) -> Req:
         req = make_req(sim, rid, length, leg="decode")
-        req.msg, req.times.turn = msgspec.structs.replace(req.msg, priority=priority), turn
+        req.msg, req.times.fcfs_time = msgspec.structs.replace(req.msg, priority=priority), turn
         claims.add_incoming(req, 0, optional=True)
         return req
 
@@ -86,7 +86,7 @@ def test_all_optional_claims_that_fit_are_granted_at_once() -> None:
     claims = sim.scheduler.planner.claims
     reqs = [make_req(sim, f"optional-{i}", 10, leg="decode") for i in range(3 * MOST_OPTIONAL)]
     for i, req in enumerate(reqs):
-        req.times.turn = i
+        req.times.fcfs_time = i
         claims.add_incoming(req, 0, optional=True)
     assert claims.grant_incoming(1.0) == reqs
     assert not len(sim.scheduler.planner.waiting)

@@ -66,7 +66,7 @@ def run_through(memory: KVMemory, req: Req) -> None:
 
 
 def brute_lpm(reqs, memory: KVMemory) -> list[Req]:
-    return sorted(reqs, key=lambda r: (-min(memory.prefix_len(r), r.prompt_len), r.times.turn))
+    return sorted(reqs, key=lambda r: (-min(memory.prefix_len(r), r.prompt_len), r.times.fcfs_time))
 
 
 def brute_srpf(reqs, memory: KVMemory, policy: ShortestRemainingFirst) -> list[Req]:
@@ -88,8 +88,8 @@ def brute_dfs(reqs, memory: KVMemory) -> list[Req]:
         for r in members:
             if len(cached[r]) > depth:
                 children.setdefault(cached[r][: depth + page], []).append(r)
-        order = sorted(children.values(), key=lambda c: (-len(c), min(r.times.turn for r in c)))
-        ends.sort(key=lambda r: r.times.turn)
+        order = sorted(children.values(), key=lambda c: (-len(c), min(r.times.fcfs_time for r in c)))
+        ends.sort(key=lambda r: r.times.fcfs_time)
         return [r for child in order for r in visit(child, depth + page)] + ends
 
     return visit(list(reqs), 1)
@@ -210,7 +210,7 @@ def test_a_short_prompt_goes_between_the_pieces_of_a_long_one():
         sim.plan()
         sim.work()
         sim.submit("short", range(40), max_new_tokens=2)
-        sim.scheduler.reqs["short"].times.turn = sim.now
+        sim.scheduler.reqs["short"].times.fcfs_time = sim.now
         began = sim.now
         sim.run_until_idle()
         assert sim.tokens["short"] == reference_output(range(40), 2)
@@ -226,7 +226,7 @@ def test_no_prompt_waits_for_what_comes_later_than_its_patience():
     rng = np.random.default_rng(1)
     sim.submit("long", rng.integers(0, 97, 2000), max_new_tokens=1)
     long = sim.scheduler.reqs["long"]
-    long.times.turn = came = sim.now
+    long.times.fcfs_time = came = sim.now
     arrived: dict[str, float] = {}
 
     def more() -> bool:
@@ -234,7 +234,7 @@ def test_no_prompt_waits_for_what_comes_later_than_its_patience():
         while len(arrived) < due:  # 50 ms of work each 40 ms
             rid = f"s{len(arrived)}"
             sim.submit(rid, rng.integers(0, 97, 200), max_new_tokens=1)
-            sim.scheduler.reqs[rid].times.turn = arrived[rid] = came + (len(arrived) + 1) * 0.04
+            sim.scheduler.reqs[rid].times.fcfs_time = arrived[rid] = came + (len(arrived) + 1) * 0.04
         return "long" in sim.tokens
 
     sim.run_until(more)

@@ -134,7 +134,7 @@ def test_who_comes_behind_a_batch_does_not_wait_for_all_of_it():
 def test_the_last_of_a_batch_is_not_overtaken_for_ever():
     sim = SimInstance()
     sim.submit("batch", range(9), place=1_000_000)
-    assert sim.scheduler.reqs["batch"].times.turn == MAX_BATCH_SECONDS
+    assert sim.scheduler.reqs["batch"].times.fcfs_time == MAX_BATCH_SECONDS
 
 
 def test_small_pool_retracts_and_still_answers_everything():

@@ -1,4 +1,4 @@
-"""The router of messages of peers: the side that gets each of them."""
+"""Dispatch of messages of peers: the side that gets each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.world.node import Node
 from support.world.two_rooms import OPTIONS
 from support.world.world import World
 
-from pdserve.disaggregation.handover.peer_router import PeerRouter
+from pdserve.disaggregation.handover.peer_dispatcher import PeerDispatcher
 from pdserve.messages.base import Message
 from pdserve.messages.handover import Abort, HandoverMessage, Withdraw
 from pdserve.messages.moves import MoveMessage
@@ -26,28 +26,28 @@ def test_every_message_of_a_hand_over_or_migration_has_a_handler() -> None:
 
 
 def test_a_message_goes_to_the_side_that_claims_its_hand_over() -> None:
-    router, got = PeerRouter(), []
+    dispatcher, got = PeerDispatcher(), []
 
     def taking(name: str) -> dict[type[Message], object]:
         return {Abort: lambda peer, message, now: got.append((name, message.handover.room, now))}
 
-    router.register(taking("first"), got.append, claims=lambda handover: handover.room == 1)  # type: ignore[arg-type]
-    router.register(taking("rest"), got.append, on_down=got.append)  # type: ignore[arg-type]
+    dispatcher.register(taking("first"), got.append, claims=lambda handover: handover.room == 1)  # type: ignore[arg-type]
+    dispatcher.register(taking("rest"), got.append, on_down=got.append)  # type: ignore[arg-type]
     peer = make_peer("P")
     for room in (1, 2):
-        router.on_message(peer, Abort("D", named(room), "no more"), 5.0)
+        dispatcher.on_message(peer, Abort("D", named(room), "no more"), 5.0)
     assert got == [("first", 1, 5.0), ("rest", 2, 5.0)]
-    router.on_gone(peer)
-    router.on_down(peer)
+    dispatcher.on_gone(peer)
+    dispatcher.on_down(peer)
     assert got[2:] == [peer] * 3
     with pytest.raises(KeyError):
-        router.on_message(peer, Withdraw("D", named(1)), 5.0)
+        dispatcher.on_message(peer, Withdraw("D", named(1)), 5.0)
 
 
 def test_only_a_message_that_a_side_named_is_reported_as_too_long() -> None:
-    router, got = PeerRouter(), []
-    router.register({}, got.append, too_long={Abort: lambda peer, message: got.append(message)})
+    dispatcher, got = PeerDispatcher(), []
+    dispatcher.register({}, got.append, too_long={Abort: lambda peer, message: got.append(message)})
     peer, abort = make_peer("P"), Abort("D", named(1), "no more")
-    router.on_too_long(peer, Withdraw("D", named(1)))
-    router.on_too_long(peer, abort)
+    dispatcher.on_too_long(peer, Withdraw("D", named(1)))
+    dispatcher.on_too_long(peer, abort)
     assert got == [abort]

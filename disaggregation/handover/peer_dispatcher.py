@@ -29,7 +29,7 @@ def ignore(peer: Peer, message: Any, now: float) -> None:
     """Handle a message that needs no reaction."""
 
 
-class PeerRouter:
+class PeerDispatcher:
     """Passes each message of a peer to the side that handles its type; see ``PeerOwner``."""
 
     def __init__(self) -> None:

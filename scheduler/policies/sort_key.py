@@ -1,4 +1,4 @@
-"""Policies that know a request's position when it arrives: fcfs, lof, random."""
+"""Policies that fix a request's position when it arrives: fcfs, lof, random."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class _SortKey(NamedTuple):
     number: int
 
 
-class _Line:
+class _Lane:
     """Requests of one lane, in order. Adding and removing costs a search and a move of pointers."""
 
     def __init__(self) -> None:
-        self.places: list[_SortKey] = []
+        self.keys: list[_SortKey] = []
         self.reqs: list[Req] = []
 
 
-class ByKey(SchedulePolicy):
-    """Base of policies that order by a key which never changes."""
+class SortKeyPolicy(SchedulePolicy):
+    """Base of policies that sort by a key which never changes."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
-        self._places: dict[Req, tuple[int, _SortKey]] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._keys: dict[Req, tuple[int, _SortKey]] = {}
         self._number = 0
 
     @abstractmethod
@@ -41,44 +41,44 @@ class ByKey(SchedulePolicy):
 
     def add(self, req: Req, lane: int) -> None:
         self._number += 1
-        place = _SortKey(self.key(req), self._number)
-        self._places[req] = lane, place
-        line = self._lines.setdefault(lane, _Line())
-        insort(line.places, place)
-        line.reqs.insert(bisect_left(line.places, place), req)
+        sort_key = _SortKey(self.key(req), self._number)
+        self._keys[req] = lane, sort_key
+        found = self._lanes.setdefault(lane, _Lane())
+        insort(found.keys, sort_key)
+        found.reqs.insert(bisect_left(found.keys, sort_key), req)
 
     def remove(self, req: Req) -> None:
-        lane, place = self._places.pop(req)
-        line = self._lines[lane]
-        at = bisect_left(line.places, place)
-        del line.places[at], line.reqs[at]
-        if not line.reqs:
-            del self._lines[lane]
+        lane, sort_key = self._keys.pop(req)
+        found = self._lanes[lane]
+        at = bisect_left(found.keys, sort_key)
+        del found.keys[at], found.reqs[at]
+        if not found.reqs:
+            del self._lanes[lane]
 
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
-        line = self._lines.get(lane)
-        reqs = list(line.reqs) if line is not None else []
+        found = self._lanes.get(lane)
+        reqs = list(found.reqs) if found is not None else []
         return (req for req in reqs if not computing_only or req.route is not Route.INCOMING)
 
 
-class FirstComeFirstServed(ByKey):
-    """Order of arrival, a batch's prompts one after the other (``ReqTimes.turn``)."""
+class FirstComeFirstServed(SortKeyPolicy):
+    """Order of arrival, a batch's prompts one after the other (``ReqTimes.fcfs_time``)."""
 
     def key(self, req: Req) -> tuple[float, float]:
-        return req.times.turn, 0.0
+        return req.times.fcfs_time, 0.0
 
 
-class LongestOutputFirst(ByKey):
+class LongestOutputFirst(SortKeyPolicy):
     """Order by the maximum output, longest first (SGLang's lof).
 
     A load that has an end is over sooner, as no long request is left to run alone at the end.
     """
 
     def key(self, req: Req) -> tuple[float, float]:
-        return -req.max_new_tokens, req.times.turn
+        return -req.max_new_tokens, req.times.fcfs_time
 
 
-class Random(ByKey):
+class Random(SortKeyPolicy):
     """Random order, drawn for each request as it arrives. Equal seeds and arrivals give equal orders."""
 
     def __init__(self, seed: int) -> None:
