@@ -42,9 +42,12 @@ class ModelOptions:
         help="Commit, tag or branch of --tokenizer-path, if that is a hub name.",
         not_empty=True,
     )
-    load_format: Literal["auto", "dummy"] = opt(
+    load_format: Literal["auto", "dummy", "script"] = opt(
         default="auto",
-        help="Source of weights. auto: detect the format. dummy: random weights for the model's config.",
+        help=(
+            "Source of weights. auto: detect the format. dummy: random weights for the model's config. script: no "
+            "weights; outputs come from script.json in the model's folder, to test clients (docs/models.md)."
+        ),
     )
     model_impl: Literal["auto", "native", "transformers"] = opt(
         default="auto",

@@ -54,7 +54,7 @@ def load_model(
     the model can't be served as asked.
     """
     begin = time.monotonic()
-    source = resolve_model(options.model_path, revision=options.revision, weights=options.load_format != "dummy")
+    source = resolve_model(options.model_path, revision=options.revision, weights=options.load_format == "auto")
     if (commit := commit_of(source)) is not None:
         log.info("%s is that of commit %s", options.model_path, commit)
     implementation = choose_model_impl(options.model_impl, source)
@@ -83,12 +83,20 @@ def _load_native(setup: Setup, ranks: HostRanks | None, weights_source: WeightsS
         _refuse_kv_dtype(spec, setup)
         labels = _choose_labels(options, spec)
     part = _choose_part(spec, ranks, device, options)
-    with timed("kernels"), setup.threads.compiling():
-        own = spec if part.shard is None else part.shard.spec
-        backend = choose_attention_backend(options.attention_backend, own, device.place, setup.dtype, setup.kv_dtype)
-    log.info("model implementation: native, family %s", spec.family)
     native = Native(spec, identity, context_length, part, labels)
-    if backend == "cpu":
+    if options.load_format == "script":
+        backend = "script"
+    else:
+        with timed("kernels"), setup.threads.compiling():
+            own = spec if part.shard is None else part.shard.spec
+            kinds = (setup.dtype, setup.kv_dtype)
+            backend = choose_attention_backend(options.attention_backend, own, device.place, *kinds)
+    log.info("model implementation: native, family %s", spec.family)
+    if backend == "script":
+        from .scripted import load_scripted
+
+        loaded = load_scripted(setup, native)
+    elif backend == "cpu":
         loaded = _load_for_kernels(setup, native, weights_source)
     else:
         note_torch(f"attention backend {backend}")

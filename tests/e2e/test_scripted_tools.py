@@ -1,0 +1,88 @@
+"""Tool calls through a router and a pair, from a model that follows a script: all but its forward pass is real."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.processes import Pair, pd_pair
+from support.scripted_model import scripted_args
+
+pytest.importorskip("canitoolcall")
+from canitoolcall.probe import BUILTIN_SCENARIOS, probe
+
+EVENT = {
+    "title": "Design review",
+    "start": "2026-10-01T15:00:00Z",
+    "attendees": [{"name": "Ana", "email": "ana@example.com"}, {"name": "Bo", "email": "bo@example.com"}],
+    "location": {"city": "Berlin", "room": "4.12"},
+}
+NOTE = {"title": "Grüße aus Zürich", "body": "Café ☕ in 東京 — naïve résumé 🚀"}
+NOTES = {"type": "function", "function": {"name": "save_note", "parameters": {"type": "object"}}}
+NEEDS_STRUCTURED_OUTPUT = "forced-tool-choice"
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    """Return a call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+OUTPUTS = {
+    "weather in Paris right now": call("get_weather", {"city": "Paris"}),
+    "once per city": "\n".join(call("get_weather", {"city": city}) for city in ("Paris", "Tokyo")),
+    "17 + 25": "42",
+    "Create an event": call("create_event", EVENT),
+    "Save a note": call("save_note", NOTE),
+    "What time is it": call("get_server_time", {}),
+    '"sky": "clear"': "It is 18 degrees in Paris, and clear.",
+    "Think it through": f"<think>\n9.9 is 9.90, and larger.\n</think>\n\n{call('record_answer', {'answer': '9.9'})}",
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Any:
+    folder = tmp_path_factory.mktemp("scripted")
+    small = ("--chunked-prefill-size", "64", "--max-total-tokens", "1024", "--schedule-conservativeness", "0.3")
+    with pd_pair(folder, "tcp", *scripted_args(folder, OUTPUTS), *small) as started:
+        yield started
+        started.assert_all_returned()
+
+
+def test_live_checks_of_tool_calls_pass_through_a_router(pair: Pair) -> None:
+    scenarios = [one for one in BUILTIN_SCENARIOS if one.id != NEEDS_STRUCTURED_OUTPUT]
+    report = probe(pair.router.url + "/v1", "scripted", scenarios=scenarios)
+    assert report.summary() == {"pass": 3 * len(scenarios), "fail": 0, "error": 0, "skip": 0}, report.render_text()
+    assert not any(outcome.warnings for outcome in report.outcomes), report.render_text()
+    assert pair.decode.info()["disaggregation"]["received"]["done"] >= len(scenarios)
+
+
+def test_reasoning_is_separate_from_the_call(pair: Pair) -> None:
+    tool = {"type": "function", "function": {"name": "record_answer", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "Think it through"}], "tools": [tool], "max_tokens": 200}
+    answer = pair.router.post("/v1/chat/completions", body).json()
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"].strip() == "9.9 is 9.90, and larger."
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"answer": "9.9"}
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_calls_stay_whole_when_requests_are_retracted(pair: Pair) -> None:
+    def save(number: int) -> Any:
+        # Prompts differ from their first token, so that their KV does not fit together.
+        body = {"messages": [{"role": "user", "content": f"{number}: Save a note {number}"}], "tools": [NOTES]}
+        return pair.router.post("/v1/chat/completions", body | {"max_tokens": 200, "rid": f"note-{number}"}).json()
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(save, range(24)))
+    for answer in answers:
+        (made,) = answer["choices"][0]["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == NOTE
+    assert sum(server.info()["retractions"] for server in (pair.prefill, pair.decode)) > 0
+
+
+def test_a_prompt_without_an_entry_gets_an_empty_answer(pair: Pair) -> None:
+    answer = pair.router.post("/generate", {"text": "Nothing of the script."}).json()
+    assert (answer["text"], answer["meta_info"]["finish_reason"]["type"]) == ("", "stop")
