@@ -6,6 +6,7 @@ Stop strings count only in the answer proper, and usage reports the tokens of th
 from __future__ import annotations
 
 from ..messages.outputs import ReasoningReport
+from ..messages.sampling import begins_open
 
 
 class ReasoningWatch:
@@ -17,7 +18,7 @@ class ReasoningWatch:
         """Begin behind a prompt. ``prompt_tail``: text of its last tokens, special ones included."""
         self._begin, self._end = begin.strip(), end
         self._text = ""
-        self.begins_open = bool(begin) and prompt_tail.rstrip().endswith(self._begin)
+        self.begins_open = begins_open(begin, prompt_tail)
         """Whether the prompt ends within reasoning."""
         self.is_over = not begin
         """Whether no reasoning follows any more."""

@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import msgspec
 
 from .base import MAX_TOKENS
+from .grammar import Grammar
 
 MAX_SEED = (1 << 63) - 1
 MAX_TEMPERATURE = 100.0
@@ -41,6 +42,11 @@ class OutputMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Text that begins and ends the reasoning before an answer; empty: there is none."""
 
 
+def begins_open(begin: str, prompt_tail: str) -> bool:
+    """Return whether a prompt ends within reasoning that ``begin`` opens. ``prompt_tail``: its last text."""
+    return bool(begin) and prompt_tail.rstrip().endswith(begin.strip())
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen.
 
@@ -69,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token id → what is added to its logit."""
     marks: OutputMarks | None = None
     """Format of the answer; None: plain text."""
+    grammar: Grammar | None = None
+    """What the output must match; None: anything."""
 
     @property
     def has_penalties(self) -> bool:

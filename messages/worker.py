@@ -194,6 +194,8 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     """Alternatives to list for each sampled token; None: no logprobs at all."""
     history: bytes | None = None
     """Prompt, then output (int32), only if penalties need them. The prompt has ``prompt_len`` tokens."""
+    output: bytes = b""
+    """Output so far (int32), only if a grammar needs it."""
     rid: str = ""
     """Name of the request, for the log alone."""
 

@@ -11,7 +11,16 @@ from ..messages.base import I32
 from ..messages.outputs import FinishReason, FinishType, ReqError
 from ..messages.requests import Bootstrap, GenerateReq
 from .outbox import send_interval
-from .refusals import DRAINING, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .refusals import (
+    DRAINING,
+    Refusal,
+    most_living,
+    refuse_grammar,
+    refuse_more,
+    refuse_peer,
+    refuse_prompt,
+    refuse_rid,
+)
 from .req import Req, ReqState, Route
 from .runs_requests import RunsRequests
 
@@ -90,6 +99,8 @@ class Arrivals:
         if msg.rid in scheduler.reqs:
             return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(msg.prompt_len, scheduler.memory)) is not None:
+            return refusal
+        if (refusal := refuse_grammar(msg, scheduler.worker.device)) is not None:
             return refusal
         if (where := msg.bootstrap) is not None and (closed := scheduler.handovers.membership.refusal()) is not None:
             return closed

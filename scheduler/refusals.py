@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..messages import error_codes
-from ..messages.requests import Bootstrap
+from ..messages.requests import Bootstrap, GenerateReq
 from .kv_memory import KVMemory
 from .options import SchedulerOptions
 
@@ -45,6 +45,15 @@ def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
         return None
     text = f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
     return Refusal(400, text, BAD_REQUEST, "input_ids", "context_length_exceeded")
+
+
+def refuse_grammar(msg: GenerateReq, device: str) -> Refusal | None:
+    """Return a refusal if a request has a grammar and this instance's device serves none."""
+    grammar = msg.sampling.grammar
+    if grammar is None or device == "cpu":
+        return None
+    text = f"structured output is served on CPUs only so far; this instance computes on {device}"
+    return Refusal(400, text, BAD_REQUEST, grammar.field)
 
 
 def most_living(options: SchedulerOptions) -> int:

@@ -286,6 +286,10 @@ class Scheduler:
             self.memory.condemn(req)
             if req.is_ended:
                 continue
+            if req.msg.sampling.grammar is not None:
+                self.fail(req, 400, f"{req.msg.sampling.grammar.field} became too complex: no token can follow")
+                self.handovers.cancel(req, "its grammar allows no token")
+                continue
             log.error("the model's logits are not finite", extra={"rid": req.rid})
             self.fail(req, 500, "the model produced logits that are not finite for this prompt")
             self.handovers.cancel(req, "logits are not finite")

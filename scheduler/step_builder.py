@@ -176,12 +176,14 @@ class StepBuilder:
 def row_init(req: Req, row: int) -> RowInit:
     """Return what the worker's sampler must know as the request takes ``row``."""
     sampling = req.msg.sampling
+    known = req.known_tokens(req.known_len)
     return RowInit(
         row=row,
         prompt_len=req.prompt_len,
         sampling=sampling,
         stop_ids=req.msg.stop_ids,
         logprobs=req.msg.logprobs.top_num if req.msg.logprobs is not None else None,
-        history=req.known_tokens(req.known_len).tobytes() if sampling.has_penalties else None,
+        history=known.tobytes() if sampling.has_penalties else None,
+        output=known[req.prompt_len :].tobytes() if sampling.grammar is not None else b"",
         rid=req.rid,
     )

@@ -31,6 +31,13 @@ class ApiOptions:
             "once in the log. refuse: 400, with the nearest known name. ignore: ignore them silently."
         ),
     )
+    grammar_backend: Literal["auto", "llguidance", "none"] = opt(
+        default="auto",
+        help=(
+            "Library for structured output (JSON schemas, regular expressions, grammars, forced tool calls). auto: "
+            "llguidance. none: requests that ask for it are refused."
+        ),
+    )
     sampling_defaults: Literal["model", "none"] = opt(
         default="model",
         help=(

@@ -122,7 +122,7 @@ class ChatRenderer:
         out = Sorted([], {}, [])
         self._forget_answered(out)
         for message in messages:
-            if isinstance(message, TokenizeReq) and message.chat is not None:
+            if isinstance(message, TokenizeReq) and (message.chat is not None or message.sampling.grammar is not None):
                 self._take(message, out)
             elif isinstance(message, ChatRendered):
                 self._pass_on(self._chats[message.rid], out)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 
 from ..messages.base import pack_i32
+from ..messages.grammar import Grammar
 from ..messages.outputs import ReqError
 from ..messages.requests import GenerateReq, TokenizeReq
-from ..messages.sampling import SamplingParams
+from ..messages.sampling import SamplingParams, begins_open
 from ..messages.text import EncodeReq
+from ..model_files.grammar.errors import GrammarError
 from ..model_files.model_limits import ModelLimits
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
@@ -30,6 +33,24 @@ MAX_STOP_CHARACTERS = 4096
 NOTHING_RENDERED: Mapping[str, str | PromptError] = MappingProxyType({})
 
 
+class ChecksGrammars(Protocol):
+    """Checks grammars; ``LimitedCheck`` is one."""
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise ``GrammarError`` if ``grammar`` cannot be used."""
+
+
+class NoGrammars:
+    """Refuses all grammars (``--grammar-backend none``)."""
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise ``GrammarError``."""
+        raise GrammarError("structured output is off on this server (--grammar-backend none)")
+
+
+NO_GRAMMARS = NoGrammars()
+
+
 class RequestTokenizer:
     """Turns ``TokenizeReq`` into ``GenerateReq``. ``questions`` answers those that concern no request."""
 
@@ -39,25 +60,33 @@ class RequestTokenizer:
         template: RendersChats,
         limits: ModelLimits,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        grammars: ChecksGrammars = NO_GRAMMARS,
     ) -> None:
         self._encoder = PromptEncoder(tokenizer, template, limits)
         self.questions = TextQuestions(self._encoder, tokenizer, limits)
         self._limits = limits
         self._max_logprobs = max_logprobs
+        self._grammars = grammars
         # A tokenizer may know ids that the model has no weights for; ending on one would never happen.
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
     def render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
-        """Return the conversation of a request or question as the model's template renders it, or why it is refused.
+        """Check a request's grammar, and return its conversation as the model's template renders it ("" without one).
 
-        May run on another thread than ``tokenize``.
+        Return the reason if it is refused. May run on another thread than ``tokenize``.
         """
-        assert req.chat is not None, "only a conversation can be rendered"
         try:
             if isinstance(req, TokenizeReq):
                 self._check_sampling(req.sampling)
                 self._check_one_prompt(req)
-            return self._encoder.chat_text(req.chat)
+                if req.sampling.grammar is not None:
+                    self._grammars.check(req.sampling.grammar)
+            return "" if req.chat is None else self._encoder.chat_text(req.chat)
+        except GrammarError as e:
+            assert isinstance(req, TokenizeReq), "a question has no grammar"
+            assert req.sampling.grammar is not None, "only a grammar is checked"
+            field = req.sampling.grammar.field
+            return PromptError(field, f"{field} can't be used: {e}")
         except PromptError as e:
             return e
 
@@ -75,6 +104,8 @@ class RequestTokenizer:
             try:
                 self._check_sampling(req.sampling)
                 self._check_one_prompt(req)
+                if isinstance(refusal := rendered.get(req.rid), PromptError):
+                    raise refusal
                 if req.input_ids is not None:
                     prompts[i] = req.input_ids
                 else:
@@ -90,7 +121,8 @@ class RequestTokenizer:
             prompts |= dict(zip((i for i, _ in entries), encoded, strict=True))
         for i, token_ids in prompts.items():
             try:
-                results[i] = self._generate_req(reqs[i], token_ids)
+                text = rendered.get(reqs[i].rid)
+                results[i] = self._generate_req(reqs[i], token_ids, text if isinstance(text, str) else "")
             except PromptError as e:
                 results[i] = _refuse(reqs[i], e)
         return [result for result in results if result is not None]
@@ -131,12 +163,11 @@ class RequestTokenizer:
         """Return the text to encode: the prompt itself, or the rendered conversation."""
         if req.chat is not None:
             text = rendered[req.rid]
-            if isinstance(text, PromptError):
-                raise text
+            assert isinstance(text, str), "refusals are raised before"
             return text
         return self._encoder.checked("text", req.text or "")
 
-    def _generate_req(self, req: TokenizeReq, token_ids: list[int]) -> GenerateReq:
+    def _generate_req(self, req: TokenizeReq, token_ids: list[int], rendered_text: str) -> GenerateReq:
         field = "text" if req.text is not None else "messages" if req.chat is not None else "input_ids"
         if not token_ids:
             raise PromptError(field, f"{field} gives no tokens; give the model at least one token to continue")
@@ -154,11 +185,22 @@ class RequestTokenizer:
         # An unset limit still says so here. What is explicit counts as far as the context has room for it.
         sampling = req.sampling if req.sampling.max_new_tokens == UNLIMITED else _clamp_output(req.sampling, room)
         sampling = fit_logprobs(sampling, req.logprobs, len(token_ids), len(req.rids), self._max_logprobs)
+        sampling = _with_reasoning(_clamp_output(sampling, room), rendered_text)
         return GenerateReq(
-            **req.terms | {"sampling": _clamp_output(sampling, room)},
+            **req.terms | {"sampling": sampling},
             input_ids=pack_i32(token_ids),
             stop_ids=tuple(dict.fromkeys(eos_ids + req.sampling.stop_token_ids)),
         )
+
+
+def _with_reasoning(sampling: SamplingParams, prompt: str) -> SamplingParams:
+    """Have a grammar count from the end of the reasoning, if answers to this ``prompt`` begin with some."""
+    grammar, marks = sampling.grammar, sampling.marks
+    if grammar is None or marks is None or not marks.reasoning[1]:
+        return sampling
+    is_open = begins_open(marks.reasoning[0], prompt)
+    grammar = msgspec.structs.replace(grammar, reasoning=marks.reasoning, is_reasoning_open=is_open)
+    return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 def _clamp_output(sampling: SamplingParams, room: int) -> SamplingParams:

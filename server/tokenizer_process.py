@@ -28,6 +28,7 @@ from ..messages.routes import ToTokenizer
 from ..messages.text import DecodeReq, EncodeReq, LimitsReq
 from ..messages.too_large import send_or_explain, stand_ins
 from ..model_files.errors import ModelError
+from ..model_files.grammar.limited_check import LimitedCheck
 from ..model_files.model_limits import read_limits
 from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
@@ -39,7 +40,7 @@ from .chat_renderer import ChatRenderer, Exits, Rendered
 from .options import ServerOptions
 from .prompt_encoder import MissingTemplate
 from .question_thread import QuestionThread
-from .request_tokenizer import NOTHING_RENDERED, RequestTokenizer
+from .request_tokenizer import NO_GRAMMARS, NOTHING_RENDERED, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
     template = _load_template(process, find_chat_template(options, tokenizer), tokenizer.special_tokens)
-    return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request)
+    grammars = NO_GRAMMARS if options.grammar_backend == "none" else LimitedCheck()
+    return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request, grammars)
 
 
 def _load_template(

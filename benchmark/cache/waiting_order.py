@@ -83,7 +83,7 @@ def measure_queue(options: CacheBenchOptions) -> QueueTimes:
 
 def _compare(policy: LongestPrefixMatch, memory: KVMemory, waiting: list[Req], times: QueueTimes) -> None:
     began = time.perf_counter()
-    brute = sorted(waiting, key=lambda r: (-min(memory.prefix_len(r), r.prompt_len), r.times.turn))
+    brute = sorted(waiting, key=lambda r: (-min(memory.prefix_len(r), r.prompt_len), r.times.fcfs_time))
     times.brute.append((time.perf_counter() - began) * 1e6)
     began = time.perf_counter()
     order = list(policy.order(0))

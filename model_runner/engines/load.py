@@ -22,6 +22,7 @@ from ..cpu_engine.packed_model import PackedModel
 from ..device.base import Device
 from ..device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from ..dtypes import QUANTIZED
+from ..grammar.matchers import Matchers
 from ..kv.size import layers_apart
 from ..options import WorkerOptions
 from ..ranks.part import ModelPart, WholeModel
@@ -117,6 +118,7 @@ def _load_native(setup: Setup, ranks: HostRanks | None, weights_source: WeightsS
         step_bytes=loaded.step_bytes,
         pools=loaded.pools,
         engine=loaded.engine,
+        matchers=Matchers(setup.options, spec.vocab_size),
         load_seconds=setup.seconds,
     )
 

@@ -8,6 +8,7 @@ import torch
 
 from ...model_files.context_length import choose_context_length
 from ...model_files.foreign_config import read_foreign
+from ..grammar.matchers import Matchers
 from ..kv.layout import make_layout
 from ..kv.pools import Pools
 from ..loader.load import foreign_fingerprint
@@ -101,6 +102,7 @@ def load_transformers(setup: Setup) -> LoadedModel:
         step_bytes=step_bytes,
         pools=pools,
         engine=make_engine(pools),
+        matchers=Matchers(setup.options, described.vocab_size),
         load_seconds=setup.seconds,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...model_files.model_impl import ModelImpl
 from ...model_files.spec import ModelSpec
 from ..device.base import Device
+from ..grammar.matchers import MakesMatchers
 from ..kv.pools import Pools
 from ..loader.quantization import Quantization, QuantizedActivations
 from .base import Engine
@@ -40,5 +41,7 @@ class LoadedModel:
     """Bytes of an accelerator that steps take beside weights and pools; 0: not measured."""
     pools: Pools
     engine: Engine
+    matchers: MakesMatchers
+    """Makes matchers of output against grammars."""
     load_seconds: dict[str, float]
     """Seconds of each part of loading."""

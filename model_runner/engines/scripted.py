@@ -5,7 +5,8 @@ pass reads the whole sequence back from the pool and finds the next token of the
 hand-overs and migrations are real: a page with wrong contents gives a wrong token.
 
 The model's folder has its config.json, its tokenizer, and script.json: a list of ``{"contains": ..., "output": ...}``.
-A prompt gets the output of the entry whose ``contains`` ends last in it, so the last message decides.
+Of the entries with a ``contains`` that is in the prompt, the one that ends last in it is chosen, so the last message
+decides.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FILE = "script.json"
 SCRIPTED_LOGIT = 100.0
 """Logit of the scripted token; all others have 0."""
 CACHED_OUTPUTS = 256
-"""Prompts whose outputs are remembered."""
+"""Maximum number of prompts with a remembered output."""
 
 
 class ScriptEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..device.base import Device
+from ..grammar.matchers import NoMatchers
 from ..kv.pools import Pools, make_smallest_pools
 from ..kv.size import GIB
 from ..steps.step_memory import GRAPH_BYTES, StepSizes, bytes_of_steps
@@ -26,6 +27,7 @@ class _Trial(NamedTuple):
     device: Device
     pools: Pools
     engine: AttentionEngine
+    matchers: NoMatchers = NoMatchers()
 
 
 def measure_step_bytes(maker: PoolMaker, make_engine: Callable[[Pools], AttentionEngine]) -> int:

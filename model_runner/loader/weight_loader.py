@@ -74,6 +74,7 @@ class WeightLoader:
             seed = options.random_seed if options.load_format == "dummy" else None
             packed = open_packed(quantization, model, source, spec, self.dtype, seed, shard)
         views = model.weights()
+        assert options.load_format != "script", "a script has no weights"
         samples = load_model_weights(
             views, source, spec, options.load_format, options.random_seed, blocks, shard, packed
         )

@@ -12,9 +12,11 @@ import numpy as np
 
 from ...messages.sampling import COLUMNS
 from ...messages.worker import RowInit
-from .logit_edits.base import LogitEdit, SparseEdit, find_edits
+from ..grammar.matchers import MakesMatchers, NoMatchers
+from .logit_edits.base import HostEdit, LogitEdit, find_edits
 from .logit_edits.bias import Bias
 from .logit_edits.early_stop import EarlyStop
+from .logit_edits.grammar_mask import GrammarMask
 from .logit_edits.penalties import Penalties, TokenHistory
 from .row_params import I64, NO_LOGPROBS, PARAM_NAMES, ROW_PARAMS, RowParams
 
@@ -26,6 +28,7 @@ LastTokens = TypeVar("LastTokens", I64, "Tensor")
 # Below this, dividing by the temperature would magnify rounding errors of the logits. Such a row is greedy, as with 0.
 GREEDY_TEMPERATURE = 1e-5
 _FOR_EVER = 2**31
+NO_MATCHERS = NoMatchers()
 NO_TOKEN = -1
 """Last token of a row for which nothing was sampled; the embedding refuses it loudly."""
 
@@ -36,8 +39,11 @@ class RowStates(Generic[LastTokens]):
     ``table`` is the parameters of all rows, [R]; like ``last_tokens`` it never moves.
     """
 
-    def __init__(self, vocab_size: int, last_tokens: LastTokens) -> None:
-        """Take ``last_tokens``, memory for the last token of each row, [R] int64. It lies where tokens are sampled."""
+    def __init__(self, vocab_size: int, last_tokens: LastTokens, matchers: MakesMatchers = NO_MATCHERS) -> None:
+        """Take ``last_tokens``, memory for the last token of each row, [R] int64. It lies where tokens are sampled.
+
+        ``matchers``: makes those of rows with a grammar.
+        """
         max_reqs = len(last_tokens)
         self.vocab_size = vocab_size
         self.last_tokens: LastTokens = last_tokens
@@ -45,7 +51,13 @@ class RowStates(Generic[LastTokens]):
         self.bias = Bias(max_reqs, vocab_size)
         self.penalties = Penalties(max_reqs)
         self.early_stop = EarlyStop(max_reqs, vocab_size)
-        self.logit_edits: tuple[LogitEdit[SparseEdit], ...] = (self.bias, self.penalties, self.early_stop)
+        self.grammars = GrammarMask(max_reqs, matchers)
+        self.logit_edits: tuple[LogitEdit[HostEdit], ...] = (
+            self.bias,
+            self.penalties,
+            self.early_stop,
+            self.grammars,
+        )
         """Edits in the order in which they change logits."""
         self._is_edited = np.zeros(max_reqs, dtype=np.bool_)
 
@@ -71,7 +83,7 @@ class RowStates(Generic[LastTokens]):
         """Return a copy of the parameters of the rows, [N]."""
         return self.table[rows]
 
-    def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[SparseEdit, ...]:
+    def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[HostEdit, ...]:
         """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
         return find_edits(self.logit_edits, rows, params, positions)
 
@@ -84,6 +96,6 @@ class RowStates(Generic[LastTokens]):
         return self.penalties.histories(rows, params)
 
 
-def host_rows(max_reqs: int, vocab_size: int) -> RowStates[I64]:
+def host_rows(max_reqs: int, vocab_size: int, matchers: MakesMatchers = NO_MATCHERS) -> RowStates[I64]:
     """Make the state of rows that are sampled on the host."""
-    return RowStates(vocab_size, np.full(max_reqs, NO_TOKEN, dtype=np.int64))
+    return RowStates(vocab_size, np.full(max_reqs, NO_TOKEN, dtype=np.int64), matchers)

@@ -21,6 +21,7 @@ from ...runtime.layers_done import PassProgress
 from ..batch.host_batch import HostBatch
 from ..batch.step_plan import StepPlan
 from ..device.base import Device, HostCopy
+from ..grammar.matchers import MakesMatchers
 from ..kv.pools import Pools
 from ..sampling.row_params import F32, I64, RowParams
 from ..sampling.rows import RowStates
@@ -66,6 +67,11 @@ class Model(Protocol):
     @property
     def device(self) -> Device:
         """Where the model computes."""
+        ...
+
+    @property
+    def matchers(self) -> MakesMatchers:
+        """Makes matchers of output against grammars."""
         ...
 
     @property

@@ -45,7 +45,7 @@ class HostExecutor:
 
     def __init__(self, model: Model, max_reqs: int) -> None:
         self._engine = model.engine
-        self.rows: RowStates[I64] = host_rows(max_reqs, model.vocab_size)
+        self.rows: RowStates[I64] = host_rows(max_reqs, model.vocab_size, model.matchers)
         self.req_to_token = np.zeros((max_reqs, model.context_length), dtype=np.int32)
         """[R, C]; its memory is taken as it is first written."""
         pages, has_windows = model.pools.num_slots // model.pools.page_size, bool(model.pools.num_window_pages)
@@ -115,6 +115,7 @@ class HostExecutor:
         self.rows.last_tokens[rows] = chosen.tokens
         for i, history in self.rows.histories(rows, params):
             history.append(int(chosen.tokens[i]))
+        self.rows.grammars.accept(rows, params, chosen.tokens)
         return chosen
 
     def score_samples(self, logits_LV: F32, tokens_S: I64, wanted: I64, most: int) -> Scored[HostArray]:

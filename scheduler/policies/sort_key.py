@@ -19,7 +19,7 @@ class _SortKey(NamedTuple):
     number: int
 
 
-class _Lane:
+class _SortedLane:
     """Requests of one lane, in order. Adding and removing costs a search and a move of pointers."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SortKeyPolicy(SchedulePolicy):
     """Base of policies that sort by a key which never changes."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _SortedLane] = {}
         self._keys: dict[Req, tuple[int, _SortKey]] = {}
         self._number = 0
 
@@ -43,7 +43,7 @@ class SortKeyPolicy(SchedulePolicy):
         self._number += 1
         sort_key = _SortKey(self.key(req), self._number)
         self._keys[req] = lane, sort_key
-        found = self._lanes.setdefault(lane, _Lane())
+        found = self._lanes.setdefault(lane, _SortedLane())
         insort(found.keys, sort_key)
         found.reqs.insert(bisect_left(found.keys, sort_key), req)
 

@@ -26,6 +26,22 @@ class ParseRequest:
 
 
 @dataclass(frozen=True)
+class CallShape:
+    """How a format writes calls with arguments in JSON. ``NAME`` in ``before`` stands for the tool's name."""
+
+    before: str
+    """Text before the arguments."""
+    after: str = ""
+    """Text after the arguments."""
+    prefix: str = ""
+    """Text before all calls."""
+    suffix: str = ""
+    """Text after all calls."""
+    separator: str | None = None
+    """Text between calls; None: an answer has one call only."""
+
+
+@dataclass(frozen=True)
 class OutputFormat:
     """One format. ``name``: value of ``--tool-call-parser`` and ``--reasoning-parser``."""
 
@@ -37,6 +53,8 @@ class OutputFormat:
     """Text that begins and ends reasoning; empty for a format without."""
     signs: Sequence[str] = ()
     """Texts that the chat template of such a model contains, all of them."""
+    shape: CallShape | None = None
+    """How calls are written that ``tool_choice`` forces; None: they cannot be forced."""
 
 
 class OutputParser:

@@ -74,6 +74,7 @@ def _combined(calls: OutputFormat, thoughts: OutputFormat) -> OutputFormat:
         _parse_combined(calls, thoughts.reasoning),
         (*calls.shown, *thoughts.shown),
         thoughts.reasoning,
+        shape=calls.shape,
     )
 
 

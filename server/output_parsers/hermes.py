@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from .base import OutputFormat, ParseRequest
+from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Parser, Reader, call_of
 from .sections import only_text, reasoning, text_and_calls
@@ -30,4 +30,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from text_and_calls(reader, markers, read)
 
 
-HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, "arguments"))
+SHAPE = CallShape(f'{BEGIN}\n{{"name": "NAME", "arguments": ', f"}}\n{END}", separator="\n")
+HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, "arguments"), SHAPE)

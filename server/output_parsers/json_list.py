@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from .base import OutputFormat, ParseRequest
+from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Malformed, Parser, Reader, calls_of
 from .sections import reasoning, text_and_calls
@@ -43,5 +43,10 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHOWN = ("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>", *THINK, RESPONSE, RESPONSE_END)
-GRANITE = OutputFormat("granite", parse, SHOWN, THINK, ("<|start_of_role|>",))
-PHI4 = OutputFormat("phi4", parse, SHOWN, THINK, ("<|tool|>",))
+_LISTED = ('{"name": "NAME", "arguments": ', "}")
+GRANITE = OutputFormat(
+    "granite", parse, SHOWN, THINK, ("<|start_of_role|>",), CallShape(*_LISTED, "<|tool_call|>[", "]", ", ")
+)
+PHI4 = OutputFormat(
+    "phi4", parse, SHOWN, THINK, ("<|tool|>",), CallShape(*_LISTED, "<|tool_call|>[", "]<|/tool_call|>", ", ")
+)

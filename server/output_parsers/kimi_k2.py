@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from .base import OutputFormat, ParseRequest
+from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Malformed, Parser, Reader, arguments_of
 from .sections import only_text, reasoning, text_and_calls
@@ -43,4 +43,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHOWN = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END, *THINK)
-KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, (SECTION,))
+SHAPE = CallShape(f"{CALL}functions.NAME:0{ARGUMENTS}", CALL_END, SECTION, SECTION_END)
+KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, (SECTION,), SHAPE)

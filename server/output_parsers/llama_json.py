@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from .base import OutputFormat, ParseRequest
+from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Malformed, Parser, Reader, call_of
 from .sections import only_text, text_and_calls
@@ -57,4 +57,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from text_and_calls(reader, (TAG,), read)
 
 
-LLAMA_JSON = OutputFormat("llama3_json", parse, (TAG,), signs=("<|start_header_id|>", "parameters"))
+SHAPE = CallShape('{"name": "NAME", "parameters": ', "}")
+LLAMA_JSON = OutputFormat("llama3_json", parse, (TAG,), signs=("<|start_header_id|>", "parameters"), shape=SHAPE)

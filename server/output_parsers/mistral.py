@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from .base import OutputFormat, ParseRequest
+from .base import CallShape, OutputFormat, ParseRequest
 from .events import ToolCall
 from .reader import Malformed, Parser, Reader, arguments_of, calls_of
 from .sections import only_text, reasoning, text_and_calls
@@ -39,4 +39,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from text_and_calls(reader, markers, read)
 
 
-MISTRAL = OutputFormat("mistral", parse, (BEGIN, ARGS, CALL_ID, *THINK), THINK, ("[TOOL_CALLS]",))
+SHAPE = CallShape('{"name": "NAME", "arguments": ', "}", f"{BEGIN}[", "]", ", ")
+MISTRAL = OutputFormat("mistral", parse, (BEGIN, ARGS, CALL_ID, *THINK), THINK, ("[TOOL_CALLS]",), SHAPE)

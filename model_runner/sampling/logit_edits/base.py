@@ -54,6 +54,18 @@ class Places(NamedTuple):
         return cls(np.concatenate(rows), np.concatenate([ids for _, ids in ids_by_row]))
 
 
+Undo = Callable[[], None]
+"""Puts logits back as they were."""
+
+
+class HostEdit(ABC):
+    """What one logit edit does to the N rows of a step that are sampled on the host."""
+
+    @abstractmethod
+    def change(self, logits_NV: F32, params: RowParams) -> Undo:
+        """Change logits in place; return what undoes it. ``params``: [N]."""
+
+
 class RowsEdit(ABC):
     """What one logit edit does to the N rows of a step."""
 
@@ -65,7 +77,7 @@ class RowsEdit(ABC):
         """Take note of the tokens that were chosen. Most edits depend on none."""
 
 
-class SparseEdit(RowsEdit):
+class SparseEdit(RowsEdit, HostEdit):
     """An edit of few logits, which the host knows."""
 
     @abstractmethod
@@ -81,8 +93,19 @@ class SparseEdit(RowsEdit):
         rows_M, ids_M = map(upload, self.places())
         logits_NV[rows_M, ids_M] = self.new_values(logits_NV[rows_M, ids_M], params, upload)
 
+    def change(self, logits_NV: F32, params: RowParams) -> Undo:
+        """Change the few logits; to remember them takes less than a copy of a row."""
+        places = tuple(self.places())
+        old_M = logits_NV[places]
+        logits_NV[places] = self.new_values(old_M, params, on_host)
 
-E = TypeVar("E", bound=RowsEdit, covariant=True)
+        def undo() -> None:
+            logits_NV[places] = old_M
+
+        return undo
+
+
+E = TypeVar("E", bound=RowsEdit | HostEdit, covariant=True)
 
 
 class LogitEdit(ABC, Generic[E]):
@@ -110,20 +133,16 @@ def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, posi
 
 
 @contextmanager
-def edited(logits_NV: F32, params: RowParams, edits: Sequence[SparseEdit]) -> Iterator[None]:
+def edited(logits_NV: F32, params: RowParams, edits: Sequence[HostEdit]) -> Iterator[None]:
     """Apply the edits in order to logits on the host, in place; undo them at the end.
 
-    Log-probabilities are of the logits as they were. To remember the few that change takes less than a copy of a row.
+    Log-probabilities are of the logits as they were.
     """
-    old = []
     # A logit that is not finite is found by the sampler.
     with np.errstate(invalid="ignore", over="ignore"):
-        for edit in edits:
-            places = tuple(edit.places())
-            old.append((places, logits_NV[places]))
-            logits_NV[places] = edit.new_values(old[-1][1], params, on_host)
+        undos = [edit.change(logits_NV, params) for edit in edits]
     try:
         yield
     finally:
-        for places, values_M in reversed(old):
-            logits_NV[places] = values_M
+        for undo in reversed(undos):
+            undo()

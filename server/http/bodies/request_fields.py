@@ -16,6 +16,7 @@ from ....messages.sampling import (
     MIN_REPETITION_PENALTY,
 )
 from .fields import INT32_MAX, INT64_MAX, INT64_MIN, INTEGRAL, Body, FieldError, OneOrMany, Rid, TokenId
+from .structure import StructureFields
 
 MAX_N = 64
 MAX_BIASES = 1024
@@ -36,7 +37,7 @@ def _check_stops(stop: str | list[str]) -> list[str]:
     return strings
 
 
-class SamplingFields(Body):
+class SamplingFields(StructureFields):
     """Sampling fields that the native and the OpenAI bodies share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGRAL] = 1
@@ -66,6 +67,12 @@ class SamplingFields(Body):
                 f"{self.best_of} answers of which {self.n} are given is not served; leave it out, or ask for all of "
                 f'them with "n": {self.best_of}',
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_end(self) -> SamplingFields:
+        if self.ignore_eos and (grammar := self.grammar()) is not None:
+            raise FieldError("ignore_eos", f"can't go with {grammar.field}, which says where the output ends")
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,6 @@ def neutral(*values: Any, names: str) -> dict[str, tuple[Any, ...]]:
 
 
 STRUCTURE: Unserved = {
-    **neutral("", names="regex ebnf json_schema structural_tag"),
     **neutral("", [], names="stop_regex"),
     **neutral(False, names="no_stop_trim"),
     **neutral({}, names="custom_params"),

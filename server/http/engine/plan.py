@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from ....messages.conversation import Conversation
+from ....messages.grammar import Grammar
 from ....messages.requests import Bootstrap, LogprobOptions
 from ....messages.sampling import OutputMarks, SamplingParams
 from ....model_files.sampling_defaults import SamplingDefaults
@@ -88,10 +89,12 @@ def sampling_params(
     seed: int | None,
     defaults: SamplingDefaults,
     marks: OutputMarks | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Convert ``fields`` to the engine's parameters, with the model's ``defaults`` for those that the client left out.
 
-    A seed is drawn if the client gives none, or -1. Of any other seed, also a negative one, the low 63 bits count.
+    ``grammar``: what the output must match, in place of the fields' own. A seed is drawn if the client gives none, or
+    -1. Of any other seed, also a negative one, the low 63 bits count.
     """
     left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
     if left_out:
@@ -107,6 +110,7 @@ def sampling_params(
         "stop_token_ids": tuple(fields.stop_token_ids),
         "logit_bias": {int(token_id): bias for token_id, bias in fields.logit_bias.items()},
         "marks": marks,
+        "grammar": grammar or fields.grammar(),
     }
     return SamplingParams(**{name: getattr(fields, name) for name in SHARED_FIELDS} | changed)
 

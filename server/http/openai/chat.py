@@ -25,7 +25,7 @@ from .answers import ChatAnswer, ChatChunk
 from .common import Envelope, EnvelopeRenderer, check_model, ending, plan_openai, usage
 from .conversation import read_conversation
 from .logprobs import LogprobsWriter, chat_logprobs
-from .message_parts import MessageParts, chat_reader
+from .message_parts import MessageParts, chat_reader, forced_call
 from .schemas import ChatBody
 
 KIND = "chat.completion"
@@ -44,7 +44,8 @@ async def chat_completions(request: Request) -> Response:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
     logprobs, reader = chat_logprobs(body), chat_reader(body, state.model.formats)
     prompts = [Prompt(chat=chat_of(body))]
-    plans = plan_openai(body, prompts, False, max_tokens, logprobs.options, state, marks=reader.marks)
+    forced = forced_call(body, state.model.formats)
+    plans = plan_openai(body, prompts, False, max_tokens, logprobs.options, state, marks=reader.marks, grammar=forced)
     envelope = Envelope.of(body, plans, state.model, ticket_of(request.scope))
     parts = MessageParts(
         envelope.id, parallel_calls=body.parallel_tool_calls, includes_reasoning=body.include_reasoning

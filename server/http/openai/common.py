@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....messages.decode import shown
+from ....messages.grammar import Grammar
 from ....messages.outputs import FinishReason, FinishType
 from ....messages.requests import LogprobOptions
 from ....messages.sampling import OutputMarks
@@ -51,10 +52,11 @@ def plan_openai(
     *,
     echo: bool = False,
     marks: OutputMarks | None = None,
+    grammar: Grammar | None = None,
 ) -> list[PromptPlan]:
     """Plan one request to the engine for each prompt. Raises ``ApiError``. ``echo``: the answer repeats the prompt.
 
-    ``marks``: see ``SamplingParams``.
+    ``marks``, ``grammar``: see ``sampling_params``.
     """
     counts = [body.n] * len(prompts)
     defaults, terms = state.model.defaults, terms_of(body, state.options)
@@ -63,7 +65,7 @@ def plan_openai(
         PromptPlan(
             prompt=prompt,
             # If the client gives no seed, each prompt draws its own.
-            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults, marks),
+            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults, marks, grammar),
             n=body.n,
             rid=naming.rid,
             keep_output=max_tokens > 0,

@@ -6,14 +6,17 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from ....messages.decode import shown
+from ....messages.grammar import Grammar
 from ...output_parsers.base import ParseRequest
 from ...output_parsers.choice import OutputFormats
 from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
+from ...output_parsers.forced import forced_calls
 from ..engine.submission import Choice
 from ..errors import bad_request
 from ..generation.output_reader import OutputReader, ParsedReader, PlainReader
 from .schemas import ChatBody
-from .tools import schemas_of
+from .tools import NamedToolChoice, schemas_of
 
 NO_TOOLS = "the model's chat template has no tools; start the server with --chat-template FILE"
 
@@ -22,8 +25,6 @@ def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
     """Return what reads the answers to a body. Raises ``ApiError`` for tools that can't be served."""
     choice = body.tool_choice
     tools = body.tools if choice != "none" else []
-    if choice == "required" or not (choice is None or isinstance(choice, str)):
-        raise bad_request("tool_choice", 'must be "auto" or "none": this server can\'t force a call yet')
     if tools and not formats.renders_tools:
         raise bad_request("tools", NO_TOOLS)
     if tools and formats.calls is None:
@@ -35,6 +36,24 @@ def chat_reader(body: ChatBody, formats: OutputFormats) -> OutputReader:
     if output_format is None:
         return PlainReader()
     return ParsedReader(output_format, ParseRequest(schemas_of(tools), separates_reasoning=separates))
+
+
+def forced_call(body: ChatBody, formats: OutputFormats) -> Grammar | None:
+    """Return the grammar of the calls that ``tool_choice`` asks for; None if it forces none. Raises ``ApiError``."""
+    choice, tools = body.tool_choice, schemas_of(body.tools)
+    if choice in (None, "none", "auto") or formats.calls is None:
+        return None
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        if name not in tools:
+            raise bad_request("tool_choice", f"names {shown(name, 64)!r}, which is not among the tools")
+        tools = {name: tools[name]}
+    many = body.parallel_tool_calls and choice == "required"
+    if (grammar := forced_calls(formats.calls, tools, many=many)) is None:
+        raise bad_request(
+            "tool_choice", f'must be "auto" or "none": calls in the format {formats.calls.name} can\'t be forced yet'
+        )
+    return grammar
 
 
 class MessageParts:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ....messages.grammar import Grammar
 from ....runtime.web.body import MAX_PROMPTS
 from ..bodies.fields import (
     INT32_MAX,
@@ -21,6 +22,7 @@ from ..bodies.fields import (
 )
 from ..bodies.request_fields import Count, RequestFields, SamplingFields, Seed
 from ..bodies.unserved import ANYTHING, IGNORED, STRUCTURE, Unserved, neutral
+from .structure import OpenAIStructure
 from .tools import ToolBodies, ToolCallBodies, ToolChoice
 
 MAX_OPENAI_LOGPROBS = 20
@@ -41,13 +43,12 @@ _OPENAI_COMMON: Unserved = {
         "return_cached_tokens_details return_meta_info",
     ),
     **neutral([], names="allowed_token_ids bad_words logits_processors"),
-    **neutral({}, names="structured_outputs guided_json kv_transfer_params vllm_xargs session_params"),
-    **neutral("", names="guided_regex guided_grammar guided_decoding_backend guided_whitespace_pattern"),
+    **neutral({}, names="kv_transfer_params vllm_xargs session_params"),
+    **neutral("", names="guided_whitespace_pattern"),
+    "guided_decoding_backend": IGNORED,
     **neutral("", names="custom_logit_processor lora_path"),
-    **neutral([], names="guided_choice"),
     **neutral(names="truncate_prompt_tokens prompt_logprobs data_parallel_rank thinking_token_budget"),
     **neutral(1, names="length_penalty stream_interval"),
-    **neutral({"type": "text"}, names="response_format"),
     **dict.fromkeys(("metadata", "safety_identifier", "request_id"), ANYTHING),
     **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "prompt_cache_retention"), IGNORED),
 }
@@ -92,7 +93,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(RequestFields, SamplingFields):
+class OpenAIBody(RequestFields, SamplingFields, OpenAIStructure):
     """What both OpenAI bodies share."""
 
     model: str | None = None
@@ -105,6 +106,10 @@ class OpenAIBody(RequestFields, SamplingFields):
     return_tokens_as_token_ids: bool = False
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     """vLLM's word for ``extra_key``."""
+
+    def grammars(self) -> dict[str, Grammar]:
+        """See the base class."""
+        return super().grammars() | self.openai_grammars()
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> OpenAIBody:
@@ -241,6 +246,8 @@ class ChatBody(OpenAIBody):
             raise FieldError("max_tokens", "differs from max_completion_tokens; give only the latter")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise FieldError("tool_choice", "needs tools")
+        if self.tools and self.tool_choice != "none" and (grammar := self.grammar()) is not None:
+            raise FieldError(grammar.field, 'can\'t go with tools, unless tool_choice is "none"')
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("continue_final_message", "can't go with add_generation_prompt; give one of the two")
         return self

@@ -111,8 +111,8 @@ def test_it_can_be_refused(path: str, body: dict[str, Any], message: str) -> Non
 def test_what_is_known_and_would_change_the_answer_is_refused_in_any_case(unknown: UnknownFields) -> None:
     for path, body, param in (
         (CHAT, {"messages": [USER, {**USER, "audio": {"id": "a"}}]}, "messages[1].audio"),
-        (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
-        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        (CHAT, {"messages": [USER], "bad_words": ["a"]}, "bad_words"),
+        ("/generate", {"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
     ):
         error = post(path, body, unknown).json()["error"]
         assert (error["status"], error["param"]) == (400, param)

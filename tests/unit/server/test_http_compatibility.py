@@ -81,7 +81,7 @@ def test_what_clients_send_is_accepted(fields: dict[str, Any]) -> None:
         ({"echo": 0}, "echo"),
         ({"length_penalty": True}, "length_penalty"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"bad_words": ["a"]}, "bad_words"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),

@@ -175,13 +175,6 @@ def test_a_model_without_marks_answers_as_before() -> None:
 @pytest.mark.parametrize(
     ("body", "template", "param", "says"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, QWEN, "tool_choice", "can't force"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
-            QWEN,
-            "tool_choice",
-            "can't force",
-        ),
         ({"tool_choice": "required"}, QWEN, "tool_choice", "needs tools"),
         ({"tools": [TOOL]}, "{{ messages }}", "tools", "--chat-template"),
         ({"tools": [TOOL]}, "{{ tools }}", "tools", "--tool-call-parser"),

@@ -1,0 +1,167 @@
+"""Translates grammars to the form that llguidance reads.
+
+That form is JSON: a list of grammars, of which the first is the output's and refers to others by ``@name``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ...messages.grammar import Grammar
+from .errors import GrammarError
+
+SpecialId = Callable[[str], int | None]
+WHITE_SPACE = r"[ \n\t]{0,40}"
+"""White space between the tokens of JSON. Unlimited, a model at a high temperature may write nothing else."""
+MAX_TAGS = 1024
+MAX_DEPTH = 256
+
+
+def lower(grammar: Grammar, special_id: SpecialId = lambda text: None) -> str:
+    """Return ``grammar`` as llguidance reads it. Raises ``GrammarError``.
+
+    ``special_id``: returns the id of a special token by its text. Such a token is matched as one.
+    """
+    _check_depth(grammar.source)
+    try:
+        if grammar.kind == "tool_calls":
+            body = _tool_calls(grammar.source, special_id)
+        else:
+            body = LOWER[grammar.kind](grammar.source)
+    except GrammarError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise GrammarError(f"{grammar.kind}: {e}") from e
+    begin, end = (marker.strip() for marker in grammar.reasoning)
+    if not end:
+        return json.dumps({"grammars": [body]})
+    return json.dumps({"grammars": [{"lark_grammar": _with_reasoning(grammar, begin, end, special_id)}, body]})
+
+
+def _check_depth(source: str) -> None:
+    """Raise ``GrammarError`` for brackets within brackets without end: compilers recurse into them."""
+    depth = deepest = 0
+    for character in source:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    if deepest > MAX_DEPTH:
+        raise GrammarError(f"brackets are nested {deepest} deep; the limit is {MAX_DEPTH}")
+
+
+def _with_reasoning(grammar: Grammar, begin: str, end: str, special_id: SpecialId) -> str:
+    """Return a grammar of optional reasoning, and then the grammar named "body"."""
+
+    def mark(text: str) -> str:
+        token = special_id(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    if special_id(end) is None:
+        rules = ["thought: open_thought /\\s*/", f"open_thought[suffix={json.dumps(end)}]: /(?s:.*)/"]
+    else:
+        rules = [f"thought: open_thought {mark(end)} /\\s*/", "open_thought: /(?s:.*)/"]
+    if grammar.is_reasoning_open or not begin:
+        start = "start: thought @body"
+    else:
+        start = f"start: (/\\s*/ {mark(begin)} thought)? @body"
+    return "\n".join([start, *rules])
+
+
+def _json_schema(source: str) -> dict[str, Any]:
+    schema = json.loads(source)
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("json_schema: the schema must be a JSON object")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
+    return {"name": "body", "json_schema": schema}
+
+
+def _regex(source: str) -> dict[str, Any]:
+    return {"name": "body", "lark_grammar": f"start: /{_escape_slashes(source)}/"}
+
+
+def _escape_slashes(regex: str) -> str:
+    """Return ``regex`` for a literal between slashes."""
+    out, escaped = [], False
+    for character in regex:
+        if character == "\n":
+            out.append("n" if escaped else "\\n")
+        else:
+            out.append("\\/" if character == "/" and not escaped else character)
+        escaped = character == "\\" and not escaped
+    return "".join(out)
+
+
+def _lark(source: str) -> dict[str, Any]:
+    return {"name": "body", "lark_grammar": source}
+
+
+def _ebnf(source: str) -> dict[str, Any]:
+    # Imported here: llguidance takes a tenth of a second.
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return _lark(any_to_lark(source))
+    except GbnfToLarkError as e:
+        raise GrammarError(f"ebnf: {e}") from e
+
+
+def _choice(source: str) -> dict[str, Any]:
+    choices = json.loads(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise GrammarError("choice: give a list of texts, none of them empty")
+    return _lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
+
+
+def _structural_tag(source: str) -> dict[str, Any]:
+    from llguidance import StructTag
+
+    given = json.loads(source)
+    if not isinstance(given, dict) or not isinstance(given.get("structures"), list) or "triggers" not in given:
+        raise GrammarError('structural_tag: give {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
+    structures, triggers = given["structures"], given["triggers"]
+    if not 0 < len(structures) <= MAX_TAGS:
+        raise GrammarError(f"structural_tag: {len(structures)} structures; give 1 to {MAX_TAGS}")
+    tags = []
+    for one in structures:
+        trigger = next((text for text in triggers if text and one["begin"].startswith(text)), None)
+        if trigger is None:
+            raise GrammarError(f"structural_tag: no trigger begins {one['begin']!r}")
+        schema = one.get("schema") or {}
+        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=schema, end=one["end"]))
+    return _lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
+    """Return the grammar of one call of a tool or, with ``many``, of several."""
+    given = json.loads(source)
+    calls, ids = given["calls"], {mark: special_id(mark) for mark in given["marks"]}
+    marks = sorted((mark for mark, token in ids.items() if token is not None), key=len, reverse=True)
+
+    def literal(text: str) -> str:
+        parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks), text) if marks else [text]
+        return " ".join(f"<[{ids[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
+
+    rules = [f"call_{i}: {literal(one['before'])} args_{i} {literal(one['after'])}" for i, one in enumerate(calls)]
+    guide = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    rules += [f"args_{i}: %json {json.dumps(one['schema'] | guide)}" for i, one in enumerate(calls)]
+    one_call = " | ".join(f"call_{i}" for i in range(len(calls)))
+    more = f" ({literal(given['separator'])} one_call)*" if given["many"] else ""
+    start = f"start: {literal(given['prefix'])} one_call{more} {literal(given['suffix'])}"
+    return _lark("\n".join([start, f"one_call: {one_call}", *rules]))
+
+
+LOWER: dict[str, Callable[[str], dict[str, Any]]] = {
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "lark": _lark,
+    "ebnf": _ebnf,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+}

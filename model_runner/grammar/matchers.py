@@ -1,0 +1,140 @@
+"""Matchers of output against grammars, and the token masks that they allow.
+
+A matcher's state is a function of the grammar and the output so far. So a row that starts again, after a retraction, a
+hand-over or on another instance, gets the matcher that it had.
+
+The mask of a row's next token is computed on a thread of its own while the next pass runs. llguidance releases the
+interpreter meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.base import I32
+from ...messages.grammar import Grammar
+from ...model_files.grammar.errors import GrammarError
+from ...model_files.grammar.lowering import lower
+from ...model_files.options import ModelOptions
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from .tokenizer import GrammarTokenizer
+
+log = logging.getLogger(__name__)
+COMPILED = 64
+"""Grammars that stay compiled."""
+Mask = npt.NDArray[np.uint8]
+"""One bit a token, lowest first; 1: allowed."""
+
+
+class TokenMatcher(Protocol):
+    """State of one row's output."""
+
+    def mask(self) -> Mask:
+        """Return the tokens that may come next; waits for it. None is allowed if the matcher has failed."""
+
+    def accept(self, token: int) -> None:
+        """Take the next token of the output, and begin to compute the mask after it."""
+
+
+class MakesMatchers(Protocol):
+    """Makes matchers for the rows of one model."""
+
+    def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
+        """Return a matcher that has taken ``output``."""
+
+
+class NoMatchers:
+    """Stands for ``Matchers`` on devices without structured output."""
+
+    def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
+        """Raise ``AssertionError``: requests with a grammar are refused before."""
+        raise AssertionError("this worker serves no grammars")
+
+
+class Matchers:
+    """Compiles grammars for the tokenizer of one model, and remembers the last ones."""
+
+    def __init__(self, options: ModelOptions, vocab_size: int) -> None:
+        self._options = options
+        self._vocab_size = vocab_size
+        self._tokenizer: GrammarTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        # The calling thread is bound to one core later, and threads inherit that.
+        cores = os.sched_getaffinity(0)
+        self._thread = ThreadPoolExecutor(
+            1, "grammar-masks", initializer=lambda: os.sched_setaffinity(threading.get_native_id(), cores)
+        )
+
+    def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
+        """See ``MakesMatchers``."""
+        matcher = self._compile(grammar).deep_copy()
+        if len(output):
+            matcher.consume_tokens(output.tolist())
+        return _Matcher(matcher, self._vocab_size, self._thread)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if (known := self._compiled.get(grammar)) is not None:
+            self._compiled.move_to_end(grammar)
+            return known
+        from llguidance import LLMatcher
+
+        tokenizer = self._load_tokenizer()
+        try:
+            lowered = lower(grammar, tokenizer.special_id)
+        except GrammarError as e:
+            # The tokenizer process has refused such grammars; a peer may have sent one.
+            lowered = "start: ]"  # an error, which no token gets past
+            log.error("a grammar cannot be used: %s", e)
+        made = LLMatcher(tokenizer.tokens, lowered, log_level=0)
+        if made.is_error():
+            log.error("a grammar cannot be compiled: %s", made.get_error()[:200])
+        self._compiled[grammar] = made
+        if len(self._compiled) > COMPILED:
+            self._compiled.popitem(last=False)
+        return made
+
+    def _load_tokenizer(self) -> GrammarTokenizer:
+        if self._tokenizer is None:
+            # Imported here: only requests with a grammar need them.
+            from .tokenizer import load_grammar_tokenizer
+
+            self._tokenizer = load_grammar_tokenizer(self._options, self._vocab_size)
+        return self._tokenizer
+
+
+class _Matcher:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, thread: ThreadPoolExecutor) -> None:
+        self._matcher = matcher
+        self._thread = thread
+        self._mask = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._has_failed = False
+        self._computed: Future[None] = thread.submit(self._compute)
+
+    def mask(self) -> Mask:
+        self._computed.result()
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        self._computed.result()
+        self._matcher.consume_token(token)
+        self._computed = self._thread.submit(self._compute)
+
+    def _compute(self) -> None:
+        try:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        except BaseException:  # a panic of the library is no Exception, and must end this request alone
+            log.exception("a token mask cannot be computed")
+            self._has_failed = True
+        if self._has_failed or self._matcher.is_error():
+            self._mask[:] = 0

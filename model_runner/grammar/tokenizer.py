@@ -1,0 +1,62 @@
+"""The vocabulary as llguidance needs it: the bytes of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llguidance import LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
+from ...model_files.errors import UnsupportedModel
+from ...model_files.options import ModelOptions
+from ...model_files.text.load import load_tokenizer
+from ...model_files.text.text_tokenizer import FastTokenizer
+
+
+class GrammarTokenizer(NamedTuple):
+    """llguidance's tokenizer of one model."""
+
+    tokens: LLTokenizer
+    special_id: Callable[[str], int | None]
+    """Returns the id of a special token by its text; None for a text that is none."""
+
+
+class _Vocabulary(TokenizerWrapper):
+    """What llguidance asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, backend: Tokenizer, pieces: list[bytes], special_ids: frozenset[int], eos: list[int]) -> None:
+        self.tokens = pieces
+        self.special_token_ids = sorted(special_ids)
+        self.eos_token_id = eos[0]
+        self._backend = backend
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text that must follow; none if it is not certain which.
+
+        A special token's text is plain text here: a schema that names one must not end the output.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids if b"".join(self.tokens[token] for token in ids) == text.encode() else []
+
+
+def load_grammar_tokenizer(options: ModelOptions, vocab_size: int) -> GrammarTokenizer:
+    """Load the vocabulary of a model of ``vocab_size`` logits. Raises ``ModelError`` or ``TokenizerLoadError``."""
+    tokenizer = load_tokenizer(options)
+    table = tokenizer.byte_table
+    eos = [token for token in tokenizer.eos_ids if token < vocab_size]
+    if not isinstance(tokenizer, FastTokenizer) or table is None or not eos:
+        raise UnsupportedModel("structured output needs a tokenizer whose tokens stand for bytes, and an EOS token")
+    backend = tokenizer.backend
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    added = backend.get_added_tokens_decoder()
+    special = {token.content: number for number, token in added.items() if token.special and number < vocab_size}
+    pieces = table.pieces[:vocab_size]
+    pieces += [b""] * (vocab_size - len(pieces))
+    vocabulary = _Vocabulary(backend, pieces, frozenset(special.values()), eos)
+    return GrammarTokenizer(LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=eos), special.get)

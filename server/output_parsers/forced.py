@@ -1,0 +1,36 @@
+"""Grammars of answers that must call a tool, in the format of the model."""
+
+from __future__ import annotations
+
+import json
+
+from ...messages.grammar import Grammar
+from .base import OutputFormat, Tools
+
+OBJECT = {"type": "object"}
+
+
+def forced_calls(output_format: OutputFormat, tools: Tools, *, many: bool) -> Grammar | None:
+    """Return the grammar of an answer that calls at least one of ``tools``, and with ``many`` perhaps several times.
+
+    Return None for a format without a ``CallShape``.
+    """
+    shape = output_format.shape
+    if shape is None:
+        return None
+    source = {
+        "marks": output_format.shown,
+        "prefix": shape.prefix,
+        "suffix": shape.suffix,
+        "separator": shape.separator or "",
+        "many": many and shape.separator is not None,
+        "calls": [
+            {
+                "before": shape.before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1]),
+                "schema": schema or OBJECT,
+                "after": shape.after,
+            }
+            for name, schema in tools.items()
+        ],
+    }
+    return Grammar("tool_calls", json.dumps(source), "tool_choice")

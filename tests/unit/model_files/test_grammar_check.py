@@ -1,0 +1,107 @@
+"""Checks of clients' grammars: what is refused, why, and that a grammar that takes too much ends only its own check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.messages.grammar import Grammar
+from pdserve.model_files.grammar.errors import GrammarError
+from pdserve.model_files.grammar.frames import CheckLimits
+from pdserve.model_files.grammar.limited_check import LimitedCheck
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[LimitedCheck]:
+    made = LimitedCheck()
+    yield made
+    made.close()
+
+
+TAG = {"begin": "<f=x>", "schema": {"type": "object"}, "end": "</f>"}
+CALLS = {
+    "marks": ["<tool_call>"],
+    "prefix": "",
+    "suffix": "",
+    "separator": "\n",
+    "many": True,
+    "calls": [{"before": '<tool_call>{"name": "a", "arguments": ', "schema": {"type": "object"}, "after": "}"}],
+}
+GOOD = [
+    Grammar("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}'),
+    Grammar("json_schema", "true"),
+    Grammar("json_schema", json.dumps({"enum": [f"v{i}" for i in range(5000)]})),
+    Grammar("regex", "[a-z]+/x\n"),
+    Grammar("choice", '["a", "é \\" \\\\"]'),
+    Grammar("ebnf", 'root ::= "a" | "b" root'),
+    Grammar("lark", 'start: "x" NUM\nNUM: /[0-9]+/'),
+    Grammar("structural_tag", json.dumps({"structures": [TAG], "triggers": ["<f="]})),
+    Grammar("tool_calls", json.dumps(CALLS)),
+    Grammar("json_schema", '{"type": "object"}', reasoning=("<think>", "</think>")),
+    Grammar("regex", "a", reasoning=("<think>", "</think>"), is_reasoning_open=True),
+]
+BAD = [
+    (Grammar("json_schema", "{"), "json_schema: "),
+    (Grammar("json_schema", "[1]"), "must be a JSON object"),
+    (Grammar("json_schema", '{"unevaluatedProperties": false}'), "unevaluatedProperties"),
+    (Grammar("json_schema", '{"$ref": "https://example.com/x"}'), "example.com"),
+    (Grammar("json_schema", "[" * 300 + "]" * 300), "nested 300 deep"),
+    (Grammar("regex", "(a"), "unclosed group"),
+    (Grammar("regex", "a(?=b)"), "look-around"),
+    (Grammar("choice", "[]"), "list of texts"),
+    (Grammar("choice", '["a", 1]'), "list of texts"),
+    (Grammar("ebnf", "root = x"), "ebnf"),
+    (Grammar("lark", "start: missing"), "missing"),
+    (Grammar("structural_tag", "{}"), "structures"),
+    (Grammar("structural_tag", json.dumps({"structures": [TAG], "triggers": ["<g="]})), "no trigger"),
+    (Grammar("structural_tag", '{"structures": [{}], "triggers": ["a"]}'), "begin"),
+    (Grammar("tool_calls", "{}"), "calls"),
+]
+
+
+@pytest.mark.parametrize("grammar", GOOD, ids=lambda grammar: grammar.kind)
+def test_good_grammars_pass(grammar: Grammar, checks: LimitedCheck) -> None:
+    checks.check(grammar)
+
+
+@pytest.mark.parametrize(("grammar", "reason"), BAD, ids=[f"{grammar.kind}: {reason}" for grammar, reason in BAD])
+def test_bad_grammars_are_refused_with_the_reason(grammar: Grammar, reason: str, checks: LimitedCheck) -> None:
+    with pytest.raises(GrammarError) as e:
+        checks.check(grammar)
+    assert reason in str(e.value)
+
+
+def test_a_grammar_without_time_ends_its_check_and_no_other() -> None:
+    checks = LimitedCheck(CheckLimits(cpu_seconds=0.001))
+    large = Grammar("json_schema", json.dumps({"enum": [f"{i}v" for i in range(20000)]}))
+    try:
+        with pytest.raises(GrammarError, match=r"more than 0\.001 s of a processor"):
+            checks.check(large)
+        checks._limits = CheckLimits()
+        checks.check(GOOD[0])
+    finally:
+        checks.close()
+
+
+def test_a_grammar_without_memory_ends_its_check_and_no_other() -> None:
+    checks = LimitedCheck(CheckLimits(memory_bytes=1 << 20))
+    large = Grammar("json_schema", json.dumps({"enum": [f"{i}v" for i in range(20000)]}))
+    try:
+        with pytest.raises(GrammarError, match=r"too large|memory"):
+            checks.check(large)
+        checks._limits = CheckLimits()
+        checks.check(GOOD[0])
+    finally:
+        checks.close()
+
+
+def test_a_verdict_is_remembered() -> None:
+    checks = LimitedCheck()
+    with pytest.raises(GrammarError):
+        checks.check(BAD[0][0])
+    checks.close()
+    with pytest.raises(GrammarError):
+        checks.check(BAD[0][0])
+    assert checks._process is None
