@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile test-tokenizers mutants test-clients chaos campaigns hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile test-tokenizers mutants test-clients chaos campaigns checkpoint-campaign hostile-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -87,6 +87,9 @@ chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check eve
 
 campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns; CAMPAIGNS="--seed 1 --minutes 60 --mix NAME --count 20 --workers 2"
 	@PYTHONPATH=tests $(BIN)/python -P -m campaigns $(CAMPAIGNS)
+
+checkpoint-campaign: $(STAMP) ## compare checkpoints and GGUF files of contradictory statements with transformers; a sample is in make test; CHECKPOINTS="--only ropes --list"
+	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m checkpoints $(CHECKPOINTS)
 
 hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or a peer; HOSTILE="--who client --minutes 30 --seed 1"
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m hostile $(HOSTILE)

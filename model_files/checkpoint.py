@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from .errors import InvalidWeights
 from .model_path import ModelSource
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class TensorSize(NamedTuple):
@@ -23,19 +30,36 @@ class TensorSize(NamedTuple):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the files of the checkpoint. A folder may contain copies in other formats beside it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        if strange := sorted(repr(name) for name in names if Path(name).name != name or name == ".."):
-            raise InvalidWeights(f"{index} names {strange[0]}: files of a checkpoint lie beside its index")
-        return sorted(folder / name for name in names)
-    single = folder / "model.safetensors"
+    """Return the files of the checkpoint, as transformers chooses them: the single file, or those of the index.
+
+    A folder may contain copies in other formats beside it. Raises ``InvalidWeights``.
+    """
+    single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return [single]
+    if index.is_file():
+        return _shards(index)
+    if any(folder.glob("*.safetensors")):
+        raise InvalidWeights(f"{folder} holds neither {SINGLE} nor {INDEX}, which names the other files; download it")
     raise InvalidWeights(
-        f"{folder} holds no model.safetensors; other formats must be converted first (--load-format dummy needs none)"
+        f"{folder} holds no {SINGLE}; other formats must be converted first (--load-format dummy needs none)"
     )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (OSError, msgspec.MsgspecError) as e:
+        raise InvalidWeights(f"{index} is no usable index of a checkpoint: {e}; download it again") from e
+    if strange := sorted(repr(name) for name in names if Path(name).name != name or name == ".."):
+        raise InvalidWeights(f"{index} names {strange[0]}: files of a checkpoint lie beside its index")
+    files = sorted(index.parent / name for name in names)
+    if not files:
+        raise InvalidWeights(f"{index} names no files; download it again")
+    for file in files:
+        if not file.is_file():
+            raise InvalidWeights(f"{index} names {file.name}, which is not beside it; download that file")
+    return files
 
 
 def tensor_sizes(source: ModelSource) -> list[TensorSize]:

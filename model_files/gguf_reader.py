@@ -54,4 +54,9 @@ class GGUFFile:
             raise InvalidWeights(f"{path} is not a readable GGUF file: {e}") from e
         self.path = path
         self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+        parts = self.metadata.get("split.count", 1)
+        if parts > 1:
+            raise InvalidWeights(
+                f"{path} is one of {parts} parts of a GGUF file; join them with llama.cpp's llama-gguf-split --merge"
+            )
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}

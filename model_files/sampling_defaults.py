@@ -35,7 +35,7 @@ NO_DEFAULTS = SamplingDefaults()
 def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
     """Read the defaults beside the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
 
-    Values that a request could not have are left out, like transformers' top_k of 0, which means all tokens.
+    Values that a request could not have are left out, like a top_k of 0 or -1, which means all tokens.
     """
     if source.kind == "gguf":
         return NO_DEFAULTS
@@ -51,7 +51,7 @@ def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
             )
         return value
 
-    top_k = number("top_k", 1, 2**31 - 1)
+    top_k = None if config.get("top_k") == -1 else number("top_k", 1, 2**31 - 1)
     return SamplingDefaults(
         temperature=number("temperature", 0, 100),
         top_p=number("top_p", math.ulp(0.0), 1),

@@ -26,6 +26,8 @@ def _read_gguf(path: Path) -> ModelSpec:
     file = GGUFFile(path)
     try:
         return spec_from_gguf(GGUFConfig(file))
+    except UnsupportedModel as e:
+        raise UnsupportedModel(f"{path}: {e}") from e
     except KeyError as e:
         raise UnsupportedModel(f"{path} lacks the metadata {e}") from e
     except (TypeError, ValueError, ArithmeticError) as e:
@@ -36,5 +38,7 @@ def _read_hf(folder: Path) -> ModelSpec:
     file = folder / "config.json"
     try:
         return spec_from_hf(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
-    except (KeyError, TypeError, ValueError, ArithmeticError, OSError, msgspec.MsgspecError) as e:
+    except UnsupportedModel as e:
+        raise UnsupportedModel(f"{file}: {e}") from e
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, OSError, msgspec.MsgspecError) as e:
         raise UnsupportedModel(f"{file} is no usable model config: {e.__class__.__name__}: {e}") from e

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 
-from ..errors import UnsupportedModel
+from ..errors import InvalidWeights, UnsupportedModel
 from ..gguf_reader import GGUFFile
 from ..spec import (
     AttentionSpec,
@@ -134,7 +134,9 @@ class GGUFConfig:
     def rope(self, pairing: Pairing = Pairing.HALVES) -> RopeSpec:
         """Read the rope of the layers that see the whole context."""
         context = self.integer("context_length")
-        name = str(self.get("rope.scaling.type") or "none")
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)) or 1.0
+        # Like llama.cpp: a factor without a type is a linear one.
+        name = str(self.get("rope.scaling.type") or ("none" if factor == 1.0 else "linear"))
         if name not in ROPE_TYPES:
             raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         short, long = self._factors("rope_factors_short.weight"), self._factors("rope_factors_long.weight")
@@ -147,7 +149,7 @@ class GGUFConfig:
             theta=self.number("rope.freq_base", 10000.0),
             pairing=pairing,
             type=kind,
-            factor=self.number("rope.scaling.factor", 1.0),
+            factor=factor,
             original_context=int(self.number("rope.scaling.original_context_length", context)),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
@@ -169,8 +171,7 @@ class GGUFConfig:
         """
         spec = ModelSpec(
             family=self.family,
-            # The embedding is the truth: it may be padded beyond the vocabulary.
-            vocab_size=int(self._file.tensors["token_embd.weight"].shape[1]),
+            vocab_size=self._table_rows(),
             hidden_size=self.integer("embedding_length"),
             layers=tuple(layers),
             final_norm=self.norm(),
@@ -184,6 +185,13 @@ class GGUFConfig:
             if key not in self._read and key in self._meta and self._meta[key] not in neutral:
                 raise UnsupportedModel(f"{self.family}.{key} {self._meta[key]!r} is not supported for this family")
         return spec
+
+    def _table_rows(self) -> int:
+        """Return the number of embeddings, which counts: the table may be padded beyond the vocabulary."""
+        table = self._file.tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2:
+            raise InvalidWeights(f"{self._file.path} holds no matrix 'token_embd.weight'; download or convert it again")
+        return int(table.shape[1])
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._file.tensors.get(name)

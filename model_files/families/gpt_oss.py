@@ -25,13 +25,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "sliding_window": 128,
     "swiglu_limit": 7.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
 }
+SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 THETA = 150000.0
 LIMIT = 7.0
 """Limit of the experts' activations in both models; a GGUF does not say it."""
@@ -58,7 +53,8 @@ def from_hf(config: HFConfig) -> ModelSpec:
     windows = config.windows(_slides(config.num_layers))
     attentions = [replace(_with_sinks(config.attention()), window=window) for window in windows]
     experts = replace(config.experts(), bias=True, router_bias=True, limit=config.number("swiglu_limit", LIMIT))
-    return config.model(pre_normed(attentions, experts, config.norm()), config.rope(theta=THETA), tensors=HF_TENSORS)
+    rope = config.rope(theta=THETA, scaling=SCALING)
+    return config.model(pre_normed(attentions, experts, config.norm()), rope, tensors=HF_TENSORS)
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:

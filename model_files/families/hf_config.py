@@ -31,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_alpha": (None, CLAMPED_GAIN),
     "is_causal": (None, True),
+    "transformers_weights": (None,),
     "quantization_config": (None, {}),
 }
 """Keys that change what is computed, and what they say where they change nothing."""
@@ -101,10 +102,20 @@ class HFConfig(HFValues):
             raise UnsupportedModel(f"layer_types {', '.join(unknown) or 'of fewer layers'} are not supported")
         return [name == "sliding_attention" for name in types[: self.num_layers]]
 
-    def windows(self, default: Sequence[bool]) -> list[int | None]:
-        """Read each layer's window; ``slides`` explains ``default``."""
-        window = self.get("sliding_window")
-        return [int(window) if window and slides else None for slides in self.slides(default)]
+    def window(self) -> int | None:
+        """Read the window of a family in which all layers have it, if there is one."""
+        return int(self.get("sliding_window") or 0) or None
+
+    def windows(self, default: Sequence[bool], *, are_used: bool = True) -> list[int | None]:
+        """Read each layer's window; ``slides`` explains ``default``. ``are_used``: whether the model has windows."""
+        stated = self.window()
+        window = stated if are_used else None
+        if window is None and "sliding_attention" in (self.get("layer_types") or ()):
+            raise UnsupportedModel(
+                f"layer_types has sliding_attention, but sliding_window {stated} is not used; take "
+                "it out of layer_types, or state sliding_window and use_sliding_window"
+            )
+        return [window if slides else None for slides in self.slides(default)]
 
     def model(self, layers: Sequence[LayerSpec], *ropes: RopeSpec, **fields: Any) -> ModelSpec:
         """Make the model of ``layers`` with other ``fields``, at least ``tensors``.

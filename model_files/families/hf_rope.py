@@ -1,7 +1,8 @@
 """Reads the rotary embedding of a Hugging Face config, in its older and its newer spelling.
 
 Older files have ``rope_theta`` and ``rope_scaling`` beside each other, newer ones all in ``rope_parameters``: for the
-model, or for each type of its layers.
+model, or for each type of its layers. A file with both spellings is read as transformers reads it; docs/models.md has
+the table of precedence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import UnsupportedModel
@@ -17,6 +19,7 @@ from .hf_values import HFValues
 
 ALIASES = {"su": "longrope"}
 DYNAMIC = "dynamic"
+NO_SCALING: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_rope(
@@ -27,13 +30,14 @@ def read_rope(
     partial: float | None = None,
     pairing: Pairing = Pairing.HALVES,
     aliases: Mapping[str, str] = ALIASES,
+    scaling: Mapping[str, Any] = NO_SCALING,
 ) -> RopeSpec:
     """Read the rope, of layers of ``layer_type`` if the types have different ones.
 
-    ``theta`` and ``partial`` (the rotated share of a head) are defaults. A family with ``partial`` None rotates whole
-    heads, and a file with another value is refused.
+    ``theta``, ``partial`` (the rotated share of a head) and ``scaling`` are defaults. A family with ``partial`` None
+    rotates whole heads, and a file with another value is refused.
     """
-    params = rope_parameters(config, layer_type)
+    params = rope_parameters(config, layer_type, scaling)
     name = str(params.get("rope_type") or params.get("type") or "default")
     kind = aliases.get(name, name)
     if kind == DYNAMIC:
@@ -42,10 +46,12 @@ def read_rope(
         )
     if kind not in list(RopeType):
         raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(RopeType)}")
-    rotary_dim = _rotary_dim(config, params, partial)
+    share = _rotated_share(config, params, partial)
     base = params.get("rope_theta") or (config.get("rope_theta") if layer_type in (None, "full_attention") else None)
-    rope = RopeSpec(rotary_dim=rotary_dim, theta=float(base or theta), pairing=pairing)
-    return rope if kind == RopeType.DEFAULT else _scaled(config, params, rope, RopeType(kind))
+    rope = RopeSpec(rotary_dim=_rotary_dim(config, share), theta=float(base or theta), pairing=pairing)
+    if layer_type is None:
+        _refuse_lost(config, rope_theta=rope.theta, partial_rotary_factor=share)
+    return rope if kind == RopeType.DEFAULT else _scaled(config, params, rope, RopeType(kind), layer_type)
 
 
 def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
@@ -54,45 +60,69 @@ def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
     return max(context, *stretched) if stretched else context
 
 
-def rope_parameters(config: HFValues, layer_type: str | None = None) -> dict[str, Any]:
-    """Return the config's parameters of the rope, in either spelling; ``read_rope`` explains ``layer_type``."""
-    params = config.get("rope_parameters")
-    if params is None:
-        # The older spelling stretches the layers that see the whole context alone.
-        params = config.get("rope_scaling") if layer_type in (None, "full_attention") else None
-        return dict(params or {})
-    is_nested = any(isinstance(value, dict) for value in params.values())
-    if params and is_nested != (layer_type is not None):
+def rope_parameters(
+    config: HFValues, layer_type: str | None = None, scaling: Mapping[str, Any] = NO_SCALING
+) -> dict[str, Any]:
+    """Return the config's parameters of the rope, in either spelling; ``read_rope`` explains the arguments.
+
+    ``rope_scaling`` takes the place of ``rope_parameters``. If layers of each type have a rope, it changes those of
+    layers that see the whole context, key by key.
+    """
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling") or {}
+    is_nested = any(isinstance(value, dict) for value in (newer or {}).values())
+    if newer and is_nested != (layer_type is not None):
         kinds = "apart for each type of layers" if is_nested else "for all layers together"
         raise UnsupportedModel(f"rope_parameters {kinds} are not supported for a {config.family!r} model")
-    if layer_type is not None:
-        params = params.get(layer_type) or {}
-    return dict(params)
+    if layer_type is None:
+        return dict(older or (scaling if newer is None else newer))
+    own = (newer or {}).get(layer_type) or {}
+    return {**own, **(older if layer_type == "full_attention" else {})}
 
 
-def _rotary_dim(config: HFValues, params: Mapping[str, Any], partial: float | None) -> int:
+def _refuse_lost(config: HFValues, **kept: float) -> None:
+    """Refuse a ``rope_scaling`` that takes the place of ``rope_parameters`` and loses what belongs to the weights.
+
+    ``kept``: the values that count, by key.
+    """
+    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    for key, value in kept.items():
+        lost = newer.get(key)
+        if older and key not in older and lost not in (None, value):
+            raise UnsupportedModel(
+                f"rope_scaling replaces rope_parameters, but lacks its {key} {lost}; add {key} to "
+                "rope_scaling, or leave out one of the two"
+            )
+
+
+def _rotated_share(config: HFValues, params: Mapping[str, Any], partial: float | None) -> float:
     given = params.get("partial_rotary_factor")
     if partial is None:
         if given not in (None, 1.0):
             raise UnsupportedModel(f"partial_rotary_factor {given} is not supported for a {config.family!r} model")
-        return config.head_dim
+        return 1.0
     # Some files have it in both places; the newer one counts.
     older = config.get("partial_rotary_factor")
-    share = next(value for value in (given, older, partial) if value is not None)
+    return float(next(value for value in (given, older, partial) if value is not None))
+
+
+def _rotary_dim(config: HFValues, share: float) -> int:
     size = int(config.head_dim * share)
     if size % 2 or not 0 < size <= config.head_dim:
         raise UnsupportedModel(f"{size} of {config.head_dim} elements of a head can't be rotated in pairs")
     return size
 
 
-def _scaled(config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: RopeType) -> RopeSpec:
+def _scaled(
+    config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: RopeType, layer_type: str | None
+) -> RopeSpec:
     context = config.integer("max_position_embeddings")
-    original = int(
-        config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or context
-    )
+    # A rope of one type of layers has its own; transformers does not look beside it.
+    outer = config.get("original_max_position_embeddings") if layer_type is None else None
+    original = int(outer or params.get("original_max_position_embeddings") or context)
     factor = params.get("factor")
     if factor is None:
-        if kind in (RopeType.LINEAR, RopeType.LLAMA3):
+        # A yarn may state that it has none; its contexts then say it.
+        if kind in (RopeType.LINEAR, RopeType.LLAMA3) or (kind == RopeType.YARN and "factor" not in params):
             raise UnsupportedModel(f"rotary scaling {kind} without a factor is not supported")
         factor = context / original
     short, long = ((), ()) if kind != RopeType.LONGROPE else (params["short_factor"], params["long_factor"])
@@ -101,8 +131,8 @@ def _scaled(config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: 
         type=kind,
         factor=float(factor),
         original_context=original,
-        low_freq_factor=float(params.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(params.get("high_freq_factor") or 4.0),
+        low_freq_factor=float(params["low_freq_factor"] if kind == RopeType.LLAMA3 else 1.0),
+        high_freq_factor=float(params["high_freq_factor"] if kind == RopeType.LLAMA3 else 4.0),
         beta_fast=float(params.get("beta_fast") or 32.0),
         beta_slow=float(params.get("beta_slow") or 1.0),
         truncate=bool(params.get("truncate", True)),

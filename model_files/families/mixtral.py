@@ -28,7 +28,6 @@ TENSORS = (
 
 def from_hf(config: HFConfig) -> ModelSpec:
     """Read a config. All layers have the window, if there is one."""
-    windows = config.windows([True] * config.num_layers)
-    attentions = [replace(config.attention(), window=window) for window in windows]
+    attentions = [replace(config.attention(), window=config.window())] * config.num_layers
     layers = pre_normed(attentions, config.experts(), config.norm())
     return config.model(layers, config.rope(theta=THETA), tensors=TENSORS)

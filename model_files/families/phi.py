@@ -18,8 +18,7 @@ DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 def from_hf(config: HFConfig) -> ModelSpec:
     """Read a config. All layers have the window, if there is one."""
-    windows = config.windows([True] * config.num_layers)
-    attentions = [replace(config.attention(), window=window) for window in windows]
+    attentions = [replace(config.attention(), window=config.window())] * config.num_layers
     # The first files called what became longrope by these names.
     rope = config.rope(partial=1.0, aliases={"su": "longrope", "yarn": "longrope"})
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), rope, tensors=HF_LLAMA | HF_FUSED)

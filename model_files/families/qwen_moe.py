@@ -37,7 +37,8 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
     """Read Qwen2-MoE: every other layer below ``max_window_layers`` has the window, if windows are enabled."""
     attention = replace(config.attention(), qkv_bias=bool(config.get("qkv_bias")), o_bias=False)
     first = config.integer("max_window_layers")
-    windows = _windows(config, [i % 2 == 0 and i < first for i in range(config.num_layers)])
+    slides = [i % 2 == 0 and i < first for i in range(config.num_layers)]
+    windows = config.windows(slides, are_used=_uses_windows(config))
     experts = _experts(config)
     shared = MLPSpec(inner=config.integer("shared_expert_intermediate_size"), activation=experts.activation)
     layers = _layers(config, attention, windows, replace(experts, shared=shared, shared_gate=True))
@@ -47,7 +48,8 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
     """Read Qwen3-MoE, with normalised heads of q and k. All layers have the window, if there is one."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
-    windows = _windows(config, [True] * config.num_layers)
+    window = config.window()
+    windows = [window if _uses_windows(config) else None] * config.num_layers
     layers = _layers(config, attention, windows, _experts(config))
     return config.model(layers, config.rope(), tensors=QWEN3_TENSORS)
 
@@ -65,10 +67,9 @@ def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
     return _from_gguf(config, attention, config.experts())
 
 
-def _windows(config: HFConfig, slides: Sequence[bool]) -> list[int | None]:
+def _uses_windows(config: HFConfig) -> bool:
     # The window is always written; this key says whether it is meant.
-    windows = config.windows(slides)
-    return windows if config.get("use_sliding_window") else [None] * config.num_layers
+    return bool(config.get("use_sliding_window"))
 
 
 def _experts(config: HFConfig) -> ExpertsSpec:

@@ -75,7 +75,10 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
     name = str(raw.get("model_type", "(none)"))
     if name in TEXT_OF:
         name = TEXT_OF[name]
-        raw = {"quantization_config": raw.get("quantization_config"), **raw["text_config"], "model_type": name}
+        outer = {"quantization_config": raw.get("quantization_config")}
+        # The head belongs to the whole model, so what its text_config says of it does not count.
+        head = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+        raw = {**outer, **raw["text_config"], **head, "model_type": name}
     if name not in HF:
         raise _unknown(name, [*HF, *TEXT_OF], "; --model-impl transformers runs others, by transformers' own classes")
     return HF[name].read(HFConfig(raw, HF[name].defaults))

@@ -25,9 +25,8 @@ def from_hf(config: HFConfig) -> ModelSpec:
         ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
     if len(ropes) < config.num_layers:
         raise UnsupportedModel(f"no_rope_layers names {len(ropes)} of {config.num_layers} layers")
-    windows = config.windows([not has_rope for has_rope in ropes])
-    if not config.get("use_sliding_window"):
-        windows = [None] * config.num_layers
+    is_meant = bool(config.get("use_sliding_window"))
+    windows = config.windows([not has_rope for has_rope in ropes], are_used=is_meant)
     attentions = [
         replace(config.attention(), rope=0 if has_rope else None, window=window)
         for has_rope, window in zip(ropes, windows, strict=False)

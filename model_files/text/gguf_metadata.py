@@ -93,6 +93,8 @@ def _read_pairs(path: Path, data: mmap.mmap) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for _ in range(pairs):
         key, position = _read_string(data, position)
+        if key in values:
+            raise ValueError(f"it has the key {key!r} twice")
         (kind,) = _u32(data, position)
         values[key], position = _read_value(data, position + 4, kind)
     return values

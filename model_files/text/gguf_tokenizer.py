@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
@@ -9,7 +11,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from .byte_table import byte_level_table
+from .byte_table import byte_level_alphabet, byte_level_table
 from .errors import TokenizerLoadError
 from .gguf_metadata import GGUFMetadata
 from .text_tokenizer import FastTokenizer
@@ -59,6 +61,10 @@ SPLITTINGS = {
     "llama-bpe": Splitting(regex=_LLAMA3, ignore_merges=True, add_bos=True),
     "llama3": Splitting(regex=_LLAMA3, ignore_merges=True, add_bos=True),
 }
+PLAIN_BYTES = (0x0A, *range(0x20, 0x7F))
+"""Bytes that every text may have. Published vocabularies lack some control characters, and rare lead bytes."""
+ELSEWHERE = "give the model's Hugging Face folder as --tokenizer-path"
+"""Advice for a file with a tokenizer that can't be used."""
 # A chat model may end its turn with another token than a text; a GGUF file names each apart.
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -71,6 +77,7 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> FastTokenizer:
     types = metadata.integers("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise TokenizerLoadError(f"{metadata.path}: {len(tokens)} tokens, but {len(types)} token types")
+    _check_tokens(metadata, tokens)
     special_ids = frozenset(i for i, t in enumerate(types) if t in SPECIAL_TYPES)
     found = {key: _token_id(metadata, key, len(tokens)) for key in EOS_KEYS}
     eos_ids = tuple(dict.fromkeys(token_id for token_id in found.values() if token_id is not None))
@@ -102,7 +109,7 @@ def _find_splitting(metadata: GGUFMetadata) -> Splitting:
 
 def _token_id(metadata: GGUFMetadata, key: str, vocab_size: int) -> int | None:
     token_id = metadata.integer(f"tokenizer.ggml.{key}")
-    if token_id is not None and token_id >= vocab_size:
+    if token_id is not None and not 0 <= token_id < vocab_size:
         raise TokenizerLoadError(f"{metadata.path}: {key} {token_id} is outside the vocabulary of {vocab_size} tokens")
     return token_id
 
@@ -110,6 +117,11 @@ def _token_id(metadata: GGUFMetadata, key: str, vocab_size: int) -> int | None:
 def _build_backend(metadata: GGUFMetadata, splitting: Splitting, tokens: list[str], types: list[int]) -> Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     merges = [_split_merge(metadata, merge) for merge in metadata.strings("tokenizer.ggml.merges")]
+    for pair in merges:
+        if not {*pair, "".join(pair)} <= vocab.keys():
+            raise TokenizerLoadError(
+                f"{metadata.path}: merge {' '.join(pair)!r} is of tokens that tokenizer.ggml.tokens lacks; {ELSEWHERE}"
+            )
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=splitting.ignore_merges))
     backend.pre_tokenizer = _pre_tokenizer(splitting)
     backend.decoder = decoders.ByteLevel()
@@ -122,6 +134,17 @@ def _build_backend(metadata: GGUFMetadata, splitting: Splitting, tokens: list[st
             backend.add_tokens([AddedToken(token, special=False, normalized=False)])
     _surround(backend, metadata, splitting, tokens)
     return backend
+
+
+def _check_tokens(metadata: GGUFMetadata, tokens: Sequence[str]) -> None:
+    """Refuse a table in which a plain text would lose characters, or which does not tell what a token's id is."""
+    known, alphabet = set(tokens), byte_level_alphabet()
+    for byte in PLAIN_BYTES:
+        if alphabet[byte] not in known:
+            raise TokenizerLoadError(f"{metadata.path}: no token is the byte 0x{byte:02x} alone; {ELSEWHERE}")
+    if len(known) < len(tokens):
+        token, count = Counter(tokens).most_common(1)[0]
+        raise TokenizerLoadError(f"{metadata.path}: {count} tokens are {token!r}; {ELSEWHERE}")
 
 
 def _split_merge(metadata: GGUFMetadata, merge: str) -> tuple[str, str]:

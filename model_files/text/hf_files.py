@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from .byte_table import ByteTable, table_for_decoder
+from .errors import TokenizerLoadError
 from .template_source import read_json_object
 from .text_tokenizer import vocabulary_tokens
 
@@ -18,13 +19,19 @@ def backend_byte_table(backend: Tokenizer, decoder: Any, special_ids: frozenset[
 
 
 def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Return all ids that the folder's files name as end of text: generation config, model config, tokenizer."""
+    """Return all ids that the folder's files name as end of text: generation config, model config, tokenizer.
+
+    Raises ``TokenizerLoadError``.
+    """
     ids: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
-        value = read_json_object(folder / name).get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int):
-                ids[token_id] = None
+        config = read_json_object(folder / name)
+        for stated in (config, config.get("text_config")):
+            value = stated.get("eos_token_id") if isinstance(stated, dict) else None
+            listed = value if isinstance(value, list) else [] if value is None else [value]
+            if any(not isinstance(token_id, int) or isinstance(token_id, bool) for token_id in listed):
+                raise TokenizerLoadError(f"{folder / name}: eos_token_id {value!r} is no token id, and no list of them")
+            ids |= dict.fromkeys(listed)
     if tokenizer_eos is not None:
         ids[tokenizer_eos] = None
     return tuple(ids)

@@ -81,6 +81,7 @@ def _load_native(setup: Setup, ranks: HostRanks | None, weights_source: WeightsS
         # What tells instances apart; a window that no sequence outgrows is no difference to this one alone.
         identity = with_context(described, context_length)
         spec = without_idle_windows(identity)
+        _warn_of_long_factors(described, context_length)
         _refuse_kv_dtype(spec, setup)
         labels = _choose_labels(options, spec)
     part = _choose_part(spec, ranks, device, options)
@@ -210,6 +211,16 @@ class _PackedWeights(NamedTuple):
         if packed.contents.fingerprint != expected:
             raise InvalidWeights(OTHER_WEIGHTS)
         return packed
+
+
+def _warn_of_long_factors(described: ModelSpec, context_length: int) -> None:
+    original = min((rope.original_context for rope in described.ropes if rope.long_factors), default=context_length)
+    if context_length > original:
+        log.warning(
+            "longrope: short texts are computed with the factors for texts of more than %d tokens, too, because "
+            "sequences may have %d; --context-length %d computes short texts as transformers does",
+            *(original, context_length, original),
+        )
 
 
 def _refuse_kv_dtype(spec: ModelSpec, setup: Setup) -> None:

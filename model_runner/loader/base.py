@@ -15,7 +15,7 @@ from ...model_files.errors import InvalidWeights
 from ...model_files.rope_order import row_order
 from ...model_files.sharding import Slice
 from ...model_files.spec import MLASpec, ModelSpec
-from ...model_files.tensor_names import HEAD, Part, find_parts, is_draft, is_not_needed
+from ...model_files.tensor_names import Part, find_parts, is_draft, is_not_needed
 from ...runtime.progress import ProgressLog
 from .latent import by_head, is_by_head
 from .samples import sample
@@ -108,8 +108,10 @@ def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[st
     for name, tensor in source.tensors():
         target = missing.pop(name, None)
         if target is None:
-            # A head that is tied to the embedding may lie in the file all the same; and so may a network of no size.
-            if is_not_needed(name) or name == HEAD or not tensor.numel():
+            if name in samples:
+                raise InvalidWeights(f"the checkpoint holds {name!r} under two names; convert it again")
+            # A network of no size may lie in the file all the same.
+            if is_not_needed(name) or not tensor.numel():
                 continue
             raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
         if target.shape != tensor.shape:

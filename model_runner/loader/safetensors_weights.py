@@ -18,7 +18,7 @@ from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights
 from ...model_files.packing import Packing, read_packing
 from ...model_files.spec import ModelSpec
-from ...model_files.tensor_names import find_parts
+from ...model_files.tensor_names import EMBEDDING, HEAD, find_parts
 from .base import Stored, WeightSource, as_ours
 from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
 from .packed_weights import is_beside, unpacked, weight_name
@@ -37,6 +37,8 @@ class SafetensorsWeights(WeightSource):
         self._spec = spec
         self._left_out = left_out
         self._files = checkpoint_files(folder)
+        # A tied head that comes without a table of embeddings is the table.
+        self._aliases = {HEAD: EMBEDDING} if spec.tied_head else {}
         self._packing = packing_of(folder)
         if self._packing is not None and not left_out:
             log.warning(
@@ -46,11 +48,17 @@ class SafetensorsWeights(WeightSource):
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; weights in MXFP4, FP8 and four bits come dequantised."""
+        """See the base class; weights in MXFP4, FP8 and four bits come dequantised.
+
+        A head that the config ties comes as the table of embeddings if the files have no other table.
+        """
         places = _places(self._files)
+        copies = self._tied_copies(places)
         for file in self._files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if places[name] != file or name in copies:
+                        continue
                     if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places:
                         continue
                     if (self._packing is not None and is_beside(name)) or self._is_left_out(name):
@@ -60,7 +68,26 @@ class SafetensorsWeights(WeightSource):
                         read = partial(_read, places=places, file=file, tensors=tensors)
                         name, tensor = unpacked(name, tensor, self._packing, read)
                     stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
-                    yield from as_ours(self._spec, name, stored)
+                    for ours, part in as_ours(self._spec, name, stored):
+                        yield self._aliases.get(ours, ours), part
+
+    def _tied_copies(self, places: Mapping[str, Path]) -> set[str]:
+        """Return the names of the heads that repeat the table of embeddings, because the config ties the two.
+
+        Raises ``InvalidWeights`` for a head with other values.
+        """
+        if not self._spec.tied_head:
+            return set()
+        of = {part.name: name for name in places for part in find_parts(self._spec, name)}
+        if HEAD not in of or EMBEDDING not in of:
+            return set()
+        head, table = (_load(of[name], places[of[name]]) for name in (HEAD, EMBEDDING))
+        if head.shape != table.shape or not torch.equal(head, table.to(head.dtype)):
+            raise InvalidWeights(
+                f"{places[of[HEAD]]} holds {of[HEAD]!r} with other values than the embeddings, but the config ties the "
+                "two; set tie_word_embeddings to false in config.json to serve that head"
+            )
+        return {of[HEAD]}
 
     def _is_left_out(self, name: str) -> bool:
         parts = find_parts(self._spec, weight_name(name))
@@ -68,12 +95,33 @@ class SafetensorsWeights(WeightSource):
 
 
 def _places(files: Sequence[Path]) -> dict[str, Path]:
-    """Return the file of each tensor by the tensor's name."""
+    """Return the file of each tensor by the tensor's name; of equal copies the first.
+
+    Raises ``InvalidWeights`` for copies that differ.
+    """
     places: dict[str, Path] = {}
     for file in files:
         with _opened(file) as tensors:
-            places |= dict.fromkeys(tensors.keys(), file)
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                first = places.setdefault(name, file)
+                if first != file and not _is_same(_load(name, first), tensors.get_tensor(name)):
+                    raise InvalidWeights(
+                        f"{first} and {file} hold {name!r} with different values; download the checkpoint again"
+                    )
     return places
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors are the same bits."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _load(name: str, file: Path) -> Tensor:
+    with _opened(file) as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
 
 
 @contextmanager
@@ -121,8 +169,7 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
-    with _opened(places[scales_name]) as tensors:
-        scales = tensors.get_tensor(scales_name)
+    scales = _load(scales_name, places[scales_name])
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")
     if blocks.shape[:-1] != scales.shape or blocks.shape[-1:] != (BLOCK_BYTES,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,14 @@ CHUNKED_LAYERS = {"layer_types": ["chunked_attention"] * 3}
 
 
 def asked(ask: Ask, folder: Path) -> str:
-    """Return the message of a refusal. ``folder`` is an empty folder; its name is replaced."""
+    """Return the message of a refusal without the file in front of it. ``folder`` is empty; its name is replaced."""
     try:
         message = ask(folder)
     except ModelError as e:
         message = e
     if not isinstance(message, ModelError | str):
         raise AssertionError("this is not refused")
-    return str(message).replace(str(folder), "FOLDER")
+    return re.sub(rf"^{re.escape(str(folder))}/[\w.]+: ", "", str(message)).replace(str(folder), "FOLDER")
 
 
 def config(model_type: str = "llama", **fields: Any) -> Ask:

@@ -199,3 +199,27 @@ def test_every_end_of_turn_token_ends_the_output(tmp_path):
 def test_what_is_not_supported_is_refused_with_what_to_do(tmp_path, fields, message):
     with pytest.raises(TokenizerLoadError, match=message):
         load(write_gguf(tmp_path / "m.gguf", **fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["tokenizer.ggml.tokens"].__setitem__(256, "a"), "2 tokens are 'a'"),
+        (lambda v: v["tokenizer.ggml.tokens"].__setitem__(97 - 33, "aa"), "no token is the byte 0x61 alone"),
+        (lambda v: v["tokenizer.ggml.merges"].append("a q"), "merge 'a q' is of tokens that .* lacks"),
+        (lambda v: v["tokenizer.ggml.merges"].append("ab"), "merge 'ab' does not name two tokens"),
+        (lambda v: v.update({"tokenizer.ggml.bos_token_id": -1}), "bos_token_id -1 is outside the vocabulary"),
+    ],
+)
+def test_a_broken_table_of_tokens_is_refused(tmp_path, change, message):
+    metadata = read_gguf_metadata(write_gguf(tmp_path / "m.gguf"))
+    change(metadata.values)
+    with pytest.raises(TokenizerLoadError, match=rf"m\.gguf: {message}"):
+        tokenizer_from_gguf(metadata).encode_batch(["a"], add_special_tokens=True)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", spice_a=1, spice_b=2)
+    path.write_bytes(path.read_bytes().replace(b"ggml.spice_b", b"ggml.spice_a"))
+    with pytest.raises(TokenizerLoadError, match=r"m\.gguf can't be read as GGUF: it has the key '.*spice_a' twice"):
+        read_gguf_metadata(path)

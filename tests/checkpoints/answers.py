@@ -1,0 +1,167 @@
+"""What pdserve and transformers make of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from support.model_harness import Harness, draw
+from torch import Tensor
+
+from pdserve.model_files.errors import ModelError
+from pdserve.model_files.text.errors import TextError
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.server.options import ServerOptions
+
+from .checkpoint import CONFIG, GENERATION
+
+GREEDY = 6
+TEXTS = (
+    "hello world</s> ab12",
+    "<s>hell </s>  <pad>he<think>x <tool> y",
+    "<image>ab ab<new> <end> é <extra>z",
+    "  ",
+)
+REFUSALS = (ModelError, TextError)
+"""Errors with which pdserve refuses a model."""
+
+
+class ReferenceFailed(Exception):
+    """Transformers does not load the checkpoint, or draws a part of it at random."""
+
+
+class Tokens(NamedTuple):
+    """Greedy ``tokens`` after each prompt, and the ``logits`` [L, V] that they were chosen by."""
+
+    tokens: list[list[int]]
+    logits: list[Tensor]
+
+
+class Texts(NamedTuple):
+    """``ids`` of each text, with and without what the tokenizer adds. ``shown``: the texts of these ids without special
+    tokens. ``named``: the named tokens. ``ends``: ids that end a text.
+    """
+
+    ids: list[list[int]]
+    shown: list[str]
+    named: dict[str, str]
+    ends: set[int]
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Return random prompts of these lengths, of tokens that every vocabulary here has."""
+    return [draw(length, seed) for seed, length in enumerate(lengths)]
+
+
+def our_tokens(path: Path, lengths: Sequence[int], context: int | None) -> Tokens:
+    """Return what pdserve generates in float32. Raises one of ``REFUSALS``."""
+    options = {} if context is None else {"context_length": context}
+    harness = Harness(path, attention_backend="torch", **options)
+    found = Tokens([], [])
+    for row, prompt in enumerate(prompts(lengths)):
+        logits, tokens = [], list(prompt)
+        for _ in range(GREEDY):
+            given = tokens[len(prompt) + len(logits) - 1 :] if logits else prompt
+            logits.append(harness.forward((row, given), logits_at=[len(given) - 1])[0])
+            tokens.append(int(logits[-1].argmax()))
+        found.tokens.append(tokens[len(prompt) :])
+        found.logits.append(torch.stack(logits))
+    return found
+
+
+def load_reference(folder: Path) -> torch.nn.Module:
+    """Load the checkpoint with transformers. Raises ``ReferenceFailed``."""
+    with _quiet():
+        try:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+                local_files_only=True,
+            )
+        except Exception as e:
+            raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
+    for what in ("missing_keys", "mismatched_keys"):
+        if report[what]:
+            raise ReferenceFailed(f"it draws {sorted(map(str, report[what]))[0]} at random")
+    reference: torch.nn.Module = model.eval()
+    return reference
+
+
+def reference_logits(model: torch.nn.Module, lengths: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the logits by which ``model`` chooses each of ``tokens`` after the prompts."""
+    found = []
+    with torch.inference_mode(), _quiet():
+        for prompt, chosen in zip(prompts(lengths), tokens, strict=True):
+            text = torch.tensor([[*prompt, *chosen[:-1]]])
+            try:
+                found.append(model(text, use_cache=False).logits[0, len(prompt) - 1 :])
+            except Exception as e:
+                raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
+    return found
+
+
+def our_texts(path: Path) -> Texts:
+    """Return what pdserve's tokenizer makes of ``TEXTS``. Raises one of ``REFUSALS``."""
+    tokenizer = load_tokenizer(ServerOptions(model_path=str(path)))
+    ids = [tokenizer.encode_batch([text], add_special_tokens=adds)[0] for text in TEXTS for adds in (True, False)]
+    shown = [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
+    return Texts(ids, shown, dict(tokenizer.special_tokens), set(tokenizer.eos_ids))
+
+
+def their_texts(folder: Path) -> Texts:
+    """Return what transformers' tokenizer makes of ``TEXTS``. Raises ``ReferenceFailed``.
+
+    A text ends at what the JSON files state, and at the tokenizer's own token. Transformers takes
+    generation_config.json alone, or config.json without that file.
+    """
+    with _quiet():
+        try:
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            generation = _generation_ends(folder)
+        except Exception as e:
+            raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
+        ids = [tokenizer.encode(text, add_special_tokens=adds) for text in TEXTS for adds in (True, False)]
+        shown = [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
+    ends = _ends(folder, CONFIG) | _ends(folder, GENERATION) | {tokenizer.eos_token_id}
+    assert generation <= ends
+    return Texts(ids, shown, dict(tokenizer.special_tokens_map), {end for end in ends if end is not None})
+
+
+def _generation_ends(folder: Path) -> set[int]:
+    """Return the tokens at which transformers' ``generate`` ends, if a file states them."""
+    if (folder / GENERATION).is_file():
+        stated = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+    else:
+        stated = json.loads((folder / CONFIG).read_text()).get("eos_token_id")
+    return _listed(stated)
+
+
+def _ends(folder: Path, name: str) -> set[int]:
+    file = folder / name
+    return _listed(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else set()
+
+
+def _listed(value: Any) -> set[int]:
+    return set(value) if isinstance(value, list) else set() if value is None else {value}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from warnings and progress bars: its fallbacks are what is compared."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
