@@ -12,6 +12,7 @@ from typing import Any
 
 from ...messages.grammar import Grammar
 from .errors import GrammarError
+from .formats import with_exact_formats
 
 SpecialId = Callable[[str], int | None]
 WHITE_SPACE = r"[ \n\t]{0,40}"
@@ -76,6 +77,7 @@ def _json_schema(source: str) -> dict[str, Any]:
     schema = json.loads(source)
     if not isinstance(schema, dict | bool):
         raise GrammarError("json_schema: the schema must be a JSON object")
+    schema = with_exact_formats(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
@@ -150,7 +152,7 @@ def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
 
     rules = [f"call_{i}: {literal(one['before'])} args_{i} {literal(one['after'])}" for i, one in enumerate(calls)]
     guide = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-    rules += [f"args_{i}: %json {json.dumps(one['schema'] | guide)}" for i, one in enumerate(calls)]
+    rules += [f"args_{i}: %json {json.dumps(with_exact_formats(one['schema']) | guide)}" for i, one in enumerate(calls)]
     one_call = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = f" ({literal(given['separator'])} one_call)*" if given["many"] else ""
     start = f"start: {literal(given['prefix'])} one_call{more} {literal(given['suffix'])}"

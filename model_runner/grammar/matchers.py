@@ -78,12 +78,13 @@ class Matchers:
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """See ``MakesMatchers``."""
-        matcher = self._compile(grammar).deep_copy()
+        matcher = self.compile(grammar).deep_copy()
         if len(output):
             matcher.consume_tokens(output.tolist())
         return _Matcher(matcher, self._vocab_size, self._thread)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return the matcher of an empty output, not to be changed. It has failed if ``grammar`` can't be used."""
         if (known := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             return known

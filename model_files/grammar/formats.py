@@ -1,0 +1,76 @@
+"""Formats of strings in JSON schemas, as patterns that match valid strings only.
+
+llguidance has patterns of its own, but those of dates and host names accept strings that are not valid, such as
+2021-02-29, and it lacks others. A pattern here need not match every valid string: it says what the model may write.
+Formats that JSON Schema does not define are left out, as validators do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = r"[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,2}"
+# No label has more than 63 characters, and the whole has at most 253. None is Punycode.
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+_PATH = r"(?:/[A-Za-z0-9._~-]{0,40}){0,20}"
+_POINTER = r"(?:/(?:[^~/]|~[01])*)*"
+PATTERNS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "hostname": _HOST,
+    "idn-hostname": _HOST,
+    "idn-email": rf"[A-Za-z0-9]{{1,20}}(?:[._+-][A-Za-z0-9]{{1,20}}){{0,2}}@{_HOST}",
+    "iri": rf"https?://{_HOST}{_PATH}",
+    "iri-reference": rf"(?:https?://{_HOST})?{_PATH}",
+    "uri-reference": rf"(?:https?://{_HOST})?{_PATH}",
+    "uri-template": r"(?:[A-Za-z0-9/._-]|\{[A-Za-z0-9_]{1,20}\})*",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
+    "regex": r"[A-Za-z0-9 _-]*",
+}
+"""Patterns by format."""
+EXACT = frozenset({"email", "ipv4", "ipv6", "uuid", "uri", "duration"})
+"""Formats that llguidance checks as it should."""
+_NOT_SPACE = re.compile(r"(?<!\\)((?:\\\\)*)\\S(?![^\[]*\])")
+"""Matches ``\\S`` outside a class. In ECMA's expressions, U+FEFF is white space as well."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
+_SCHEMAS = frozenset(
+    (
+        *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
+        *("contains", "propertyNames", "not", "if", "then", "else"),
+    )
+)
+
+
+def with_exact_formats(schema: Any) -> Any:
+    """Return a copy of ``schema`` with patterns in place of the formats."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _inner(key, value) for key, value in schema.items()}
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = _NOT_SPACE.sub("\\1[^\\\\s\ufeff]", made["pattern"])
+    name = made.get("format")
+    if not isinstance(name, str) or name in EXACT:
+        return made
+    del made["format"]
+    if (pattern := PATTERNS.get(name)) is None:
+        return made
+    exact = {"pattern": f"^(?:{pattern})$"}
+    return {"allOf": [made, exact]} if "pattern" in made else made | exact
+
+
+def _inner(key: str, value: Any) -> Any:
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: with_exact_formats(inner) for name, inner in value.items()}
+    if key in _LISTS and isinstance(value, list):
+        return [with_exact_formats(inner) for inner in value]
+    return with_exact_formats(value) if key in _SCHEMAS else value
