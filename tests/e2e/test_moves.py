@@ -116,6 +116,23 @@ def test_a_moved_stream_has_the_tokens_of_one_that_stays(pair, way):
     pair.assert_all_returned()
 
 
+def test_a_moved_stream_matches_its_grammar_as_one_that_stays(pair):
+    numbers = {"type": "array", "minItems": LONG, "items": {"type": "integer", "minimum": 0, "maximum": 99}}
+    asked = body("grammar")
+    asked["sampling_params"] |= {"json_schema": numbers, "ignore_eos": False}
+    expected = whole(pair, asked)
+    reader = Reader(pair.router.url, GENERATE, asked)
+    reader.start()
+    reader.met(20)
+    answer = pair.migrate(asked["rid"], pair.holder(asked["rid"]))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["moved"] == 1
+    last = reader.ended()[-1]
+    assert last["output_ids"] == expected["output_ids"]
+    assert set(last["text"]) <= set("[0123456789, \n\t")
+    pair.assert_all_returned()
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["direct", "router"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -22,6 +22,9 @@ SEEDED = {
     **{"max_new_tokens": 300, "temperature": 0.9, "top_p": 0.95, "sampling_seed": 11, "ignore_eos": True},
     **{"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
 }
+LISTS = {"type": "array", "minItems": 400, "items": {"type": "integer", "minimum": 0, "maximum": 99}}
+MATCHED = {"max_new_tokens": 300, "temperature": 1.0, "sampling_seed": 5, "json_schema": LISTS}
+"""An answer that its grammar does not let end before the limit."""
 SCORED = {"return_logprob": True, "logprob_start_len": 390}
 
 
@@ -79,6 +82,7 @@ def written(tmp_path_factory, tiny_args) -> Written:
         saved = {
             "greedy": snapshot_midway(first, "greedy", GREEDY),
             "seeded": snapshot_midway(first, "seeded", SEEDED, **SCORED),
+            "matched": snapshot_midway(first, "matched", MATCHED),
         }
         context = {"name": "context", "input_ids": CONTEXT, "sampling_params": GREEDY}
         chat = {"name": "chat", "messages": [{"role": "user", "content": "tell me " * 200}]}
@@ -118,7 +122,7 @@ def lives(written, tmp_path_factory) -> Iterator[Lives]:
 
 def test_an_answer_goes_on_after_a_kill_and_at_another_instance(written, lives, alone):
     again, other, saved = lives.again, lives.other, written.saved
-    for name in ("greedy", "seeded"):
+    for name in ("greedy", "seeded", "matched"):
         said = saved[name]
         known = said["prompt_tokens"] + said["output_tokens"]
         assert said["kv"] == "stored"
@@ -129,7 +133,7 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(written, lives, 
     for listed in lives.listed:
         assert listed.keys() == saved.keys() | {"slot.bin"}
         assert {name: listed[name] for name in saved} == {name: said["kv_tokens"] for name, said in saved.items()}
-    found = {name: restored(other, name) for name in ("greedy", "seeded")}
+    found = {name: restored(other, name) for name in ("greedy", "seeded", "matched")}
     assert restored(again, "greedy")["output_ids"] == found["greedy"]["output_ids"]
     assert found["greedy"]["meta_info"]["cached_tokens"] == reusable(saved["greedy"])
     # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
@@ -140,7 +144,7 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(written, lives, 
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200
     assert again.post("/kv/restore", {"name": "greedy"}).status_code == 404
-    for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+    for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED), ("matched", MATCHED)):
         whole = alone.generate(input_ids=PROMPT, sampling_params=sampling, **(SCORED if name == "seeded" else {}))
         assert found[name]["output_ids"] == whole["output_ids"], name
         assert found[name]["text"] == whole["text"]
