@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from .base import Message
+
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 GrammarKind = Literal["json_schema", "regex", "lark", "ebnf", "choice", "structural_tag", "tool_calls"]
 
@@ -28,3 +30,16 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Texts that begin and end the reasoning before the output; empty: there is none."""
     is_reasoning_open: bool = False
     """Whether the prompt ends within reasoning. Otherwise the output may begin with some."""
+
+
+class PrepareGrammar(Message):
+    """Scheduler → worker: compile a grammar beside the steps. Answered by ``GrammarPrepared``."""
+
+    number: int
+    grammar: Grammar
+
+
+class GrammarPrepared(Message):
+    """Worker → scheduler: the grammar of this ``number`` is compiled, or cannot be."""
+
+    number: int

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
+from .grammar import GrammarPrepared, PrepareGrammar
 from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
@@ -488,8 +489,18 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendProgress | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages | ProfileCommand
+WorkerCommand = (
+    ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages | ProfileCommand | PrepareGrammar
+)
 WorkerEvent = (
-    WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PoolTrimmed | PagesHashed | ProfileEvent
+    WorkerReady
+    | StepResult
+    | TransferEvent
+    | TierEvent
+    | MemoryChanged
+    | PoolTrimmed
+    | PagesHashed
+    | ProfileEvent
+    | GrammarPrepared
 )
 FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand | TrimPool | ProfileCommand

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..mem_cache.kv_pages.region import RegionError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.grammar import PrepareGrammar
 from ..messages.kv_debug import HashPages
 from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.profiling import StartProfile, StopProfile
@@ -41,6 +42,7 @@ from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
 from .device.compile_watch import CompileWatch
 from .device.placement import Placement, floating
+from .grammar.preparation import GrammarPreparation
 from .kv.prefault import PoolPrefault, highest_slot
 from .options import WorkerOptions
 from .page_mover import NoPageMover, PageMover
@@ -80,6 +82,7 @@ class Worker(NamedTuple):
     memory: MemoryUse
     unreleasable: list[Unreleasable]
     compiles: CompileWatch
+    grammars: GrammarPreparation
     profiler: Profiler
 
 
@@ -160,6 +163,7 @@ def load(
             occupation,
         ),
         *(started.machine, seconds, measured, use, unreleasable(model, options), CompileWatch()),
+        grammars=GrammarPreparation(model.matchers, lambda: Sender(ctx.zmq_ctx, ctx.address("worker_events"))),
         profiler=Profiler(rank, queue, others),
     )
 
@@ -192,6 +196,8 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             copied = worker.tiers.obey(command)
             if copied is not None:
                 events.send(copied)
+        elif isinstance(command, PrepareGrammar):
+            worker.grammars.obey(command)
         elif isinstance(command, HashPages):
             events.send(worker.hasher.obey(command))
         elif isinstance(command, StartProfile | StopProfile):

@@ -81,7 +81,7 @@ class LoadedInstance:
             ServerInfoFeature(scheduler, ctx.epoch, self._idle_check, shown),
             Health(ctx.epoch, watched, peers, scheduler.instance_role, pace),
         ]
-        self.handlers = Handlers(outbox, self, *self._before_steps, *self._after_steps, *asked)
+        self.handlers = Handlers(outbox, self, scheduler.grammars, *self._before_steps, *self._after_steps, *asked)
 
     # --- requests and steps ---
 

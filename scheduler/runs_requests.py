@@ -12,6 +12,7 @@ from .counters import Counters
 from .deadlines import Deadlines
 from .estimator import Estimator
 from .forks import Forks
+from .grammars import PreparedGrammars
 from .handover import Handovers
 from .kv_memory import KVMemory
 from .options import SchedulerOptions
@@ -35,6 +36,7 @@ class RunsRequests(Protocol):
     forks: Forks
     counters: Counters
     deadlines: Deadlines
+    grammars: PreparedGrammars
     gate: AdmissionGate
     handovers: Handovers
     draining: bool

@@ -33,6 +33,7 @@ from .ended_requests import EndedRequests
 from .estimates.cost_model import make_cost_model
 from .estimator import Estimator
 from .forks import Forks
+from .grammars import PreparedGrammars
 from .handover import Handovers, NoHandovers
 from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
@@ -71,6 +72,7 @@ class Scheduler:
         cost_model = make_cost_model(worker)
         self.instance_role = CurrentRole(options.disaggregation_mode)
         self.planner = StepPlanner(options, self.memory, worker.device, cost_model, self.instance_role)
+        self.grammars = PreparedGrammars(self.planner.waiting, outbox.to_worker)
         self.reqs: dict[str, Req] = {}
         self.ended_requests, self.forks = EndedRequests(), Forks(self.reqs)
         self.counters = Counters()
@@ -111,6 +113,7 @@ class Scheduler:
         cached = self.memory.prefix_len(req)
         req.uncached = req.known_len - cached
         self.planner.waiting.add(req)
+        self.grammars.queued(req)
         self.tiers.prefetch(req, cached, now, lambda tokens: self.estimator.compute_ms(req, tokens) / 1000)
 
     def abort(self, msg: AbortReq) -> None:

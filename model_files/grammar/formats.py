@@ -1,7 +1,7 @@
 """Formats of strings in JSON schemas, as patterns that match valid strings only.
 
-llguidance has patterns of its own, but those of dates and host names accept strings that are not valid, such as
-2021-02-29, and it lacks others. A pattern here need not match every valid string: it says what the model may write.
+llguidance has patterns of its own, but lacks some, and those of dates and host names accept invalid strings such as
+2021-02-29. A pattern here need not match every valid string: it says what the model may write.
 Formats that JSON Schema does not define are left out, as validators do.
 """
 

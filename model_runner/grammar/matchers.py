@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .tokenizer import GrammarTokenizer
 
 log = logging.getLogger(__name__)
+COMPILER_NICE = 10
+"""Niceness of the thread that compiles, so that a large grammar does not slow the steps."""
 COMPILED = 64
 """Grammars that stay compiled."""
 Mask = npt.NDArray[np.uint8]
@@ -50,12 +53,19 @@ class TokenMatcher(Protocol):
 class MakesMatchers(Protocol):
     """Makes matchers for the rows of one model."""
 
+    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
+        """Have ``grammar`` compiled on a thread of its own, which calls ``then`` afterwards."""
+
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """Return a matcher that has taken ``output``."""
 
 
 class NoMatchers:
     """Stands for ``Matchers`` on devices without structured output."""
+
+    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
+        """Raise ``AssertionError``, as ``make``."""
+        raise AssertionError("this worker serves no grammars")
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """Raise ``AssertionError``: requests with a grammar are refused before."""
@@ -69,25 +79,44 @@ class Matchers:
         self._options = options
         self._vocab_size = vocab_size
         self._tokenizer: GrammarTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         # The calling thread is bound to one core later, and threads inherit that.
         cores = os.sched_getaffinity(0)
-        self._thread = ThreadPoolExecutor(
-            1, "grammar-masks", initializer=lambda: os.sched_setaffinity(threading.get_native_id(), cores)
-        )
+
+        def begin(nice: int) -> None:
+            os.sched_setaffinity(threading.get_native_id(), cores)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+        self._masks = ThreadPoolExecutor(1, "grammar-masks", initializer=begin, initargs=(0,))
+        self._compiler = ThreadPoolExecutor(1, "grammar-compiler", initializer=begin, initargs=(COMPILER_NICE,))
+
+    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
+        """See ``MakesMatchers``."""
+        self._compile_soon(grammar)
+        # One thread: it gets here when the grammar is compiled.
+        self._compiler.submit(then)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """See ``MakesMatchers``."""
+        """See ``MakesMatchers``. Waits if ``grammar`` is being compiled."""
         matcher = self.compile(grammar).deep_copy()
         if len(output):
             matcher.consume_tokens(output.tolist())
-        return _Matcher(matcher, self._vocab_size, self._thread)
+        return _Matcher(matcher, self._vocab_size, self._masks)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return the matcher of an empty output, not to be changed. It has failed if ``grammar`` can't be used."""
+        return self._compile_soon(grammar).result()
+
+    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
         if (known := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             return known
+        made = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
+        if len(self._compiled) > COMPILED:
+            self._compiled.popitem(last=False)
+        return made
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
         tokenizer = self._load_tokenizer()
@@ -100,9 +129,6 @@ class Matchers:
         made = LLMatcher(tokenizer.tokens, lowered, log_level=0)
         if made.is_error():
             log.error("a grammar cannot be compiled: %s", made.get_error()[:200])
-        self._compiled[grammar] = made
-        if len(self._compiled) > COMPILED:
-            self._compiled.popitem(last=False)
         return made
 
     def _load_tokenizer(self) -> GrammarTokenizer:

@@ -87,7 +87,7 @@ class KVReturns:
     def on_reached(self, move: Migration, now: float) -> None:
         """Offer the KV: as a request that has one token left to compute."""
         req, peer, handover = move.req, move.peer, self._rooms.draw_id(move)
-        sampling = msgspec.structs.replace(req.msg.sampling, max_new_tokens=1, min_new_tokens=0)
+        sampling = msgspec.structs.replace(req.msg.sampling, max_new_tokens=1, min_new_tokens=0, grammar=None)
         tokens = req.token_ids[: move.kv_len].tobytes()
         request = msgspec.structs.replace(req.msg, input_ids=tokens, sampling=sampling, logprobs=None, bootstrap=None)
         peer.send(MoveOffer(peer.epoch, handover, RunningRequest(request, b"", 1, 0.0), move.kv_len, keep=True))

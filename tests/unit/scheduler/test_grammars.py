@@ -1,0 +1,134 @@
+"""Requests with a grammar wait until the worker has compiled it, and hold up no other."""
+
+from __future__ import annotations
+
+import pytest
+from support.sim import SimInstance, make_options, reference_output
+
+from pdserve.messages.base import Message
+from pdserve.messages.grammar import Grammar, GrammarPrepared, PrepareGrammar
+from pdserve.messages.outputs import ReqError
+from pdserve.messages.requests import AbortReq
+from pdserve.messages.worker import ForwardStep
+from pdserve.scheduler.grammars import READY
+
+PROMPT = [3, 5, 8, 13]
+LETTERS, DIGITS = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
+
+
+class Compiling(SimInstance):
+    """An instance with a worker that compiles grammars when the test says so."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(make_options(**options))
+        self.asked: list[PrepareGrammar] = []
+        self.outputs: list[list[int]] = []
+        """Output that each row with a grammar began with."""
+
+    def on_command(self, message: Message) -> None:
+        assert isinstance(message, PrepareGrammar)
+        self.asked.append(message)
+
+    def work(self) -> bool:
+        for message in self.to_worker.messages:
+            if isinstance(message, ForwardStep):
+                begun = [row.output for row in message.new_rows if row.sampling.grammar is not None]
+                self.outputs += [list(memoryview(output).cast("i")) for output in begun]
+        return super().work()
+
+    def settle(self) -> None:
+        """Turn until the worker has nothing to do."""
+        for _ in range(200):
+            self.plan()
+            if not self.work():
+                return
+        raise AssertionError("the worker is still busy")
+
+    def prepared(self, message: PrepareGrammar) -> None:
+        self.scheduler.grammars.on_prepared(GrammarPrepared(message.number), self.now)
+
+
+def test_a_request_waits_for_its_grammar_and_others_pass_it() -> None:
+    sim = Compiling()
+    sim.submit("waits", PROMPT, grammar=LETTERS)
+    sim.submit("passes", PROMPT[::-1])
+    sim.settle()
+    assert sim.ends.keys() == {"passes"}
+    assert [message.grammar for message in sim.asked] == [LETTERS]
+    assert "waits" in sim.scheduler.planner.waiting
+    sim.prepared(sim.asked[0])
+    sim.run_until_idle()
+    assert sim.tokens["waits"] == reference_output(PROMPT, 8)
+    assert sim.outputs == [[]]
+
+
+def test_a_grammar_is_compiled_once_for_all_its_requests() -> None:
+    sim = Compiling()
+    for name in "abc":
+        sim.submit(name, PROMPT, grammar=LETTERS)
+    sim.submit("d", PROMPT, grammar=DIGITS)
+    sim.settle()
+    assert [message.grammar for message in sim.asked] == [LETTERS, DIGITS]
+    sim.prepared(sim.asked[1])
+    sim.settle()
+    assert sim.ends.keys() == {"d"}
+    sim.prepared(sim.asked[0])
+    sim.run_until_idle()
+    sim.submit("again", PROMPT, grammar=LETTERS)
+    sim.run_until_idle()
+    assert sim.ends.keys() == {*"abcd", "again"}
+    assert len(sim.asked) == 2
+
+
+def test_a_request_that_is_aborted_meanwhile_stays_gone() -> None:
+    sim = Compiling()
+    sim.submit("gone", PROMPT, grammar=LETTERS)
+    sim.settle()
+    sim.scheduler.abort(AbortReq("gone"))
+    sim.prepared(sim.asked[0])
+    sim.run_until_idle()
+    assert not sim.tokens.get("gone")
+    sim.scheduler.check_invariants()
+
+
+def test_the_grammars_that_count_as_compiled_are_few() -> None:
+    sim = Compiling()
+    for i in range(READY + 1):
+        sim.submit(f"r{i}", PROMPT, grammar=Grammar("regex", f"a{i}"))
+        sim.settle()
+        sim.prepared(sim.asked[-1])
+        sim.run_until_idle()
+    sim.submit("first again", PROMPT, grammar=Grammar("regex", "a0"))
+    sim.settle()
+    assert len(sim.asked) == READY + 2
+    sim.prepared(sim.asked[-1])
+    sim.run_until_idle()
+
+
+def test_a_retracted_request_begins_again_with_its_output() -> None:
+    sim = Compiling(max_total_tokens=128, schedule_conservativeness=0.1)
+    for i in range(4):
+        sim.submit(f"r{i}", [i + 1] * 16, grammar=LETTERS, max_new_tokens=48)
+    sim.settle()
+    sim.prepared(sim.asked[0])
+    sim.run_until_idle()
+    assert sim.scheduler.planner.retraction.count
+    again = [output for output in sim.outputs if output]
+    assert again
+    answers = [reference_output([i + 1] * 16, 48) for i in range(4)]
+    assert all(any(answer[: len(output)] == output for answer in answers) for output in again)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_grammar_is_refused_on_a_device_that_serves_none(device: str) -> None:
+    sim = Compiling()
+    sim.scheduler.worker.device = device
+    sim.submit("r", PROMPT, grammar=LETTERS)
+    sim.settle()
+    if device == "cpu":
+        assert sim.asked
+    else:
+        error = sim.ends["r"]
+        assert isinstance(error, ReqError)
+        assert (error.status, error.field) == (400, "grammar")
+        assert "cuda:0" in error.message
