@@ -18,17 +18,23 @@ class ChatToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
+    """One turn of a conversation."""
 
     role: str
-    content: Text | None
-    """None: of an assistant's turn that has only tool calls."""
+    content: Text | list[Text] | None
+    """A text, or the texts of its parts. None: the client sent none, as for a turn that has only tool calls."""
     name: str | None = None
     reasoning_content: Text | None = None
     tool_calls: list[ChatToolCall] = []
     """Calls that the assistant made."""
     tool_call_id: str | None = None
     """Call that a turn of role "tool" answers."""
+
+    @property
+    def content_size(self) -> int:
+        """Length of the content: in characters, or in bytes where it is packed."""
+        content = self.content or ""
+        return sum(map(len, content)) if isinstance(content, list) else len(content)
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -103,7 +103,7 @@ class PromptEncoder:
     def chat_text(self, chat: Conversation) -> str:
         """Render the conversation by the model's template."""
         field = "messages"
-        self._check_size(field, sum(len(message.content or "") for message in chat.messages))
+        self._check_size(field, sum(message.content_size for message in chat.messages))
         return self.checked(field, self._template.render(chat))
 
     def checked(self, field: str, sent: Text) -> str:

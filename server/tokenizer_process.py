@@ -34,6 +34,7 @@ from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
 from ..model_files.text.limited_template import LimitedTemplate
 from ..model_files.text.load import find_chat_template, load_tokenizer
+from ..model_files.text.named_templates import NamedTemplates
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from .chat_renderer import ChatRenderer, Exits, Rendered
@@ -67,13 +68,13 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
 
 
 def _load_template(
-    process: LimitedTemplate, source: str | None, special_tokens: Mapping[str, str]
+    process: LimitedTemplate, sources: NamedTemplates | None, special_tokens: Mapping[str, str]
 ) -> LimitedTemplate | MissingTemplate:
-    """Load the template's source into its process, which ends if there is none. Raises ``TokenizerLoadError``."""
-    if source is None:
+    """Load the templates into their process, which ends if there are none. Raises ``TokenizerLoadError``."""
+    if sources is None:
         process.close()
         return MissingTemplate()
-    process.load(source, special_tokens)
+    process.load(sources, special_tokens)
     return process
 
 

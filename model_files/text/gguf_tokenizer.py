@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from .byte_table import byte_level_alphabet, byte_level_table
 from .errors import TokenizerLoadError
 from .gguf_metadata import GGUFMetadata
+from .template_source import templates_in_gguf
 from .text_tokenizer import FastTokenizer
 
 
@@ -87,7 +88,7 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> FastTokenizer:
         make_byte_table=partial(byte_level_table, tokens, special_ids),
         eos_ids=eos_ids,
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
-        chat_template=metadata.string("tokenizer.chat_template"),
+        chat_template=templates_in_gguf(metadata),
     )
 
 

@@ -20,6 +20,7 @@ from ...messages.conversation import Conversation
 from ...runtime.python import python_command
 from ...runtime.refusal_log import RefusalLog
 from .errors import PromptError, TokenizerLoadError
+from .named_templates import NamedTemplates
 from .rendering import BrokenStream, Frames, Rendered, RenderLimits, TemplateSource
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ class LimitedTemplate:
         self._failures = RefusalLog(log, "chat template")
         self._start()
 
-    def load(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Have the template compiled; raises ``TokenizerLoadError``. Comes before ``render``."""
-        self._template = TemplateSource(source, dict(special_tokens), self._limits)
+    def load(self, sources: NamedTemplates, special_tokens: Mapping[str, str]) -> None:
+        """Have the templates compiled; raises ``TokenizerLoadError``. Comes before ``render``."""
+        self._template = TemplateSource(sources, dict(special_tokens), self._limits)
         try:
             self._frames.send(self._template)
             self._get_ready()

@@ -6,6 +6,7 @@ from ..options import ModelOptions
 from .gguf_metadata import read_gguf_metadata
 from .gguf_tokenizer import tokenizer_from_gguf
 from .hf_tokenizer import tokenizer_from_folder
+from .named_templates import NamedTemplates
 from .template_source import find_tokenizer, read_template_file
 from .text_tokenizer import TextTokenizer
 
@@ -18,7 +19,7 @@ def load_tokenizer(options: ModelOptions) -> TextTokenizer:
     return tokenizer_from_folder(source.path)
 
 
-def find_chat_template(options: ModelOptions, tokenizer: TextTokenizer) -> str | None:
+def find_chat_template(options: ModelOptions, tokenizer: TextTokenizer) -> NamedTemplates | None:
     """Return the template of the options, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
     if options.chat_template is None:
         return tokenizer.chat_template

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from ...messages.conversation import Conversation
+from .named_templates import NamedTemplates
 
 T = TypeVar("T", "TemplateSource", "Rendered", Conversation)
 MAX_FRAME_BYTES = 1 << 28
@@ -34,9 +35,9 @@ class RenderLimits(msgspec.Struct, frozen=True):
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """The template to compile, the variables that it may print, and what it may take."""
+    """The templates to compile, the variables that they may print, and what they may take."""
 
-    source: str
+    sources: NamedTemplates
     special_tokens: dict[str, str]
     limits: RenderLimits
 

@@ -18,7 +18,7 @@ import setproctitle
 from ...messages.conversation import Conversation
 from ...runtime.hardening import harden
 from ...runtime.signals import leave_signals_to_parent
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplates
 from .errors import PromptError, TokenizerLoadError
 from .rendering import BrokenStream, Frames, Rendered, RenderLimits, TemplateSource
 
@@ -29,7 +29,7 @@ def serve(frames: Frames) -> None:
     limit_process(given.limits)
     start_clock(given.limits)
     try:
-        template = ChatTemplate(given.source, given.special_tokens)
+        template = ChatTemplates(given.sources, given.special_tokens)
     except TokenizerLoadError as e:
         frames.send(Rendered(error=str(e)))
         return
@@ -40,7 +40,7 @@ def serve(frames: Frames) -> None:
         frames.send(render(template, frames.receive(Conversation)))
 
 
-def render(template: ChatTemplate, chat: Conversation) -> Rendered:
+def render(template: ChatTemplates, chat: Conversation) -> Rendered:
     """Return the text, or why there is none."""
     try:
         return Rendered(template.render(chat).encode(errors="surrogatepass"))

@@ -11,10 +11,14 @@ from ..errors import ModelNotFound
 from ..model_path import ModelSource, resolve_model
 from ..options import ModelOptions
 from .errors import TokenizerLoadError
-from .gguf_metadata import read_gguf_metadata
+from .gguf_metadata import GGUFMetadata, read_gguf_metadata
+from .named_templates import DEFAULT, TOOL_USE, NamedTemplates, choose_templates
+
+TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""File of the default template, and folder of those with other names."""
 
 
-def read_chat_template(options: ModelOptions) -> str | None:
+def read_chat_template(options: ModelOptions) -> NamedTemplates | None:
     """Return the template of the options, else the model's own, else None, without loading a tokenizer.
 
     Raises ``TokenizerLoadError`` or ``ModelError``.
@@ -23,27 +27,61 @@ def read_chat_template(options: ModelOptions) -> str | None:
         return read_template_file(options.chat_template)
     source = find_tokenizer(options)
     if source.kind == "gguf":
-        return read_gguf_metadata(source.path).string("tokenizer.chat_template")
+        return templates_in_gguf(read_gguf_metadata(source.path))
     return find_template_in_folder(source.path, read_json_object(source.path / "tokenizer_config.json"))
 
 
-def find_template_in_folder(folder: Path, config: dict[str, Any]) -> str | None:
-    """Find the default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    value = read_json_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
-    return value if isinstance(value, str) else None
+def find_template_in_folder(folder: Path, config: dict[str, Any]) -> NamedTemplates | None:
+    """Find the folder's chat templates. Those in files of their own replace those in ``config``, as in transformers.
+
+    Raises ``TokenizerLoadError``.
+    """
+    named = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        named = {DEFAULT: folder / TEMPLATE_FILE, **named}
+    if named:
+        texts = {name: _read_text(file, str(file)) for name, file in named.items()}
+        return choose_templates(texts, str(named.get(DEFAULT, folder)))
+    for file, values in (
+        (folder / "chat_template.json", read_json_object(folder / "chat_template.json")),
+        (folder / "tokenizer_config.json", config),
+    ):
+        if values.get("chat_template"):
+            return choose_templates(_by_name(file, values["chat_template"]), f"chat_template in {file}")
+    return None
 
 
-def read_template_file(path: str) -> str:
-    """Return the template in the file of ``--chat-template``. Raises ``TokenizerLoadError``."""
+def _by_name(file: Path, value: Any) -> dict[str, str]:
+    """Read an entry ``chat_template``: one template, a list of templates with names, or an object by name."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        named = value if isinstance(value, dict) else {entry["name"]: entry["template"] for entry in value}
+        return msgspec.convert(named, dict[str, str])
+    except (TypeError, KeyError, msgspec.ValidationError) as e:
+        raise TokenizerLoadError(
+            f"{file}: chat_template is neither a text nor a list of objects with name and template; "
+            "correct it, or name a template with --chat-template"
+        ) from e
+
+
+def templates_in_gguf(metadata: GGUFMetadata) -> NamedTemplates | None:
+    """Return the templates in the metadata of a GGUF file, or None. Raises ``TokenizerLoadError``."""
+    key = "tokenizer.chat_template"
+    found = {DEFAULT: metadata.string(key), TOOL_USE: metadata.string(f"{key}.{TOOL_USE}")}
+    return choose_templates({n: text for n, text in found.items() if text is not None}, f"{key} in {metadata.path}")
+
+
+def read_template_file(path: str) -> NamedTemplates:
+    """Return the template in the file of ``--chat-template``. Raises ``TokenizerLoadError``."""
+    return NamedTemplates(_read_text(Path(path).expanduser(), f"--chat-template {path}"), origin=path)
+
+
+def _read_text(file: Path, name: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise TokenizerLoadError(f"--chat-template {path} can't be read: {e}") from e
+        raise TokenizerLoadError(f"{name} can't be read: {e}") from e
 
 
 def find_tokenizer(options: ModelOptions) -> ModelSource:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from .byte_table import ByteTable
 from .decoding_chain import DecodingChain, make_decoding_chain
 from .decoding_steps import CLEANUP, NO_CONTRACTIONS
+from .named_templates import NamedTemplates
 
 UNKNOWN_TOKEN_BYTES = 1024
 LONG_TEXT = 1 << 12
@@ -28,7 +29,9 @@ class TextTokenizer(ABC):
     cleans_up = False
     """Whether ``decode`` removes spaces before punctuation, as ``clean_up_tokenization_spaces`` asks for."""
 
-    def __init__(self, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: NamedTemplates | None
+    ) -> None:
         self.eos_ids = eos_ids
         self.special_tokens = special_tokens
         self.chat_template = chat_template
@@ -76,7 +79,7 @@ class FastTokenizer(TextTokenizer):
         make_byte_table: Callable[[], ByteTable | None],
         eos_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: NamedTemplates | None,
         *,
         cleans_up: bool = False,
     ) -> None:

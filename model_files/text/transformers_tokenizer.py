@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from .byte_table import ByteTable
 from .errors import TokenizerLoadError
 from .hf_files import backend_byte_table, find_eos_ids
+from .named_templates import NamedTemplates
 from .text_tokenizer import UNKNOWN_TOKEN_BYTES, FastTokenizer, TextTokenizer
 
 
@@ -23,7 +24,11 @@ class PythonTokenizer(TextTokenizer):
     max_token_bytes = UNKNOWN_TOKEN_BYTES
 
     def __init__(
-        self, tokenizer: Any, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: str | None
+        self,
+        tokenizer: Any,
+        eos_ids: tuple[int, ...],
+        special_tokens: Mapping[str, str],
+        chat_template: NamedTemplates | None,
     ) -> None:
         super().__init__(eos_ids, special_tokens, chat_template)
         self._tokenizer = tokenizer
@@ -46,7 +51,9 @@ class PythonTokenizer(TextTokenizer):
         return skip_special_tokens and token_id in self._special_ids
 
 
-def tokenizer_from_transformers(folder: Path, named: Mapping[str, str], template: str | None) -> TextTokenizer:
+def tokenizer_from_transformers(
+    folder: Path, named: Mapping[str, str], template: NamedTemplates | None
+) -> TextTokenizer:
     """Make the tokenizer of ``folder``; ``named`` tokens and ``template`` complete what the library knows."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)

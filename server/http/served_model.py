@@ -38,7 +38,7 @@ class ServedModel:
             )
         calls, thoughts = options.tool_call_parser, options.reasoning_parser
         template = None if calls == thoughts == NONE else read_chat_template(options)
-        formats = choose_formats(calls, thoughts, template)
+        formats = choose_formats(calls, thoughts, None if template is None else template.with_tools)
         return ServedModel(options.model_names, options.model_path, defaults, formats)
 
     @property

@@ -51,8 +51,11 @@ class OutputFormat:
     """Special tokens that the parser needs to see. Answers contain no other special tokens."""
     reasoning: tuple[str, str] = ("", "")
     """Text that begins and ends reasoning; empty for a format without."""
-    signs: Sequence[str] = ()
-    """Texts that the chat template of such a model contains, all of them."""
+    signs: Sequence[Sequence[str]] = ()
+    """Alternatives. The chat template of such a model contains all texts of one of them.
+
+    In the template, quotes count as not escaped, and whitespace as one space.
+    """
     shape: CallShape | None = None
     """How calls are written that ``tool_choice`` forces; None: they cannot be forced."""
 

@@ -45,13 +45,13 @@ PLAIN_TEXT = OutputFormats()
 
 def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFormats:
     """Choose by the options' values and the model's chat template, which may be missing."""
-    text = template or ""
-    found = next((one for one in FORMATS if one.signs and all(sign in text for sign in one.signs)), None)
+    text = " ".join((template or "").replace('\\"', '"').replace("\\n", "\n").split())
+    found = next((one for one in FORMATS if _has_signs(text, one)), None)
     renders_tools = "tools" in text
     own = None
     if found is not None and found.reasoning[0].strip() and found.reasoning[1].strip() in text:
         own = found
-    elif all(sign in text for sign in THINK.signs):
+    elif _has_signs(text, THINK):
         own = THINK
     return OutputFormats(
         _chosen(calls, found if renders_tools and found is not THINK else None), _chosen(thoughts, own), renders_tools
@@ -61,6 +61,10 @@ def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFor
 def marks_of(output_format: OutputFormat) -> OutputMarks:
     """Return what the detokenizer needs to know of a format."""
     return OutputMarks(output_format.shown, output_format.reasoning)
+
+
+def _has_signs(text: str, output_format: OutputFormat) -> bool:
+    return any(all(sign in text for sign in alternative) for alternative in output_format.signs)
 
 
 def _chosen(name: str, found: OutputFormat | None) -> OutputFormat | None:

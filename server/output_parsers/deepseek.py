@@ -65,4 +65,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHOWN = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR, *THINK)
-DEEPSEEK = OutputFormat("deepseek_v3", parse, SHOWN, THINK, (CALLS, SEPARATOR))
+DEEPSEEK = OutputFormat("deepseek_v3", parse, SHOWN, THINK, ((CALLS, SEPARATOR),))

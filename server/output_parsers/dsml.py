@@ -68,4 +68,4 @@ def _as_json(value: str) -> str:
 
 
 _INSIDE = ((OPEN, "parameter"), (CLOSE, "invoke"))
-DSML = OutputFormat("deepseek_v32", parse, ("｜DSML｜", *THINK), THINK, ("｜DSML｜",))
+DSML = OutputFormat("deepseek_v32", parse, ("｜DSML｜", *THINK), THINK, (("｜DSML｜",),))

@@ -85,4 +85,4 @@ def _value(reader: Reader) -> Generator[None, None, Any]:
         return bare.strip()
 
 
-GEMMA4 = OutputFormat("gemma4", parse, (BEGIN, END, QUOTE, "<|channel>", "<channel|>"), THINK, (BEGIN,))
+GEMMA4 = OutputFormat("gemma4", parse, (BEGIN, END, QUOTE, "<|channel>", "<channel|>"), THINK, ((BEGIN,),))

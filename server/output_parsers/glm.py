@@ -53,4 +53,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from text_and_calls(reader, markers, read)
 
 
-GLM = OutputFormat("glm", parse, (BEGIN, END, *THINK, KEY, KEY_END, VALUE, VALUE_END), THINK, (KEY, VALUE))
+GLM = OutputFormat("glm", parse, (BEGIN, END, *THINK, KEY, KEY_END, VALUE, VALUE_END), THINK, ((KEY, VALUE),))

@@ -110,5 +110,5 @@ HARMONY = OutputFormat(
     parse,
     (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>"),
     ("analysis<|message|>", "<|end|>"),
-    ("<|channel|>", "analysis"),
+    (("<|channel|>", "analysis"),),
 )

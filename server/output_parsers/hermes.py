@@ -31,4 +31,6 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHAPE = CallShape(f'{BEGIN}\n{{"name": "NAME", "arguments": ', f"}}\n{END}", separator="\n")
-HERMES = OutputFormat("hermes", parse, (BEGIN, END, *THINK), THINK, (BEGIN, "arguments"), SHAPE)
+HERMES = OutputFormat(
+    "hermes", parse, (BEGIN, END, *THINK), THINK, ((f"{BEGIN} {{", "arguments"), (f"{BEGIN}{{", "arguments")), SHAPE
+)

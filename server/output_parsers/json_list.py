@@ -45,8 +45,13 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 SHOWN = ("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>", *THINK, RESPONSE, RESPONSE_END)
 _LISTED = ('{"name": "NAME", "arguments": ', "}")
 GRANITE = OutputFormat(
-    "granite", parse, SHOWN, THINK, ("<|start_of_role|>",), CallShape(*_LISTED, "<|tool_call|>[", "]", ", ")
+    "granite", parse, SHOWN, THINK, (("<|start_of_role|>",),), CallShape(*_LISTED, "<|tool_call|>[", "]", ", ")
 )
 PHI4 = OutputFormat(
-    "phi4", parse, SHOWN, THINK, ("<|tool|>",), CallShape(*_LISTED, "<|tool_call|>[", "]<|/tool_call|>", ", ")
+    "phi4",
+    parse,
+    SHOWN,
+    THINK,
+    (("<|tool|>",), ("functools[",)),
+    CallShape(*_LISTED, "<|tool_call|>[", "]<|/tool_call|>", ", "),
 )

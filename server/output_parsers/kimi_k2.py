@@ -44,4 +44,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 SHOWN = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END, *THINK)
 SHAPE = CallShape(f"{CALL}functions.NAME:0{ARGUMENTS}", CALL_END, SECTION, SECTION_END)
-KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, (SECTION,), SHAPE)
+KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, ((SECTION,),), SHAPE)

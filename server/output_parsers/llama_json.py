@@ -1,4 +1,6 @@
-"""``{"name": …, "parameters": {…}}`` and nothing else, perhaps behind ``<|python_tag|>``: Llama 3.
+"""``{"name": …, "parameters": {…}}`` and nothing else, perhaps behind ``<|python_tag|>``.
+
+Llama 3 writes so, and Llama 4 where its template asks for JSON.
 
 An answer may be JSON itself: it is a call only where it names a tool of the request.
 """
@@ -13,6 +15,8 @@ from .reader import Malformed, Parser, Reader, call_of
 from .sections import only_text, text_and_calls
 
 TAG = "<|python_tag|>"
+HEADERS = ("<|start_header_id|>", "<|header_start|>")
+"""Beginnings of a turn in Llama 3 and Llama 4."""
 
 
 def parse(reader: Reader, request: ParseRequest) -> Parser:
@@ -58,4 +62,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHAPE = CallShape('{"name": "NAME", "parameters": ', "}")
-LLAMA_JSON = OutputFormat("llama3_json", parse, (TAG,), signs=("<|start_header_id|>", "parameters"), shape=SHAPE)
+SIGNS = tuple((header, '"parameters":') for header in HEADERS)
+LLAMA_JSON = OutputFormat("llama3_json", parse, (TAG,), signs=SIGNS, shape=SHAPE)

@@ -40,4 +40,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHAPE = CallShape('{"name": "NAME", "arguments": ', "}", f"{BEGIN}[", "]", ", ")
-MISTRAL = OutputFormat("mistral", parse, (BEGIN, ARGS, CALL_ID, *THINK), THINK, ("[TOOL_CALLS]",), SHAPE)
+MISTRAL = OutputFormat("mistral", parse, (BEGIN, ARGS, CALL_ID, *THINK), THINK, (("[TOOL_CALLS]",),), SHAPE)

@@ -123,4 +123,4 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
-PYTHONIC = OutputFormat("pythonic", parse, (BEGIN, END), signs=("<|header_start|>",))
+PYTHONIC = OutputFormat("pythonic", parse, (BEGIN, END), signs=(("[func_name1(",), ("<|header_start|>",)))

@@ -78,4 +78,4 @@ def _function(reader: Reader, request: ParseRequest) -> Generator[None, None, To
     return ToolCall(name, "{" + ", ".join(pairs) + "}")
 
 
-QWEN_XML = OutputFormat("qwen3_coder", parse, (BEGIN, END, *THINK), THINK, ("<function=", "<parameter="))
+QWEN_XML = OutputFormat("qwen3_coder", parse, (BEGIN, END, *THINK), THINK, ((BEGIN, FUNCTION, PARAMETER),))

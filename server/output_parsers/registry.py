@@ -28,11 +28,11 @@ FORMATS: tuple[OutputFormat, ...] = (
     QWEN_XML,
     GLM,
     MISTRAL,
+    HERMES,
     GRANITE,
     PHI4,
-    HERMES,
-    PYTHONIC,
     LLAMA_JSON,
+    PYTHONIC,
     THINK,
 )
-"""In the order in which templates are tried: the first one with all its signs is the model's."""
+"""In the order in which templates are tried: the first one with its signs is the model's."""

@@ -15,4 +15,4 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
     yield from only_text(reader)
 
 
-THINK = OutputFormat("think", parse, PAIR, PAIR, PAIR[1:])
+THINK = OutputFormat("think", parse, PAIR, PAIR, (PAIR[1:],))

@@ -15,7 +15,7 @@ from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
-from ...model_files.text.chat_template import ChatTemplate
+from ...model_files.text.chat_template import ChatTemplates
 from ...model_files.text.errors import TokenizerLoadError
 from ...model_files.text.load import find_chat_template, load_tokenizer
 from ...model_runner.errors import NotEnoughMemory
@@ -144,7 +144,7 @@ def _texts(options: WorkerOptions, source: ModelSource) -> Iterator[Finding]:
         yield ok("tokenizer", f"reads 5 words as {tokens} tokens")
         template = find_chat_template(options, tokenizer)
         if template is not None:
-            ChatTemplate(template, tokenizer.special_tokens)
+            ChatTemplates(template, tokenizer.special_tokens)
     except TokenizerLoadError as e:
         yield problem("tokenizer", str(e))
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....messages.conversation import ChatMessage, Conversation
-from ....messages.packed_text import pack
+from ....messages.packed_text import Text, pack
 from .schemas import ChatMessageBody
 from .tools import ToolBody, for_template, read_calls
 
@@ -33,13 +33,17 @@ def _turn(message: ChatMessageBody) -> ChatMessage:
     # "developer" is OpenAI's newer word for "system"; chat templates know only "system".
     role = "system" if message.role == "developer" else message.role
     thought = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    text = message.text
     return ChatMessage(
         role,
-        # Templates recognise a turn that only calls tools by its missing content.
-        None if message.tool_calls and not text else pack(text),
+        _content(message),
         message.name,
         None if thought is None else pack(thought),
         read_calls(message.tool_calls),
         message.tool_call_id,
     )
+
+
+def _content(message: ChatMessageBody) -> Text | list[Text] | None:
+    if isinstance(message.content, list):
+        return [pack(part.text) for part in message.content]
+    return None if message.content is None else pack(message.content)

@@ -162,6 +162,12 @@ class TextPart(Body):
     text: str
 
 
+Content = Annotated[
+    Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
+    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
+]
+
+
 class ChatMessageBody(Body):
     """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template.
 
@@ -171,26 +177,18 @@ class ChatMessageBody(Body):
     unserved: ClassVar[Unserved] = CHAT_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
-        Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
-    ]
+    content: Content | None = None
+    """Missing from an assistant's turn that was all tool calls or thinking."""
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: ToolCallBodies = Field(default_factory=list)
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_content(cls, raw: Any) -> Any:
-        # An assistant's turn that was all tool calls or thinking: clients send it back with null, or without.
-        if isinstance(raw, dict) and raw.get("role") == "assistant" and raw.get("content") is None:
-            return {**raw, "content": ""}
-        return raw
-
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessageBody:
+        if self.content is None and self.role != "assistant":
+            raise FieldError("content", "is required")
         if self.tool_calls and self.role != "assistant":
             raise FieldError("tool_calls", 'belongs to a message of role "assistant"')
         if self.tool_call_id is not None and self.role != "tool":
@@ -201,14 +199,17 @@ class ChatMessageBody(Body):
     def characters(self) -> int:
         """Length of the content, the reasoning and the arguments of calls together."""
         thought = self.reasoning_content or self.reasoning or ""
-        return len(self.text) + len(thought) + sum(len(repr(call.function.arguments)) for call in self.tool_calls)
+        return (
+            self._content_characters
+            + len(thought)
+            + sum(len(repr(call.function.arguments)) for call in self.tool_calls)
+        )
 
     @property
-    def text(self) -> str:
-        """The content as plain text, parts joined by newlines."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+    def _content_characters(self) -> int:
+        if isinstance(self.content, list):
+            return sum(len(part.text) for part in self.content)
+        return len(self.content or "")
 
 
 ChatMessages = Annotated[list[ChatMessageBody], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

@@ -3,22 +3,25 @@
 import pytest
 
 from pdserve.messages.conversation import ChatMessage, Conversation
-from pdserve.model_files.text import chat_template
-from pdserve.model_files.text.chat_template import ChatTemplate
+from pdserve.model_files.text import chat_template, jinja_environment
+from pdserve.model_files.text.chat_template import ChatTemplate, ChatTemplates
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.load import find_chat_template, load_tokenizer
+from pdserve.model_files.text.named_templates import NamedTemplates
 from pdserve.server.options import ServerOptions
 
 HI = [ChatMessage("user", "Hi <b>é</b>")]
+NOTHING = [ChatMessage("user", "")]
+"""A conversation without a text that a template could leave out."""
 
 
-def render(source, messages=HI, **options):
+def render(source, messages=NOTHING, **options):
     return ChatTemplate(source, {"bos_token": "<s>"}).render(Conversation(messages, **options))
 
 
 def test_the_embedded_models_template():
     tokenizer = load_tokenizer(ServerOptions())
-    template = ChatTemplate(find_chat_template(ServerOptions(), tokenizer), tokenizer.special_tokens)
+    template = ChatTemplates(find_chat_template(ServerOptions(), tokenizer), tokenizer.special_tokens)
     assert template.render(Conversation([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")])) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -32,13 +35,15 @@ def test_the_embedded_models_template():
         ("  {% if add_generation_prompt %}\nx{% endif %}", "x"),
         ("{% for m in messages %}{% if 1 %}{% break %}{% endif %}{% endfor %}y", "y"),
         ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{{ dict(a=1)['a'] }}{{ dict.fromkeys('ab') | tojson }}", '1{"a": null, "b": null}'),
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{% if tools %}t{% else %}none{% endif %}", "none"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
     ],
 )
 def test_what_templates_use(source, text):
-    assert render(source) == text
+    assert render(source, HI if "content" in source else NOTHING) == text
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,8 @@ def test_what_templates_use(source, text):
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "append"),
+        ("{% set ns = namespace(_a=1) %}", "_a"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "__class__"),
     ],
 )
 def test_a_template_that_fails_names_its_reason(source, message):
@@ -62,7 +69,7 @@ def test_a_template_that_runs_out_of_memory_refuses_the_conversation(monkeypatch
     def too_much(layout):
         raise MemoryError
 
-    monkeypatch.setattr(chat_template, "_strftime_now", too_much)
+    monkeypatch.setattr(jinja_environment, "_strftime_now", too_much)
     with pytest.raises(PromptError, match="refuses this conversation"):
         render("{{ strftime_now('%Y') }}")
 
@@ -103,11 +110,9 @@ def test_variables_that_have_fields_of_their_own_are_refused(name):
 
 
 def test_names_and_thoughts_are_there_only_where_given():
-    source = (
-        "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{{ m.reasoning_content or '' }};{% endfor %}"
-    )
+    source = "{% for m in messages %}{{ m.name or '-' }}{{ m.reasoning_content or '' }}{{ m.content }};{% endfor %}"
     messages = [ChatMessage("user", "a", name="Ann"), ChatMessage("assistant", "b", reasoning_content="hm")]
-    assert render(source, messages) == "Ann;-hm;"
+    assert render(source, messages) == "Anna;-hmb;"
 
 
 CHATML = (
@@ -118,16 +123,31 @@ CHATML = (
 
 def test_an_answer_can_go_on_with_the_last_message_or_with_none():
     turns = [ChatMessage("user", "go"), ChatMessage("assistant", "go on ")]
-    assert render(CHATML, turns, continue_final_message=True, add_generation_prompt=False) == (
-        "<user>go</><assistant>go on "
-    )
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    # The template trims content, and so does transformers what is before the end.
+    assert render(CHATML, turns, **options) == "<user>go</><assistant>go on"
+    assert render(CHATML.replace(" | trim", ""), turns, **options) == "<user>go</><assistant>go on "
     assert render(CHATML, turns, add_generation_prompt=False) == "<user>go</><assistant>go on</>"
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ messages[0].content }}", "{{ messages[-1].content }}{{ messages[-1].content }}"]
+    "source", ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"]
 )
 def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(source):
     with pytest.raises(PromptError) as e:
         render(source, [ChatMessage("user", "a"), ChatMessage("assistant", "b")], continue_final_message=True)
     assert e.value.field == "continue_final_message"
+
+
+def test_conversations_with_tools_have_a_template_of_their_own():
+    templates = ChatTemplates(NamedTemplates("{{ 1 }}", "{{ tools | tojson }}"), {})
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert templates.render(Conversation(NOTHING)) == "1"
+    assert "now" in templates.render(Conversation(NOTHING, tools=tools))
+
+
+def test_a_broken_template_is_named():
+    with pytest.raises(TokenizerLoadError, match=r"a/b.jinja is wrong in line 1"):
+        ChatTemplates(NamedTemplates("{% if %}", origin="a/b.jinja"), {})
+    with pytest.raises(TokenizerLoadError, match=r"x.json \(tool_use\) is wrong in line 1"):
+        ChatTemplates(NamedTemplates("", "{% if %}", "x.json"), {})

@@ -8,7 +8,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.model_files.text.errors import TokenizerLoadError
-from pdserve.model_files.text.load import find_chat_template, load_tokenizer
+from pdserve.model_files.text.load import load_tokenizer
 from pdserve.server.options import ServerOptions
 
 
@@ -73,22 +73,9 @@ def test_tokens_that_only_the_config_names_are_added_where_their_id_fits(tmp_pat
     assert tokenizer.byte_table.special_ids == frozenset({256, 257, 258, 259})
 
 
-@pytest.mark.parametrize(
-    "value", ["{{ 1 }}", [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ 1 }}"}]]
-)
-def test_chat_template_of_the_config(tmp_path, value):
-    assert load(make_folder(tmp_path, tokenizer_config={"chat_template": value})).chat_template == "{{ 1 }}"
-
-
-def test_chat_template_file_of_the_folder_and_of_the_options_come_first(tmp_path):
-    folder = make_folder(tmp_path, tokenizer_config={"chat_template": "config"})
-    (folder / "chat_template.jinja").write_text("file")
-    tokenizer = load(folder)
-    assert find_chat_template(ServerOptions(), tokenizer) == "file"
-    (folder / "mine.jinja").write_text("mine")
-    assert find_chat_template(ServerOptions(chat_template=str(folder / "mine.jinja")), tokenizer) == "mine"
-    with pytest.raises(TokenizerLoadError, match="--chat-template"):
-        find_chat_template(ServerOptions(chat_template=str(folder / "gone.jinja")), tokenizer)
+def test_the_chat_template_of_the_folder_comes_along(tmp_path):
+    tokenizer = load(make_folder(tmp_path, tokenizer_config={"chat_template": "{{ 1 }}"}))
+    assert tokenizer.chat_template.default == "{{ 1 }}"
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config"])

@@ -128,7 +128,7 @@ def test_what_asks_for_another_prompt_reaches_the_tokenizer() -> None:
     turns = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "reasoning_content": "hm"}, USER]
     named = asked(messages=turns)
     assert named.chat is not None
-    assert named.chat.messages[:2] == [ChatMessage("user", "a", "Ann"), ChatMessage("assistant", "", None, "hm")]
+    assert named.chat.messages[:2] == [ChatMessage("user", "a", "Ann"), ChatMessage("assistant", None, None, "hm")]
 
 
 def test_completions_without_special_tokens() -> None:

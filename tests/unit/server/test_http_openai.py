@@ -133,7 +133,7 @@ def test_chat() -> None:
         }
     ]
     assert engine.requests[0].chat is not None
-    assert engine.requests[0].chat.messages == [ChatMessage("system", "be brief"), ChatMessage("user", "a\nb")]
+    assert engine.requests[0].chat.messages == [ChatMessage("system", "be brief"), ChatMessage("user", ["a", "b"])]
 
 
 def test_chat_stream_opens_each_choice_with_its_role() -> None:

@@ -197,14 +197,15 @@ def test_what_can_not_be_served_is_refused(body: dict[str, Any], template: str, 
     assert not engine.sent
 
 
-def test_a_history_with_calls_reaches_the_template() -> None:
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_a_history_with_calls_reaches_the_template(content: str | None) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]
     answer = {"role": "tool", "tool_call_id": "c1", "content": "20 degrees"}
-    _, engine = ask({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}, answer]})
+    _, engine = ask({"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}, answer]})
     chat = engine.sent[0].chat
     assert chat is not None
     assert chat.messages[1:] == [
-        ChatMessage("assistant", None, tool_calls=[ChatToolCall("c1", "weather", {"city": "Rome"})]),
+        ChatMessage("assistant", content, tool_calls=[ChatToolCall("c1", "weather", {"city": "Rome"})]),
         ChatMessage("tool", "20 degrees", tool_call_id="c1"),
     ]
 

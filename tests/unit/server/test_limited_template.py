@@ -14,13 +14,14 @@ from pdserve.messages.packed_text import PackedText, pack
 from pdserve.model_files.text import template_process
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.limited_template import LimitedTemplate
+from pdserve.model_files.text.named_templates import NamedTemplates
 from pdserve.model_files.text.rendering import BrokenStream, RenderLimits, TemplateSource
 
 LIMITS = RenderLimits(cpu_seconds=1.0, memory_bytes=1 << 27, seconds=limit(30))
 BOMBS = {
     "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
     "{% endfor %}",
-    "calls": "{{ (range(99999) | list | tojson) | wordcount }}" * 999,
+    "calls": "{{ (range(99999) | list | tojson) | wordcount }}" * 200,
     "memory": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "text": "{% for a in range(99999) %}{% for b in range(99999) %}ab{% endfor %}{% endfor %}",
 }
@@ -36,7 +37,7 @@ def chat(text: str = "hi", **args: object) -> Conversation:
 @pytest.fixture(scope="module")
 def template() -> Iterator[LimitedTemplate]:
     template = LimitedTemplate(LIMITS)
-    template.load(TEMPLATE, {"bos_token": "<s>"})
+    template.load(NamedTemplates(TEMPLATE), {"bos_token": "<s>"})
     yield template
     template.close()
 
@@ -86,7 +87,7 @@ def test_threads_wait_for_each_other(template: LimitedTemplate) -> None:
 def test_a_conversation_is_read_on_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the one before has left may be next to nothing, and a long one takes a while to read."""
     done: list[str] = []
-    arriving = iter((TemplateSource("{{ messages[0].content }}", {}, LIMITS), chat(), chat()))
+    arriving = iter((TemplateSource(NamedTemplates("{{ messages[0].content }}"), {}, LIMITS), chat(), chat()))
 
     class Told:
         def receive(self, kind: type) -> object:
@@ -110,13 +111,13 @@ def test_a_conversation_is_read_on_its_own_time(monkeypatch: pytest.MonkeyPatch)
 def test_what_does_not_compile_ends_the_start(source: str, reason: str) -> None:
     template = LimitedTemplate(LIMITS)
     with pytest.raises(TokenizerLoadError, match=reason):
-        template.load(source, {})
+        template.load(NamedTemplates(source), {})
     template.close()
 
 
 def test_a_constant_that_is_too_large_refuses_each_conversation() -> None:
     template = LimitedTemplate(LIMITS)
-    template.load("{{ 'a' * 10000000000 }}", {})
+    template.load(NamedTemplates("{{ 'a' * 10000000000 }}"), {})
     with pytest.raises(PromptError, match="MemoryError"):
         template.render(chat())
     template.close()
@@ -124,6 +125,6 @@ def test_a_constant_that_is_too_large_refuses_each_conversation() -> None:
 
 def test_surrogates_that_a_template_writes_arrive() -> None:
     template = LimitedTemplate(LIMITS)
-    template.load("{{ '\\ud800' }}", {})
-    assert template.render(chat()) == "\ud800"
+    template.load(NamedTemplates("{{ '\\ud800' }}"), {})
+    assert template.render(chat("")) == "\ud800"
     template.close()

@@ -165,22 +165,42 @@ def test_a_long_argument_costs_linear_time() -> None:
 TEMPLATES = {
     # Within a string of the template, quotes are escaped.
     "hermes": '{{ "tools <tool_call>{\\"name\\": <n>, \\"arguments\\": <args>}</tool_call> <think></think>" }}',
-    "qwen3_coder": "tools <tool_call><function=example><parameter=x></parameter></function> </think>",
+    "qwen3_coder": "tools <tool_call>\\n<function=example><parameter=x></parameter></function> </think>",
     "glm": "tools <arg_key>{{ k }}</arg_key><arg_value> <think></think>",
     "mistral": "[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS]",
-    "llama3_json": "<|start_header_id|> tools parameters",
+    "llama3_json": '<|start_header_id|> tools {"name": n, \\"parameters\\": p}',
     "deepseek_v3": "tools <｜tool▁calls▁begin｜><｜tool▁sep｜> </think>",
     "gpt_oss": "tools <|channel|>analysis<|message|> <|end|>",
     "granite": "tools <|start_of_role|>",
+    "phi4": "{{ tools }} write functools[{name, arguments}]",
+    "pythonic": "<|header_start|> {{ tools }} write [func(a=1)]",
 }
+OTHER_TEMPLATES = [
+    ("hermes", '<|start_of_role|>{{ tools }} write <tool_call>\\n{\\"name\\": n, \\"arguments\\": a}</tool_call>'),
+    ("hermes", "{{ tools }} write\n<tool_call>\n{'arguments': <a>, 'name': <n>}\n</tool_call>"),
+    ("llama3_json", '<|header_start|> {{ tools }} write {"name": n, "parameters": p}'),
+    ("pythonic", "<|start_header_id|> {{ tools }} parameters [func_name1(a=1), func_name2(b=2)]"),
+    ("pythonic", "<start_of_turn> {{ tools }} write [func_name1(a=1)]"),
+    ("phi4", "<|tool|>{{ tools }}<|/tool|>"),
+    # Not known: calls of one kind within the marks of another.
+    (None, '{{ tools }} list in <tool_call></tool_call> as follows: <tool_calls>[{"arguments": a}]</tool_calls>'),
+    (None, "{{ tools }} <seed:tool_call>\n<function=f><parameter=p></parameter></function></seed:tool_call>"),
+    (None, "<|start_header_id|> {{ tools }} <function=NAME>parameters</function>"),
+    (None, '<|start_header_id|> {{ tools }} [{"name": n, "arguments": a}] if no parameters lack'),
+]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_template_says_what_format_it_is(name: str) -> None:
     found = choose_formats("auto", "auto", TEMPLATES[name])
     assert (found.calls, found.renders_tools) == (BY_NAME[name], True)
-    own = {"mistral": None, "llama3_json": None, "granite": None}.get(name, BY_NAME[name])
-    assert found.reasoning is own
+    without = ("mistral", "llama3_json", "granite", "phi4", "pythonic")
+    assert found.reasoning is (None if name in without else BY_NAME[name])
+
+
+@pytest.mark.parametrize(("name", "template"), OTHER_TEMPLATES)
+def test_templates_that_differ_from_the_usual_of_their_kind(name: str | None, template: str) -> None:
+    assert choose_formats("auto", "auto", template).calls is BY_NAME.get(name or "")
 
 
 def test_options_come_before_the_template() -> None:

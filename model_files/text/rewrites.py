@@ -1,0 +1,63 @@
+"""Other ways to put the same conversation, for templates that do not print it as the client sent it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ...messages.conversation import ChatMessage, Conversation
+
+Rewrite = Callable[[Conversation], Conversation]
+
+
+def as_sent(chat: Conversation) -> Conversation:
+    """Return ``chat`` itself."""
+    return chat
+
+
+def without_reasoning(chat: Conversation) -> Conversation:
+    """Leave the reasoning of earlier turns out. The template of gpt-oss refuses it beside content and calls."""
+    return _with_messages(chat, (msgspec.structs.replace(m, reasoning_content=None) for m in chat.messages))
+
+
+def split_calls(chat: Conversation) -> Conversation:
+    """Put text and tool calls of one turn in two. The template of Llama 3 prints only the calls of such a turn."""
+    # The last message is the one to continue.
+    return chat if chat.continue_final_message else _with_messages(chat, _split(chat))
+
+
+def name_calls_by_id(chat: Conversation) -> Conversation:
+    """Give calls ids that tell their names and places. The template of Kimi K2 prints nothing else of a call's name."""
+    return _with_messages(chat, _with_telling_ids(chat))
+
+
+REWRITES: tuple[Rewrite, ...] = (as_sent, without_reasoning, split_calls, name_calls_by_id)
+"""In the order in which they are tried."""
+
+
+def _with_messages(chat: Conversation, messages: Iterator[ChatMessage]) -> Conversation:
+    return msgspec.structs.replace(chat, messages=list(messages))
+
+
+def _split(chat: Conversation) -> Iterator[ChatMessage]:
+    for message in chat.messages:
+        if message.content and message.tool_calls:
+            yield msgspec.structs.replace(message, tool_calls=[])
+            yield msgspec.structs.replace(message, content=None, reasoning_content=None)
+        else:
+            yield message
+
+
+def _with_telling_ids(chat: Conversation) -> Iterator[ChatMessage]:
+    count, new_ids = 0, dict[str, str]()
+    for message in chat.messages:
+        calls = []
+        for call in message.tool_calls:
+            new_ids[call.id] = f"functions.{call.name}:{count}"
+            calls.append(msgspec.structs.replace(call, id=new_ids[call.id]))
+            count += 1
+        answered = message.tool_call_id
+        yield msgspec.structs.replace(
+            message, tool_calls=calls, tool_call_id=None if answered is None else new_ids.get(answered, answered)
+        )
