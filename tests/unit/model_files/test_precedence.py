@@ -14,7 +14,7 @@ from support.families import make_config, make_reference
 from support.gguf_export import write_gguf
 from support.model_harness import Harness
 
-from pdserve.model_files.errors import InvalidWeights, UnsupportedModel
+from pdserve.model_files.errors import InvalidWeights, ModelError, UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.sampling_defaults import read_sampling_defaults
@@ -24,7 +24,7 @@ from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
 from pdserve.model_files.text.text_tokenizer import FastTokenizer
 from tests.unit.model_files.test_model_config import read
-from tests.unit.model_files.test_tokenizer_hf import make_backend, make_folder
+from tests.unit.model_files.test_tokenizer_hf import make_folder
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
@@ -108,6 +108,19 @@ def test_longrope_says_when_short_texts_get_the_factors_of_long_ones(tmp_path: P
     assert "--context-length 64 computes short texts" in caplog.text
 
 
+def test_older_files_have_sampling_defaults_in_config(tmp_path: Path) -> None:
+    source = ModelSource("hf", tmp_path)
+    config = {"temperature": 0.3, "top_k": None, "text_config": {"top_k": 7, "temperature": 0.9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_sampling_defaults(source).given == {"temperature": 0.3, "top_k": 7}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_sampling_defaults(source).given == {}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(ModelError, match=r"/config\.json: temperature is hot"):
+        read_sampling_defaults(source)
+
+
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_a_top_k_that_means_all_tokens_is_none(tmp_path: Path, top_k: int) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": top_k, "temperature": 0.7}))
@@ -189,16 +202,10 @@ def test_properties_in_the_config_replace_those_of_the_tokenizer(tmp_path: Path)
     assert 257 in tokenizer.byte_table.special_ids
 
 
-def test_a_token_behind_a_gap_is_left_out(tmp_path: Path) -> None:
-    backend = make_backend()
-    data = json.loads(backend.to_str())
-    data["added_tokens"][-1]["id"] = 300
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    added = {"259": entry("<near>"), "301": entry("<next>")}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    tokenizer = load(tmp_path)
-    found = {text: tokenizer.backend.token_to_id(text) for text in ("<near>", "<next>")}
-    assert all(token_id in (None, int(key)) for key, token_id in zip(added, found.values(), strict=True))
+def test_new_tokens_get_the_ids_of_the_file_or_are_left_out(tmp_path: Path) -> None:
+    added = {"259": entry("<one>"), "260": entry("<two>"), "262": entry("<far>")}
+    tokenizer = load(make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added, "pad_token": "<far>"}))
+    assert [tokenizer.backend.token_to_id(text) for text in ("<one>", "<two>", "<far>")] == [259, 260, None]
 
 
 def test_special_tokens_are_split_if_the_config_says_so(tmp_path: Path) -> None:
