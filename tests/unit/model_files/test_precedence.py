@@ -67,6 +67,21 @@ def test_an_original_context_beside_the_ropes_of_layer_types_does_not_count() ->
     assert spec_from_hf(one | {"original_max_position_embeddings": 32}).ropes[0].original_context == 32
 
 
+def test_layers_with_a_window_that_is_off_are_refused(tmp_path: Path) -> None:
+    layers = {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 21}
+    assert read(tmp_path, **layers, use_sliding_window=True).layers[1].attention.window == 21
+    with pytest.raises(UnsupportedModel, match="layer_types has sliding_attention, but sliding_window 21 is not used"):
+        read(tmp_path, **layers, use_sliding_window=False)
+
+
+def test_a_window_of_all_layers_is_that_whatever_layer_types_says(tmp_path: Path) -> None:
+    phi3 = {"model_type": "phi3", "sliding_window": 21}
+    for layers in ({}, {"layer_types": ["full_attention"] * 2}):
+        assert [layer.attention.window for layer in read(tmp_path, **phi3, **layers).layers] == [21, 21]
+    with pytest.raises(UnsupportedModel, match=r"layer_types .* is not supported for a 'phi3' model"):
+        read(tmp_path, **phi3, layer_types=["full_attention", "sliding_attention"])
+
+
 def test_half_a_llama3_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"config\.json .*low_freq_factor"):
         read(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 8.0})
@@ -184,6 +199,12 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     assert tokenizer.byte_table is not None
     assert tokenizer.byte_table.special_ids >= set(ids)
     assert tokenizer.special_tokens == {"eos_token": "a", "image_token": "c"}
+
+
+def test_a_named_token_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
+    added = {"added_tokens_decoder": {"259": entry("<end>", special=False), "260": entry("<tool>", special=False)}}
+    tokenizer = load(make_folder(tmp_path, tokenizer_config={"eos_token": "<end>", **added}))
+    assert tokenizer.decode([259, 260], skip_special_tokens=True) == "<tool>"
 
 
 def test_a_named_token_that_is_nowhere_is_added_at_the_end(tmp_path: Path) -> None:
