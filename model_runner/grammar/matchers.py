@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 COMPILER_NICE = 10
 """Niceness of the thread that compiles, so that a large grammar does not slow the steps."""
+NOT_SERVED = "this worker serves no grammars"
 COMPILED = 64
 """Grammars that stay compiled."""
-Mask = npt.NDArray[np.uint8]
-"""One bit a token, lowest first; 1: allowed."""
+F32 = npt.NDArray[np.float32]
 
 
 class TokenMatcher(Protocol):
     """State of one row's output."""
 
-    def mask(self) -> Mask:
-        """Return the tokens that may come next; waits for it. None is allowed if the matcher has failed."""
+    def penalties(self) -> F32:
+        """Return what is added to the logits of the next token, [V]: 0 where it is allowed, else -inf. Waits for it.
 
-    def accept(self, token: int) -> None:
-        """Take the next token of the output, and begin to compute the mask after it."""
+        No token is allowed if the matcher has failed.
+        """
 
 
 class MakesMatchers(Protocol):
@@ -59,17 +59,24 @@ class MakesMatchers(Protocol):
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """Return a matcher that has taken ``output``."""
 
+    def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
+        """Have each matcher take the next token of its output, and compute the penalties after it. Does not wait."""
+
 
 class NoMatchers:
-    """Stands for ``Matchers`` on devices without structured output."""
+    """Stands for ``Matchers`` on devices without structured output. Requests with a grammar are refused before."""
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """Raise ``AssertionError``, as ``make``."""
-        raise AssertionError("this worker serves no grammars")
+        """Raise ``AssertionError``."""
+        raise AssertionError(NOT_SERVED)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """Raise ``AssertionError``: requests with a grammar are refused before."""
-        raise AssertionError("this worker serves no grammars")
+        """Raise ``AssertionError``."""
+        raise AssertionError(NOT_SERVED)
+
+    def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
+        """Raise ``AssertionError`` if there are any."""
+        assert not chosen, NOT_SERVED
 
 
 class Matchers:
@@ -101,7 +108,22 @@ class Matchers:
         matcher = self.compile(grammar).deep_copy()
         if len(output):
             matcher.consume_tokens(output.tolist())
-        return _Matcher(matcher, self._vocab_size, self._masks)
+        made = _Matcher(matcher, self._vocab_size)
+        made.computed = self._masks.submit(made.compute)
+        return made
+
+    def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
+        """See ``MakesMatchers``."""
+        pairs = [(matcher, token) for matcher, token in chosen if isinstance(matcher, _Matcher)]
+
+        def advance() -> None:
+            for matcher, token in pairs:
+                matcher.take(token)
+
+        # One job for all rows: to hand over a job of its own for each costs as much as a mask.
+        computed = self._masks.submit(advance)
+        for matcher, _ in pairs:
+            matcher.computed = computed
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return the matcher of an empty output, not to be changed. It has failed if ``grammar`` can't be used."""
@@ -141,27 +163,36 @@ class Matchers:
 
 
 class _Matcher:
-    def __init__(self, matcher: LLMatcher, vocab_size: int, thread: ThreadPoolExecutor) -> None:
+    """A matcher of llguidance. All but ``penalties`` runs on the masks' thread."""
+
+    computed: Future[None]
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
-        self._thread = thread
-        self._mask = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        """One bit a token, lowest first; 1: allowed."""
+        self._penalties = np.zeros(vocab_size, np.float32)
         self._has_failed = False
-        self._computed: Future[None] = thread.submit(self._compute)
 
-    def mask(self) -> Mask:
-        self._computed.result()
-        return self._mask
+    def penalties(self) -> F32:
+        self.computed.result()
+        return self._penalties
 
-    def accept(self, token: int) -> None:
-        self._computed.result()
-        self._matcher.consume_token(token)
-        self._computed = self._thread.submit(self._compute)
-
-    def _compute(self) -> None:
+    def take(self, token: int) -> None:
         try:
-            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            self._matcher.consume_token(token)
         except BaseException:  # a panic of the library is no Exception, and must end this request alone
+            log.exception("a token cannot be matched")
+            self._has_failed = True
+        self.compute()
+
+    def compute(self) -> None:
+        try:
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        except BaseException:  # as above
             log.exception("a token mask cannot be computed")
             self._has_failed = True
         if self._has_failed or self._matcher.is_error():
-            self._mask[:] = 0
+            self._bits[:] = 0
+        allowed = np.unpackbits(self._bits, count=len(self._penalties), bitorder="little").view(np.bool_)
+        self._penalties = np.where(allowed, np.float32(0.0), np.float32(-np.inf))

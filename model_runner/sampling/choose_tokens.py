@@ -18,7 +18,7 @@ def choose_tokens(
 ) -> Sampled[HostArray]:
     """Choose the token at ``positions[i]`` of each of ``rows``, with ``params`` [S].
 
-    ``logits_SV``: changed meanwhile, and afterwards as they were.
+    ``logits_SV``: changed meanwhile. Those of rows with log-probabilities are put back.
     """
     with edited(logits_SV, params, states.edits(rows, params, positions)):
         return sampler.sample(logits_SV, params, positions)

@@ -134,7 +134,7 @@ def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, posi
 
 @contextmanager
 def edited(logits_NV: F32, params: RowParams, edits: Sequence[HostEdit]) -> Iterator[None]:
-    """Apply the edits in order to logits on the host, in place; undo them at the end.
+    """Apply the edits in order to logits on the host, in place. Undo them at the end, as far as they are read again.
 
     Log-probabilities are of the logits as they were.
     """

@@ -9,7 +9,7 @@ import numpy as np
 from ....messages.base import unpack_i32
 from ....messages.worker import RowInit
 from ...grammar.matchers import MakesMatchers, TokenMatcher
-from ..row_params import F32, I64, RowParams
+from ..row_params import F32, I64, NO_LOGPROBS, RowParams
 from .base import HostEdit, LogitEdit, Undo
 
 
@@ -30,12 +30,13 @@ class GrammarMask(LogitEdit["MaskedRows"]):
     def of(self, rows: I64, params: RowParams, positions: I64) -> MaskedRows | None:
         """See the base class."""
         found = self._found(rows, params)
-        return MaskedRows(found) if found else None
+        return MaskedRows(found, positions) if found else None
 
     def accept(self, rows: I64, params: RowParams, tokens: I64) -> None:
         """Take the tokens that were chosen for the rows."""
-        for i, matcher in self._found(rows, params):
-            matcher.accept(int(tokens[i]))
+        found = self._found(rows, params)
+        if found:
+            self._makes.advance([(matcher, int(tokens[i])) for i, matcher in found])
 
     def _found(self, rows: I64, params: RowParams) -> list[tuple[int, TokenMatcher]]:
         found = ((i, self._rows[int(rows[i])]) for i in np.flatnonzero(params["penalised"]).tolist())
@@ -45,21 +46,22 @@ class GrammarMask(LogitEdit["MaskedRows"]):
 class MaskedRows(HostEdit):
     """The rows of a step that have a grammar, each with its place among them."""
 
-    def __init__(self, matchers: Sequence[tuple[int, TokenMatcher]]) -> None:
+    def __init__(self, matchers: Sequence[tuple[int, TokenMatcher]], positions: I64) -> None:
         self._matchers = matchers
+        self._positions = positions
 
     def change(self, logits_NV: F32, params: RowParams) -> Undo:
-        """See the base class."""
-        vocab = logits_NV.shape[1]
+        """Add the penalties. Rows without log-probabilities are not put back: nothing reads them again."""
         old = []
         for i, matcher in self._matchers:
-            row = logits_NV[i]
-            old.append((i, row.copy()))
-            allowed = np.unpackbits(matcher.mask(), count=vocab, bitorder="little").view(np.bool_)
-            np.copyto(row, -np.inf, where=~allowed)
-            if row.max() == -np.inf:
-                # Where only the end is allowed, the ban on it (min_tokens) is lifted.
-                row[allowed] = 0.0
+            row, own = logits_NV[i], params[i]
+            if own["logprobs"] != NO_LOGPROBS:
+                old.append((i, row.copy()))
+            penalties = matcher.penalties()
+            row += penalties
+            if self._positions[i] - own["prompt_len"] < own["min_new_tokens"] and row.max() == -np.inf:
+                # Only the end is allowed, which is banned as yet: the ban is lifted.
+                row[:] = penalties
 
         def undo() -> None:
             for i, values in old:

@@ -52,7 +52,8 @@ class Rows:
 
     def start(self, row: int, params: SamplingParams, output: list[int]) -> None:
         packed = pack_i32(np.array(output, np.int32))
-        self.states.start(RowInit(row, 3, params, stop_ids=(self.eos,), output=packed))
+        # Only the logits of rows with log-probabilities are put back.
+        self.states.start(RowInit(row, 3, params, stop_ids=(self.eos,), logprobs=0, output=packed))
 
     def step(self, rows: list[int], positions: list[int]) -> list[int]:
         """Sample one token for each of ``rows``; check that the logits are left as they were."""
@@ -160,18 +161,18 @@ def test_an_answer_may_do_without_reasoning_unless_it_is_open(matchers, tokenize
     for is_open in (False, True):
         grammar = Grammar("regex", "[0-9]{3}", reasoning=("<think>", "</think>"), is_reasoning_open=is_open)
         matcher = matchers.make(grammar, np.array(digits, np.int32))
-        allowed = np.unpackbits(matcher.mask(), count=VOCAB, bitorder="little")
+        allowed = matcher.penalties() == 0
         assert bool(allowed[tokenizer.eos_ids[0]]) is not is_open
 
 
 def test_output_that_breaks_the_grammar_leaves_no_token(matchers, tokenizer):
     (letters,) = tokenizer.encode_batch(["xyz"], add_special_tokens=False)
-    assert not matchers.make(Grammar("regex", "[0-9]+"), np.array(letters, np.int32)).mask().any()
+    assert matchers.make(Grammar("regex", "[0-9]+"), np.array(letters, np.int32)).penalties().max() != 0
 
 
 def test_a_grammar_that_cannot_be_compiled_leaves_no_token(matchers):
-    assert not matchers.make(Grammar("regex", "(a"), np.array([], np.int32)).mask().any()
-    assert not matchers.make(Grammar("json_schema", "{"), np.array([], np.int32)).mask().any()
+    assert matchers.make(Grammar("regex", "(a"), np.array([], np.int32)).penalties().max() != 0
+    assert matchers.make(Grammar("json_schema", "{"), np.array([], np.int32)).penalties().max() != 0
 
 
 def test_matchers_of_one_grammar_are_compiled_once(matchers, monkeypatch):
@@ -183,6 +184,6 @@ def test_matchers_of_one_grammar_are_compiled_once(matchers, monkeypatch):
 
 def test_the_padding_of_the_vocabulary_is_never_allowed(matchers):
     matcher = matchers.make(Grammar("regex", "(?s:.*)"), np.array([], np.int32))
-    allowed = np.unpackbits(matcher.mask(), count=VOCAB, bitorder="little")
+    allowed = matcher.penalties() == 0
     assert allowed[:49000].sum() > 40000
     assert not allowed[49152:].any()
