@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile test-tokenizers mutants test-clients chaos campaigns checkpoint-campaign hostile-campaign template-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow record-answers test-sanitizers test-hostile test-tokenizers mutants test-clients chaos campaigns checkpoint-campaign hostile-campaign reader-campaign template-campaign gpu-check gpu-wheels check lint house types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -96,6 +96,9 @@ hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or
 
 template-campaign: $(STAMP) ## render conversations by the chat templates in TEMPLATES=DIR and compare with transformers; REASONS=1: say why
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m template_campaign $(TEMPLATES) $(if $(REASONS),--reasons)
+
+reader-campaign: $(STAMP) ## read damaged model files, 100,000 for each reader; READERS="--reader gguf --count 1000 --seed 1"; a sample is in make test
+	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m readers $(READERS)
 
 # Not by setup: a machine with a GPU has its own PyTorch, and may have no network. There it is python3 that has PyTorch,
 # and PYTHONPATH may name what was taken along.

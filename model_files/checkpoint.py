@@ -10,7 +10,8 @@ from typing import NamedTuple
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from .errors import InvalidWeights
+from .errors import InvalidWeights, brief, shortened
+from .json_file import BROKEN_JSON
 from .model_path import ModelSource
 
 SINGLE = "model.safetensors"
@@ -49,17 +50,24 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except (OSError, msgspec.MsgspecError) as e:
-        raise InvalidWeights(f"{index} is no usable index of a checkpoint: {e}; download it again") from e
+    except BROKEN_JSON as e:
+        raise InvalidWeights(f"{index} is no usable index of a checkpoint: {brief(e)}; download it again") from e
     if strange := sorted(repr(name) for name in names if Path(name).name != name or name == ".."):
-        raise InvalidWeights(f"{index} names {strange[0]}: files of a checkpoint lie beside its index")
+        raise InvalidWeights(f"{index} names {shortened(strange[0])}: files of a checkpoint lie beside its index")
     files = sorted(index.parent / name for name in names)
     if not files:
         raise InvalidWeights(f"{index} names no files; download it again")
     for file in files:
-        if not file.is_file():
-            raise InvalidWeights(f"{index} names {file.name}, which is not beside it; download that file")
+        if not _is_file(file):
+            raise InvalidWeights(f"{index} names {shortened(file.name)}, which is not beside it; download that file")
     return files
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:
+        return False  # no system has names of this length
 
 
 def tensor_sizes(source: ModelSource) -> list[TensorSize]:
@@ -93,4 +101,4 @@ def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
                     weights = packed.get(name.rpartition(".")[2], several)
                     yield TensorSize(name, weights)
         except (SafetensorError, OSError) as e:
-            raise InvalidWeights(f"{file} can't be read: {e}") from e
+            raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 OTHER_WEIGHTS = "the files hold other weights than at the start; restart to serve those"
 """Message of ``InvalidWeights`` for weights that are loaded again."""
+
+
+MAX_MESSAGE = 500
+"""Maximum characters of a message, which may have a value of any size."""
+MAX_REASON = 200
+"""Maximum characters of another library's message that is quoted."""
+
+
+def brief(error: BaseException) -> str:
+    """Return the message of an error as a part of a sentence: damaged files are quoted in full by some libraries."""
+    return shortened(" ".join(str(error).split()).rstrip(".") or type(error).__name__, MAX_REASON)
+
+
+def shortened(text: str, size: int = MAX_REASON) -> str:
+    """Return the beginning of a text, which may be of any length."""
+    return text if len(text) <= size else f"{text[:size]}…"
 
 
 class ModelError(Exception):
@@ -24,3 +44,28 @@ class UnsupportedModel(ModelError):
 
 class InvalidWeights(ModelError):
     """The weights are damaged, incomplete, or do not fit the model's own config."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file or folder in every ``ModelError`` that does not name it yet."""
+    try:
+        yield
+    except ModelError as e:
+        if str(path) in str(e):
+            raise
+        raise type(e)(f"{path}: {shortened(str(e), MAX_MESSAGE)}") from e
+
+
+@contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """Name ``file`` in all errors of reading its values, which may be of any type and size.
+
+    ``what``: what a sentence says of the file if a value is not as it should be. Raises ``ModelError``.
+    """
+    try:
+        with naming(file):
+            yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        reason = f"it lacks {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {brief(e)}"
+        raise UnsupportedModel(f"{file} {what}: {reason}; correct it, or download it again") from e

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from .errors import UnsupportedModel
+from .errors import UnsupportedModel, naming
+from .json_file import read_json_object
 from .model_path import ModelSource
 
+CONFIG = "config.json"
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length")
 """What configs call the longest sequence; the first that is there counts."""
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -32,11 +32,7 @@ class ForeignModel(NamedTuple):
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json; raises ``UnsupportedModel`` if it is missing or unreadable."""
-    file = folder / "config.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as e:
-        raise UnsupportedModel(f"{file} is no usable model config: {e.__class__.__name__}: {e}") from e
+    return read_json_object(folder / CONFIG, UnsupportedModel)
 
 
 def read_foreign(source: ModelSource) -> ForeignModel:
@@ -45,10 +41,11 @@ def read_foreign(source: ModelSource) -> ForeignModel:
         raise UnsupportedModel("--model-impl transformers does not read GGUF files; take the model's safetensors")
     raw = read_hf_config(source.path)
     family = str(raw.get("model_type", "(none)"))
-    reason = _refusal(raw)
-    if reason is not None:
-        raise UnsupportedModel(f"architecture {family!r}: {reason}")
-    return ForeignModel(family, _integer(raw, CONTEXT_KEYS), _integer(raw, ("vocab_size",)))
+    with naming(source.path / CONFIG):
+        reason = _refusal(raw)
+        if reason is not None:
+            raise UnsupportedModel(f"architecture {family!r}: {reason}")
+        return ForeignModel(family, _integer(raw, CONTEXT_KEYS), _integer(raw, ("vocab_size",)))
 
 
 def layer_types_refusal(types: object) -> str | None:
@@ -76,4 +73,4 @@ def _integer(raw: Mapping[str, Any], keys: tuple[str, ...]) -> int:
         value = raw.get(key)
         if isinstance(value, int) and value > 0:
             return value
-    raise UnsupportedModel(f"config.json says none of {', '.join(keys)}, without which the model can't be served")
+    raise UnsupportedModel(f"it says none of {', '.join(keys)}, without which the model can't be served")

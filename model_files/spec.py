@@ -19,12 +19,22 @@ from enum import StrEnum
 
 from .errors import UnsupportedModel
 
+MAX_LAYERS = 10_000
+"""Layers that a model may have, many times those of the deepest published one."""
+
 
 def _require_sizes(**sizes: int) -> None:
     """Raise ``UnsupportedModel`` for what there is none of, by its name: engines count on one at least."""
     for name, size in sizes.items():
         if size < 1:
             raise UnsupportedModel(f"{name} {size} is not supported: it must be 1 at least")
+
+
+def checked_layers(key: str, count: int) -> int:
+    """Return the number of layers that ``key`` says; raises ``UnsupportedModel`` for one that fills the memory."""
+    if count > MAX_LAYERS:
+        raise UnsupportedModel(f"{key} {count} is not supported: it can be {MAX_LAYERS} at most")
+    return count
 
 
 class RopeType(StrEnum):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from .errors import UnsupportedModel
+from .errors import UnsupportedModel, reading
 from .families.registry import spec_from_gguf, spec_from_hf
+from .json_file import read_json_object
 from .model_path import ModelSource
 from .spec import ModelSpec
 
@@ -24,21 +22,12 @@ def _read_gguf(path: Path) -> ModelSpec:
     from .gguf_reader import GGUFFile
 
     file = GGUFFile(path)
-    try:
+    with reading(path, "has no usable metadata"):
         return spec_from_gguf(GGUFConfig(file))
-    except UnsupportedModel as e:
-        raise UnsupportedModel(f"{path}: {e}") from e
-    except KeyError as e:
-        raise UnsupportedModel(f"{path} lacks the metadata {e}") from e
-    except (TypeError, ValueError, ArithmeticError) as e:
-        raise UnsupportedModel(f"{path} has no usable metadata: {e.__class__.__name__}: {e}") from e
 
 
 def _read_hf(folder: Path) -> ModelSpec:
     file = folder / "config.json"
-    try:
-        return spec_from_hf(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
-    except UnsupportedModel as e:
-        raise UnsupportedModel(f"{file}: {e}") from e
-    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, OSError, msgspec.MsgspecError) as e:
-        raise UnsupportedModel(f"{file} is no usable model config: {e.__class__.__name__}: {e}") from e
+    raw = read_json_object(file, UnsupportedModel)
+    with reading(file, "is no usable model config"):
+        return spec_from_hf(raw)

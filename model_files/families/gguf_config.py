@@ -20,6 +20,7 @@ from ..spec import (
     RopeSpec,
     RopeType,
     Stack,
+    checked_layers,
 )
 from ..tensor_names import GGUF_LAYER
 
@@ -82,7 +83,7 @@ class GGUFConfig:
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        return self.integer("block_count")
+        return checked_layers("block_count", self.integer("block_count"))
 
     @property
     def heads(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..spec import checked_layers
+
 
 class HFValues:
     """Values of a config.json. Keys that were read are remembered, so that others can be refused.
@@ -44,7 +46,7 @@ class HFValues:
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        return self.integer("num_hidden_layers")
+        return checked_layers("num_hidden_layers", self.integer("num_hidden_layers"))
 
     @property
     def heads(self) -> int:

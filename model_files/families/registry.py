@@ -67,7 +67,7 @@ GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
 
 def is_known(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a family here."""
-    return raw.get("model_type") in (HF.keys() | TEXT_OF.keys())
+    return str(raw.get("model_type")) in (HF.keys() | TEXT_OF.keys())
 
 
 def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:

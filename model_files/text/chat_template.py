@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from ...messages.conversation import Conversation
+from ..errors import brief
 from .errors import PromptError, TokenizerLoadError
 from .jinja_environment import make_environment
 from .named_templates import NamedTemplates
@@ -61,7 +62,9 @@ class ChatTemplate:
         try:
             self._template = make_environment().from_string(source)
         except jinja2.TemplateSyntaxError as e:
-            raise TokenizerLoadError(f"{origin} is wrong in line {e.lineno}: {e}; see --chat-template") from e
+            raise TokenizerLoadError(f"{origin} is wrong in line {e.lineno}: {brief(e)}; see --chat-template") from e
+        except (SyntaxError, *RENDER_ERRORS) as e:
+            raise TokenizerLoadError(f"{origin} can't be compiled: {brief(e)}; see --chat-template") from e
 
     def render(self, chat: Conversation) -> str:
         """Render the text that the model continues.

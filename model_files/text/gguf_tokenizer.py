@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from ..errors import shortened
 from .byte_table import byte_level_alphabet, byte_level_table
 from .errors import TokenizerLoadError
 from .gguf_metadata import GGUFMetadata
@@ -96,14 +97,14 @@ def _find_splitting(metadata: GGUFMetadata) -> Splitting:
     model = metadata.string("tokenizer.ggml.model")
     if model != "gpt2":
         raise TokenizerLoadError(
-            f"{metadata.path} has a tokenizer of kind {model!r}; from GGUF only 'gpt2' (byte-level BPE) is supported. "
-            "Give the model's Hugging Face folder as --tokenizer-path"
+            f"{metadata.path} has a tokenizer of kind {shortened(repr(model))}; from GGUF only 'gpt2' (byte-level BPE) "
+            "is supported. Give the model's Hugging Face folder as --tokenizer-path"
         )
     pre = metadata.string("tokenizer.ggml.pre")
     if pre not in SPLITTINGS:
         raise TokenizerLoadError(
-            f"{metadata.path} has the pre-tokenizer {pre!r}; from GGUF these are supported: {', '.join(SPLITTINGS)}. "
-            "Give the model's Hugging Face folder as --tokenizer-path"
+            f"{metadata.path} has the pre-tokenizer {shortened(repr(pre))}; from GGUF these are supported: "
+            f"{', '.join(SPLITTINGS)}. Give the model's Hugging Face folder as --tokenizer-path"
         )
     return SPLITTINGS[pre]
 
@@ -121,7 +122,8 @@ def _build_backend(metadata: GGUFMetadata, splitting: Splitting, tokens: list[st
     for pair in merges:
         if not {*pair, "".join(pair)} <= vocab.keys():
             raise TokenizerLoadError(
-                f"{metadata.path}: merge {' '.join(pair)!r} is of tokens that tokenizer.ggml.tokens lacks; {ELSEWHERE}"
+                f"{metadata.path}: merge {shortened(repr(' '.join(pair)))} is of tokens that tokenizer.ggml.tokens "
+                f"lacks; {ELSEWHERE}"
             )
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=splitting.ignore_merges))
     backend.pre_tokenizer = _pre_tokenizer(splitting)
@@ -145,13 +147,13 @@ def _check_tokens(metadata: GGUFMetadata, tokens: Sequence[str]) -> None:
             raise TokenizerLoadError(f"{metadata.path}: no token is the byte 0x{byte:02x} alone; {ELSEWHERE}")
     if len(known) < len(tokens):
         token, count = Counter(tokens).most_common(1)[0]
-        raise TokenizerLoadError(f"{metadata.path}: {count} tokens are {token!r}; {ELSEWHERE}")
+        raise TokenizerLoadError(f"{metadata.path}: {count} tokens are {shortened(repr(token))}; {ELSEWHERE}")
 
 
 def _split_merge(metadata: GGUFMetadata, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
-        raise TokenizerLoadError(f"{metadata.path}: merge {merge!r} does not name two tokens")
+        raise TokenizerLoadError(f"{metadata.path}: merge {shortened(repr(merge))} does not name two tokens")
     return left, right
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
+from ..errors import brief, shortened
 from .errors import TokenizerLoadError
 from .template_source import read_json_object
 
@@ -71,22 +72,18 @@ def add_stated(backend: Tokenizer, stated: StatedTokens) -> None:
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special |= set(stated.named.values())
     listed = stated.added | (backend.get_added_tokens_decoder() if stated.is_older else {})
-    wanted, next_id = list[AddedToken](), _next_id(backend)
     for token_id, token in sorted(listed.items()):
         token.special |= token.content in special
         is_new = backend.token_to_id(token.content) is None
-        if repr(token) != known.get(token.content) and not (is_new and token_id != next_id):
-            wanted.append(token)
-            next_id += is_new
+        if repr(token) != known.get(token.content) and not (is_new and token_id != _next_id(backend)):
+            backend.add_tokens([token])
     mentioned = known.keys() | {token.content for token in listed.values()}
-    # All at once: the library makes its search anew each time.
-    backend.add_tokens([*wanted, *(token for token in stated.special if token.content not in mentioned)])
+    backend.add_tokens([token for token in stated.special if token.content not in mentioned])
 
 
 def _next_id(backend: Tokenizer) -> int:
     """Return the id that the library gives to the next new token."""
-    size = backend.get_vocab_size(with_added_tokens=False)
-    return max(size, max(backend.get_added_tokens_decoder(), default=-1) + 1)
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -101,7 +98,9 @@ def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) ->
         elif isinstance(value, list):
             listed += [token for token in value if token not in listed]
         else:
-            raise TokenizerLoadError(f"{folder / CONFIG}: extra_special_tokens {value!r} is no list of tokens")
+            raise TokenizerLoadError(
+                f"{folder / CONFIG}: extra_special_tokens {shortened(repr(value))} is no list of tokens"
+            )
     return listed, named
 
 
@@ -118,14 +117,16 @@ def _as_token(folder: Path, name: str, value: Any) -> AddedToken:
     try:
         return _made(msgspec.convert(value, _Entry), special=True)
     except msgspec.ValidationError as e:
-        raise TokenizerLoadError(f"{folder / CONFIG}: {name} {value!r} is no token ({e}); write its text") from e
+        raise TokenizerLoadError(
+            f"{folder / CONFIG}: {name} {shortened(repr(value))} is no token ({brief(e)}); write its text"
+        ) from e
 
 
 def _added(folder: Path, entries: Any) -> dict[int, AddedToken]:
     try:
         tokens = msgspec.convert(entries, dict[int, _Entry], strict=False)
     except msgspec.ValidationError as e:
-        raise TokenizerLoadError(f"{folder / CONFIG}: added_tokens_decoder is no table of tokens: {e}") from e
+        raise TokenizerLoadError(f"{folder / CONFIG}: added_tokens_decoder is no table of tokens: {brief(e)}") from e
     return {token_id: _made(entry, special=entry.special) for token_id, entry in tokens.items()}
 
 

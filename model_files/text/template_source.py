@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ModelNotFound
+from ..json_file import read_optional_object
 from ..model_path import ModelSource, resolve_model
 from ..options import ModelOptions
 from .errors import TokenizerLoadError
@@ -101,9 +102,4 @@ def find_tokenizer(options: ModelOptions) -> ModelSource:
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in ``file``, {} if there is no such file; raises ``TokenizerLoadError``."""
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as e:
-        raise TokenizerLoadError(f"{file} can't be read: {e}") from e
+    return read_optional_object(file, TokenizerLoadError)

@@ -12,9 +12,13 @@ from tokenizers import Tokenizer
 from .byte_table import ByteTable
 from .decoding_chain import DecodingChain, make_decoding_chain
 from .decoding_steps import CLEANUP, NO_CONTRACTIONS
+from .errors import PromptError, TokenizerLoadError
+from .library_errors import library_errors
 from .named_templates import NamedTemplates
 
 UNKNOWN_TOKEN_BYTES = 1024
+MAX_VOCABULARY = 1 << 24
+"""Ids that a vocabulary may have: sixty times those of the largest published one."""
 LONG_TEXT = 1 << 12
 """Characters from which on a single text is encoded as a batch of one: it takes half the time, as a batch has no
 offsets."""
@@ -118,10 +122,11 @@ class FastTokenizer(TextTokenizer):
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """See ``TextTokenizer``."""
-        if len(texts) == 1 and len(texts[0]) < LONG_TEXT:  # no thread pool for the common case
-            return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        with library_errors(_unencodable):
+            if len(texts) == 1 and len(texts[0]) < LONG_TEXT:  # no thread pool for the common case
+                return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See ``TextTokenizer``."""
@@ -142,10 +147,23 @@ class FastTokenizer(TextTokenizer):
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
 
+def _unencodable(reason: str) -> PromptError:
+    return PromptError("text", f"the model's tokenizer can't encode this text: {reason}")
+
+
 def vocabulary_tokens(backend: Tokenizer) -> list[str | None]:
-    """Return the tokens by id, added ones included; None for an id without a token."""
+    """Return the tokens by id, added ones included; None for an id without a token.
+
+    Raises ``TokenizerLoadError`` for an id that no vocabulary has.
+    """
     vocab = backend.get_vocab(with_added_tokens=True)
-    tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    largest = max(vocab, key=vocab.__getitem__, default="")
+    size = vocab.get(largest, -1) + 1
+    if size > MAX_VOCABULARY:
+        raise TokenizerLoadError(
+            f"token {largest[:40]!r} has the id {size - 1}, and {MAX_VOCABULARY - 1} is the largest"
+        )
+    tokens: list[str | None] = [None] * size
     for token, token_id in vocab.items():
         tokens[token_id] = token
     return tokens

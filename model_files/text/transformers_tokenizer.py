@@ -70,7 +70,7 @@ def tokenizer_from_transformers(
     decoder = msgspec.json.decode(backend.to_str(), type=dict[str, Any]).get("decoder")
     return FastTokenizer(
         make_backend=lambda: backend,
-        make_byte_table=partial(backend_byte_table, backend, decoder, frozenset(tokenizer.all_special_ids)),
+        make_byte_table=partial(backend_byte_table, folder, backend, decoder, frozenset(tokenizer.all_special_ids)),
         eos_ids=eos_ids,
         special_tokens=special_tokens,
         chat_template=template,

@@ -11,11 +11,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, ReaderTensor
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from ...model_files.errors import UnsupportedModel
-from ...model_files.gguf_reader import GGUFFile
+from ...model_files.gguf_reader import GGUFFile, GGUFTensor
 from ...model_files.rope_order import Order, row_order
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import Part, find_parts
@@ -78,13 +78,13 @@ class GGUFWeights(WeightSource):
         }
 
 
-def _matrix(tensor: ReaderTensor, part: Part, order: Order | None) -> GGUFMatrix:
+def _matrix(tensor: GGUFTensor, part: Part, order: Order | None) -> GGUFMatrix:
     data = tensor.data if part.expert is None else tensor.data[part.expert]
     rows = data[part.where]
     return GGUFMatrix(tensor.tensor_type, (len(rows), int(tensor.shape[0])), rows, order)
 
 
-def _read(tensor: ReaderTensor, expert: int | None) -> Tensor:
+def _read(tensor: GGUFTensor, expert: int | None) -> Tensor:
     """Dequantise the tensor, or one matrix of a stack: a whole stack would be too large."""
     data = tensor.data if expert is None else tensor.data[expert]
     try:

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ...model_files.errors import naming
 from ...model_files.model_path import ModelSource
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
@@ -51,7 +52,7 @@ def load_model_weights(
         for name, view in weights.items()
         if name not in left_out
     }
-    with torch.inference_mode():
+    with torch.inference_mode(), naming(source.path):
         samples = load_weights(targets, _open_source(targets, source, spec, load_format, seed, left_out))
     if packed is not None:
         samples |= packed.fill(shapes)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
-from ...model_files.errors import InvalidWeights
+from ...model_files.errors import InvalidWeights, brief
 from ...model_files.packing import Packing, PackingKind
 from ...model_files.rope_order import row_order
 from ...model_files.spec import ModelSpec
@@ -157,7 +157,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as e:
-        raise InvalidWeights(f"{file} can't be read: {e}") from e
+        raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
 
 
 class DummyMatrices(PackedSource):

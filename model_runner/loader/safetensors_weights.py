@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
-from ...model_files.errors import InvalidWeights
+from ...model_files.errors import InvalidWeights, brief
 from ...model_files.packing import Packing, read_packing
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD, find_parts
@@ -130,7 +130,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as e:
-        raise InvalidWeights(f"{file} can't be read: {e}") from e
+        raise InvalidWeights(f"{file} can't be read: {brief(e)}; download it again") from e
 
 
 def packing_of(folder: Path) -> Packing | None:

@@ -9,12 +9,11 @@ from .checkpoint import Change, both
 
 Axes = Mapping[str, Mapping[str, Change]]
 """Changes by axis and label."""
-MODEL, TEXT, SAMPLING = "model", "text", "sampling"
+MODEL, TEXT = "model", "text"
 
 
 class Variant(NamedTuple):
-    """A changed base. ``side``: what is compared, greedy tokens (``MODEL``), token ids of texts
-    (``TEXT``) or sampling defaults (``SAMPLING``).
+    """A changed base. ``side``: what is compared, greedy tokens (``MODEL``) or token ids of texts (``TEXT``).
 
     ``lengths``: lengths of the prompts, in tokens. ``context``: the ``--context-length``, or None. ``refusal``: what
     the message of the refusal must contain; None: a refusal is not required.
