@@ -1,15 +1,19 @@
-"""What a model's makers would have it sampled with, where a client says nothing: its ``generation_config.json``."""
+"""Sampling values of a model's makers, for what a request leaves out: its ``generation_config.json``.
+
+Without that file, they are read from ``config.json``, as transformers does.
+"""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ModelError
 from .json_file import read_optional_object
 from .model_path import ModelSource
 
-FILE = "generation_config.json"
+FILE, OLDER_FILE = "generation_config.json", "config.json"
 
 
 class SamplingDefaults(NamedTuple):
@@ -31,22 +35,21 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
-    """Read the defaults beside the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
+    """Read the defaults in the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
 
     Values that a request could not have are left out, like a top_k of 0 or -1, which means all tokens.
     """
     if source.kind == "gguf":
         return NO_DEFAULTS
-    config = read_optional_object(source.path / FILE, ModelError)
+    file = source.path / (FILE if (source.path / FILE).is_file() else OLDER_FILE)
+    config = _read(file)
 
     def number(name: str, least: float, most: float) -> float | None:
         value = config.get(name)
         if value is None or (isinstance(value, int | float) and value == 0 and least > 0):
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ModelError(
-                f"{source.path / FILE}: {name} is {_shown(value)}; put it right, or start with --sampling-defaults none"
-            )
+            raise ModelError(f"{file}: {name} is {_shown(value)}; put it right, or start with --sampling-defaults none")
         return value
 
     top_k = None if config.get("top_k") == -1 else number("top_k", 1, 2**31 - 1)
@@ -57,6 +60,14 @@ def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
         min_p=number("min_p", 0, 1),
         repetition_penalty=number("repetition_penalty", 0.01, 2),
     )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    config = read_optional_object(file, ModelError)
+    # Of models for more than texts, config.json may have the values in the part for texts.
+    inner = config.get("text_config")
+    stated = {name: value for name, value in config.items() if value is not None}
+    return (inner if isinstance(inner, dict) else {}) | stated
 
 
 def _shown(value: Any) -> str:

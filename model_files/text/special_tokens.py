@@ -72,18 +72,22 @@ def add_stated(backend: Tokenizer, stated: StatedTokens) -> None:
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special |= set(stated.named.values())
     listed = stated.added | (backend.get_added_tokens_decoder() if stated.is_older else {})
+    wanted, next_id = list[AddedToken](), _next_id(backend)
     for token_id, token in sorted(listed.items()):
         token.special |= token.content in special
         is_new = backend.token_to_id(token.content) is None
-        if repr(token) != known.get(token.content) and not (is_new and token_id != _next_id(backend)):
-            backend.add_tokens([token])
+        if repr(token) != known.get(token.content) and not (is_new and token_id != next_id):
+            wanted.append(token)
+            next_id += is_new
     mentioned = known.keys() | {token.content for token in listed.values()}
-    backend.add_tokens([token for token in stated.special if token.content not in mentioned])
+    # All at once: the library makes its search anew each time.
+    backend.add_tokens([*wanted, *(token for token in stated.special if token.content not in mentioned)])
 
 
 def _next_id(backend: Tokenizer) -> int:
     """Return the id that the library gives to the next new token."""
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    size = backend.get_vocab_size(with_added_tokens=False)
+    return max(size, max(backend.get_added_tokens_decoder(), default=-1) + 1)
 
 
 def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

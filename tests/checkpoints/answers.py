@@ -15,6 +15,8 @@ from support.model_harness import Harness, draw
 from torch import Tensor
 
 from pdserve.model_files.errors import ModelError
+from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from pdserve.model_files.text.errors import TextError
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.server.options import ServerOptions
@@ -133,6 +135,29 @@ def their_texts(folder: Path) -> Texts:
     ends = _ends(folder, CONFIG) | _ends(folder, GENERATION) | {tokenizer.eos_token_id}
     assert generation <= ends
     return Texts(ids, shown, dict(tokenizer.special_tokens_map), {end for end in ends if end is not None})
+
+
+def our_sampling(folder: Path) -> dict[str, float]:
+    """Return pdserve's sampling defaults. Raises one of ``REFUSALS``."""
+    return dict(read_sampling_defaults(ModelSource("hf", folder)).given)
+
+
+def their_sampling(folder: Path) -> dict[str, float]:
+    """Return transformers' sampling defaults, but for a top_k of all tokens. Raises ``ReferenceFailed``."""
+    with _quiet():
+        try:
+            stated = _generation_config(folder)
+        except Exception as e:
+            raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
+    values = {name: getattr(stated, name) for name in SamplingDefaults._fields}
+    return {name: value for name, value in values.items() if value is not None and (name, value) != ("top_k", 0)}
+
+
+def _generation_config(folder: Path) -> Any:
+    """Return the config that transformers' models generate with."""
+    if (folder / GENERATION).is_file():
+        return transformers.GenerationConfig.from_pretrained(folder)
+    return transformers.GenerationConfig.from_pretrained(folder, config_file_name=CONFIG, _from_model_config=True)
 
 
 def _generation_ends(folder: Path) -> set[int]:

@@ -88,6 +88,29 @@ def _gemma3() -> torch.nn.Module:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _glm4() -> torch.nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    return transformers.Glm4ForCausalLM(_config("Glm4", head_dim=8, rope_parameters=rope))
+
+
+def _olmo3() -> torch.nn.Module:
+    return transformers.Olmo3ForCausalLM(_config("Olmo3", sliding_window=21, rope_parameters=NESTED))
+
+
+def _gpt_oss() -> torch.nn.Module:
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 21, "head_dim": 8}
+    return transformers.GptOssForCausalLM(_config("GptOss", **experts))
+
+
+def _mistral() -> torch.nn.Module:
+    return transformers.MistralForCausalLM(_config("Mistral", sliding_window=None))
+
+
+def _qwen3_moe() -> torch.nn.Module:
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(_config("Qwen3Moe", **experts))
+
+
 EAGER = {"attn_implementation": "eager"}
 BASES: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": _llama,
@@ -95,6 +118,11 @@ BASES: dict[str, Callable[[], torch.nn.Module]] = {
     "phi3": _phi3,
     "gemma3_text": _gemma3_text,
     "gemma3": _gemma3,
+    "glm4": _glm4,
+    "olmo3": _olmo3,
+    "gpt_oss": _gpt_oss,
+    "mistral": _mistral,
+    "qwen3_moe": _qwen3_moe,
 }
 """Functions that make the model of transformers, by the name of the base."""
 

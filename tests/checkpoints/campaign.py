@@ -14,6 +14,7 @@ from .gguf_statements import GGUFVariant, gguf_variants
 from .head_statements import head_variants
 from .judge import Outcome, Verdict, judge, judge_gguf
 from .rope_statements import rope_variants
+from .sampling_statements import sampling_variants
 from .token_statements import token_variants
 from .variant import Variant
 
@@ -23,7 +24,15 @@ AnyVariant = Variant | GGUFVariant
 def all_variants() -> list[AnyVariant]:
     """Return all variants, the same ones each time."""
     return list(
-        chain(rope_variants(), head_variants(), file_variants(), json_cases(), token_variants(), gguf_variants())
+        chain(
+            rope_variants(),
+            head_variants(),
+            file_variants(),
+            json_cases(),
+            token_variants(),
+            sampling_variants(),
+            gguf_variants(),
+        )
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .bases import VOCAB
-from .checkpoint import CONFIG, SINGLE, TOKENIZER_CONFIG, Change, Checkpoint, drop, of_config, put, unchanged
+from .checkpoint import CONFIG, SINGLE, TOKENIZER_CONFIG, Change, Checkpoint, both, drop, of_config, put, unchanged
 from .pairs import all_pairs
 from .variant import Axes, Variant, from_rows
 
@@ -105,6 +105,14 @@ WINDOWS: Axes = {
 }
 
 
+PLAIN_ROPE = of_config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+OF_ALL: Axes = {
+    "sliding_window": _stated("sliding_window", {"21": 21, "null": None}),
+    "layer_types": _stated("layer_types", {"full": [FULL, FULL], "one": [FULL, SLIDING], "null": None}),
+}
+"""Windows of families in which all layers have one, if there is one."""
+
+
 def head_variants() -> Iterator[Variant]:
     """Yield variants with all combinations of statements about heads and types, and all pairs about sizes, windows."""
     for base in ("llama", "qwen3", "gemma3_text"):
@@ -112,7 +120,13 @@ def head_variants() -> Iterator[Variant]:
     yield from from_rows("gemma3", "heads", OUTER, _all(OUTER))
     yield from from_rows("llama", "types", TYPES, _all(TYPES))
     yield from from_rows("llama", "sizes", SIZES, _pairs(SIZES, 5))
-    yield from from_rows("qwen3", "windows", WINDOWS, _pairs(WINDOWS, 6))
+    for base in ("qwen3", "qwen3_moe"):
+        yield from from_rows(base, "windows", WINDOWS, _pairs(WINDOWS, 6))
+    for variant in [
+        *from_rows("mistral", "windows", OF_ALL, _all(OF_ALL)),
+        *from_rows("phi3", "windows", OF_ALL, _all(OF_ALL)),
+    ]:
+        yield variant._replace(change=both(PLAIN_ROPE, variant.change))
 
 
 def _all(axes: Axes) -> Iterator[dict[str, str]]:

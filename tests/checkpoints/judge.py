@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +16,11 @@ from .answers import (
     Texts,
     Tokens,
     load_reference,
+    our_sampling,
     our_texts,
     our_tokens,
     reference_logits,
+    their_sampling,
     their_texts,
 )
 from .bases import make_base
@@ -25,7 +28,7 @@ from .checkpoint import unchanged
 from .exemptions import find_exemption, is_on_purpose
 from .gguf_parts import make_parts
 from .gguf_statements import GGUFVariant
-from .variant import MODEL, Variant
+from .variant import MODEL, SAMPLING, TEXT, Variant
 
 ATOL = 1e-3
 NAMED = re.compile(r"[\w.-]+\.(?:json|safetensors|gguf)\b|[a-z]+(?:_[a-z]+)+|'[\w.-]+'")
@@ -54,9 +57,8 @@ def judge(variant: Variant, folder: Path, bases: Path) -> Outcome:
     checkpoint = make_base(variant.base, bases / variant.base).copy()
     variant.change(checkpoint)
     checkpoint.write(folder)
-    compare = _compare_tokens if variant.side == MODEL else _compare_texts
     try:
-        difference = compare(variant, folder)
+        difference = COMPARE[variant.side](variant, folder)
     except REFUSALS as e:
         return _refused(variant, str(e), folder)
     except Exception as e:  # noqa: BLE001 - an error without a sentence is a finding
@@ -87,7 +89,7 @@ def _refused(variant: Variant, message: str, folder: Path) -> Outcome:
     """Return the outcome of a refusal; what transformers serves may only be refused on purpose."""
     if variant.refusal is None and not is_on_purpose(message):
         try:
-            load_reference(folder) if variant.side == MODEL else their_texts(folder)
+            REFERENCES[variant.side](folder)
         except ReferenceFailed:
             return _named(variant, message)
         return Outcome(variant, Verdict.FAILED, f"transformers serves it: {message}")
@@ -123,6 +125,23 @@ def _compare_texts(variant: Variant, folder: Path) -> str:
         return difference_of_texts(ours, their_texts(folder))
     except ReferenceFailed as e:
         return f"transformers fails: {e}"
+
+
+def _compare_sampling(_: Variant, folder: Path) -> str:
+    ours = our_sampling(folder)
+    try:
+        theirs = their_sampling(folder)
+    except ReferenceFailed as e:
+        return f"transformers fails: {e}"
+    return "" if ours == theirs else f"sampling {ours}, and transformers' is {theirs}"
+
+
+COMPARE = {MODEL: _compare_tokens, TEXT: _compare_texts, SAMPLING: _compare_sampling}
+REFERENCES: dict[str, Callable[[Path], object]] = {
+    MODEL: load_reference,
+    TEXT: their_texts,
+    SAMPLING: their_sampling,
+}
 
 
 def difference_of_texts(ours: Texts, theirs: Texts) -> str:

@@ -104,6 +104,43 @@ BY_LAYERS: Axes = {
         "stated": put(CONFIG, "layer_types", ["full_attention", "sliding_attention"]),
     },
 }
+HALF = {"partial_rotary_factor": 0.5}
+PARTIAL: Axes = {
+    "rope_scaling": {
+        "missing": unchanged,
+        "linear": of_config(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "linear of a half": of_config(rope_scaling={"rope_type": "linear", "factor": 2.0, **HALF}),
+        "yarn and theta": of_config(rope_scaling={"rope_type": "yarn", **YARN, **THETA, **HALF}),
+    },
+    "rope_parameters": {
+        "missing": drop(CONFIG, "rope_parameters"),
+        "of a half": unchanged,
+        "of a quarter": of_config(rope_parameters={"rope_type": "default", **THETA, "partial_rotary_factor": 0.25}),
+        "of what is beside": of_config(rope_parameters={"rope_type": "default", **THETA}),
+    },
+    "partial_rotary_factor": {
+        "missing": unchanged,
+        "0.25": of_config(partial_rotary_factor=0.25),
+        "1.0": of_config(partial_rotary_factor=1.0),
+    },
+    "rope_theta": {"missing": unchanged, "500": of_config(**THETA)},
+}
+STRETCHED: Axes = {
+    "rope_scaling": {
+        "missing": unchanged,
+        "null": of_config(rope_scaling=None),
+        "default": of_config(rope_scaling={"rope_type": "default"}),
+        "yarn": of_config(rope_scaling={"rope_type": "yarn", **YARN, "truncate": False}),
+    },
+    "rope_parameters": {
+        "missing": drop(CONFIG, "rope_parameters"),
+        "null": of_config(rope_parameters=None),
+        "empty": of_config(rope_parameters={}),
+        "stretched": unchanged,
+        "plain": of_config(rope_parameters={"rope_type": "default", **THETA}),
+    },
+    "rope_theta": {"missing": unchanged, "500": of_config(**THETA)},
+}
 SHORT = 32
 """No longer than any original context."""
 
@@ -115,7 +152,12 @@ def rope_variants() -> Iterator[Variant]:
     for variant in from_rows("phi3", "longrope", PHI3, all_pairs(_labels(PHI3), 2)):
         yield variant._replace(name=f"{variant.name}, short text", lengths=(9,), context=SHORT)
         yield variant._replace(name=f"{variant.name}, long text", lengths=(90,))
+    yield Variant("phi3, longrope: a short text in a long context", "phi3", unchanged, lengths=(9,))
     yield from from_rows("gemma3_text", "ropes", BY_LAYERS, all_pairs(_labels(BY_LAYERS), 3))
+    by_layers = {axis: labels for axis, labels in BY_LAYERS.items() if axis != "rope_local_base_freq"}
+    yield from from_rows("olmo3", "ropes", by_layers, all_pairs(_labels(by_layers), 4))
+    yield from from_rows("glm4", "ropes", PARTIAL, all_pairs(_labels(PARTIAL), 5))
+    yield from from_rows("gpt_oss", "ropes", STRETCHED, all_pairs(_labels(STRETCHED), 6))
 
 
 def _labels(axes: Axes) -> dict[str, list[str]]:

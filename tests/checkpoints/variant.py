@@ -9,11 +9,12 @@ from .checkpoint import Change, both
 
 Axes = Mapping[str, Mapping[str, Change]]
 """Changes by axis and label."""
-MODEL, TEXT = "model", "text"
+MODEL, TEXT, SAMPLING = "model", "text", "sampling"
 
 
 class Variant(NamedTuple):
-    """A changed base. ``side``: what is compared, greedy tokens (``MODEL``) or token ids of texts (``TEXT``).
+    """A changed base. ``side``: what is compared, greedy tokens (``MODEL``), token ids of texts
+    (``TEXT``) or sampling defaults (``SAMPLING``).
 
     ``lengths``: lengths of the prompts, in tokens. ``context``: the ``--context-length``, or None. ``refusal``: what
     the message of the refusal must contain; None: a refusal is not required.

@@ -14,7 +14,7 @@ from support.families import make_config, make_reference
 from support.gguf_export import write_gguf
 from support.model_harness import Harness
 
-from pdserve.model_files.errors import InvalidWeights, UnsupportedModel
+from pdserve.model_files.errors import InvalidWeights, ModelError, UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.sampling_defaults import read_sampling_defaults
@@ -24,7 +24,7 @@ from pdserve.model_files.text.errors import TokenizerLoadError
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
 from pdserve.model_files.text.text_tokenizer import FastTokenizer
 from tests.unit.model_files.test_model_config import read
-from tests.unit.model_files.test_tokenizer_hf import make_backend, make_folder
+from tests.unit.model_files.test_tokenizer_hf import make_folder
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
@@ -67,6 +67,21 @@ def test_an_original_context_beside_the_ropes_of_layer_types_does_not_count() ->
     assert spec_from_hf(one | {"original_max_position_embeddings": 32}).ropes[0].original_context == 32
 
 
+def test_layers_with_a_window_that_is_off_are_refused(tmp_path: Path) -> None:
+    layers = {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 21}
+    assert read(tmp_path, **layers, use_sliding_window=True).layers[1].attention.window == 21
+    with pytest.raises(UnsupportedModel, match="layer_types has sliding_attention, but sliding_window 21 is not used"):
+        read(tmp_path, **layers, use_sliding_window=False)
+
+
+def test_a_window_of_all_layers_is_that_whatever_layer_types_says(tmp_path: Path) -> None:
+    phi3 = {"model_type": "phi3", "sliding_window": 21}
+    for layers in ({}, {"layer_types": ["full_attention"] * 2}):
+        assert [layer.attention.window for layer in read(tmp_path, **phi3, **layers).layers] == [21, 21]
+    with pytest.raises(UnsupportedModel, match=r"layer_types .* is not supported for a 'phi3' model"):
+        read(tmp_path, **phi3, layer_types=["full_attention", "sliding_attention"])
+
+
 def test_half_a_llama3_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"config\.json .*low_freq_factor"):
         read(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 8.0})
@@ -106,6 +121,19 @@ def test_longrope_says_when_short_texts_get_the_factors_of_long_ones(tmp_path: P
         assert "longrope" not in caplog.text
         Harness(tmp_path, attention_backend="torch")
     assert "--context-length 64 computes short texts" in caplog.text
+
+
+def test_older_files_have_sampling_defaults_in_config(tmp_path: Path) -> None:
+    source = ModelSource("hf", tmp_path)
+    config = {"temperature": 0.3, "top_k": None, "text_config": {"top_k": 7, "temperature": 0.9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_sampling_defaults(source).given == {"temperature": 0.3, "top_k": 7}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_sampling_defaults(source).given == {}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(ModelError, match=r"/config\.json: temperature is hot"):
+        read_sampling_defaults(source)
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
@@ -173,6 +201,12 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     assert tokenizer.special_tokens == {"eos_token": "a", "image_token": "c"}
 
 
+def test_a_named_token_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
+    added = {"added_tokens_decoder": {"259": entry("<end>", special=False), "260": entry("<tool>", special=False)}}
+    tokenizer = load(make_folder(tmp_path, tokenizer_config={"eos_token": "<end>", **added}))
+    assert tokenizer.decode([259, 260], skip_special_tokens=True) == "<tool>"
+
+
 def test_a_named_token_that_is_nowhere_is_added_at_the_end(tmp_path: Path) -> None:
     make_folder(tmp_path, tokenizer_config={"pad_token": "[PAD]"})
     assert load(tmp_path).encode_batch(["[PAD]"], add_special_tokens=False) == [[259]]
@@ -189,16 +223,10 @@ def test_properties_in_the_config_replace_those_of_the_tokenizer(tmp_path: Path)
     assert 257 in tokenizer.byte_table.special_ids
 
 
-def test_a_token_behind_a_gap_is_left_out(tmp_path: Path) -> None:
-    backend = make_backend()
-    data = json.loads(backend.to_str())
-    data["added_tokens"][-1]["id"] = 300
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    added = {"259": entry("<near>"), "301": entry("<next>")}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    tokenizer = load(tmp_path)
-    found = {text: tokenizer.backend.token_to_id(text) for text in ("<near>", "<next>")}
-    assert all(token_id in (None, int(key)) for key, token_id in zip(added, found.values(), strict=True))
+def test_new_tokens_get_the_ids_of_the_file_or_are_left_out(tmp_path: Path) -> None:
+    added = {"259": entry("<one>"), "260": entry("<two>"), "262": entry("<far>")}
+    tokenizer = load(make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added, "pad_token": "<far>"}))
+    assert [tokenizer.backend.token_to_id(text) for text in ("<one>", "<two>", "<far>")] == [259, 260, None]
 
 
 def test_special_tokens_are_split_if_the_config_says_so(tmp_path: Path) -> None:
