@@ -94,8 +94,8 @@ checkpoint-campaign: $(STAMP) ## compare checkpoints and GGUF files of contradic
 hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or a peer; HOSTILE="--who client --minutes 30 --seed 1"
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m hostile $(HOSTILE)
 
-template-campaign: $(STAMP) ## render conversations by the chat templates in TEMPLATES=DIR and compare with transformers; REASONS=1: say why
-	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m template_campaign $(TEMPLATES) $(if $(REASONS),--reasons)
+template-campaign: $(STAMP) ## render conversations by the chat templates in TEMPLATES=DIR and compare with transformers; TEMPLATE_CAMPAIGN="--reasons --drawn 20 --seed 1"
+	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m template_campaign $(TEMPLATES) $(TEMPLATE_CAMPAIGN)
 
 reader-campaign: $(STAMP) ## read damaged model files, 100,000 for each reader; READERS="--reader gguf --count 1000 --seed 1"; a sample is in make test
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m readers $(READERS)

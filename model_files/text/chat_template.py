@@ -86,11 +86,14 @@ class ChatTemplate:
         mark = secrets.token_hex(16)
         content = turns[-1].get("content", "")
         if isinstance(content, list):
-            content[-1]["text"] += f"{mark} "
+            text = content[-1]["text"]
+            content[-1]["text"] = f"{text}{mark} "
         else:
-            turns[-1]["content"] = f"{content}{mark} "
+            text = content
+            turns[-1]["content"] = f"{text}{mark} "
         before, found, after = self._render(chat, turns).partition(mark)
-        if not found or mark in after:
+        # A template may take content apart, as at </think>. Then the answer would not go on with what the client sent.
+        if not found or mark in after or text.strip() not in before:
             raise PromptError(
                 "continue_final_message", "the model's chat template does not print the last message as it is"
             )

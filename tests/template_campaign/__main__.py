@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.server.output_parsers.choice import AUTO, choose_formats
 
-from .conversations import KINDS
+from .conversations import KINDS, Body
+from .drawn import draw_bodies
 from .judge import Comparison, Verdict, compare
 
 ENDINGS = (".jinja", ".jinja2", ".j2")
@@ -24,6 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -P -m template_campaign", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="folder with chat templates, in files that end in .jinja")
     parser.add_argument("--reasons", action="store_true", help="print the reason of every verdict that is not equal")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="render N random conversations instead")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random conversations")
     parser.add_argument("--texts", action="store_true", help="print both texts where they differ")
     args = parser.parse_args()
     if args.folder is None:
@@ -33,16 +37,17 @@ def main() -> int:
     if not files:
         print(f"template-campaign: {args.folder} has no file that ends in {', '.join(ENDINGS)}")
         return 2
-    print(f"{'':60} {' '.join(f'{i:>2}' for i in range(1, len(KINDS) + 1))}")
+    bodies = {f"seed {args.seed} no. {i}": body for i, body in enumerate(draw_bodies(args.seed, args.drawn))} or KINDS
+    print(f"{'':60} {' '.join(f'{i:>2}' for i in range(1, len(bodies) + 1))}")
     groups: Counter[tuple[Verdict, str]] = Counter()
     for file in files:
-        groups += _judge(file, file.relative_to(args.folder), args)
+        groups += _judge(file, file.relative_to(args.folder), bodies, args)
     totals: Counter[Verdict] = Counter()
     for (verdict, _), count in groups.items():
         totals[verdict] += count
-    for i, kind in enumerate(KINDS, 1):
+    for i, kind in enumerate(bodies, 1):
         print(f"  {i:>2} {kind}")
-    print(f"{len(files)} templates x {len(KINDS)} conversations: ", end="")
+    print(f"{len(files)} templates x {len(bodies)} conversations: ", end="")
     print(", ".join(f"{totals[verdict]} {verdict.name.lower()} ({verdict.value})" for verdict in Verdict))
     for (verdict, group), count in sorted(groups.items(), key=lambda item: -item[1]):
         if group:
@@ -50,9 +55,11 @@ def main() -> int:
     return 1 if any(totals[verdict] for verdict in BAD) else 0
 
 
-def _judge(file: Path, name: Path, args: argparse.Namespace) -> Counter[tuple[Verdict, str]]:
+def _judge(
+    file: Path, name: Path, bodies: Mapping[str, Body], args: argparse.Namespace
+) -> Counter[tuple[Verdict, str]]:
     source = file.read_text(encoding="utf-8")
-    compared = {kind: compare(source, body) for kind, body in KINDS.items()}
+    compared = {kind: compare(source, body) for kind, body in bodies.items()}
     formats = choose_formats(AUTO, AUTO, source)
     chosen = f"{formats.calls.name if formats.calls else '-'} / {formats.reasoning.name if formats.reasoning else '-'}"
     letters = "  ".join(result.verdict.value for result in compared.values())

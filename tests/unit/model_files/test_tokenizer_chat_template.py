@@ -131,11 +131,16 @@ def test_an_answer_can_go_on_with_the_last_message_or_with_none():
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"]
+    "source",
+    [
+        "{{ messages[0].content }}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+    ],
 )
 def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(source):
     with pytest.raises(PromptError) as e:
-        render(source, [ChatMessage("user", "a"), ChatMessage("assistant", "b")], continue_final_message=True)
+        render(source, [ChatMessage("user", "a"), ChatMessage("assistant", "b</think>c")], continue_final_message=True)
     assert e.value.field == "continue_final_message"
 
 
