@@ -54,7 +54,7 @@ class OutputFormat:
     signs: Sequence[Sequence[str]] = ()
     """Alternatives. The chat template of such a model contains all texts of one of them.
 
-    In the template, quotes count as not escaped, and whitespace as one space.
+    Strings of the template count as it prints them, and whitespace as one space.
     """
     shape: CallShape | None = None
     """How calls are written that ``tool_choice`` forces; None: they cannot be forced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 else:
     ParserName = Literal[(AUTO, NONE, *(one.name for one in FORMATS))]
 """Value of ``--tool-call-parser`` and ``--reasoning-parser``."""
+JOINT = re.compile(r"""["']\s*(?:-?}}\s*{{-?|~)\s*["']""")
+"""End of a string in a template, and the beginning of the next one that is printed behind it."""
 BY_NAME = {one.name: one for one in FORMATS}
 
 
@@ -45,7 +48,7 @@ PLAIN_TEXT = OutputFormats()
 
 def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFormats:
     """Choose by the options' values and the model's chat template, which may be missing."""
-    text = " ".join((template or "").replace('\\"', '"').replace("\\n", "\n").split())
+    text = _printed(template or "")
     found = next((one for one in FORMATS if _has_signs(text, one)), None)
     renders_tools = "tools" in text
     own = None
@@ -61,6 +64,12 @@ def choose_formats(calls: str, thoughts: str, template: str | None) -> OutputFor
 def marks_of(output_format: OutputFormat) -> OutputMarks:
     """Return what the detokenizer needs to know of a format."""
     return OutputMarks(output_format.shown, output_format.reasoning)
+
+
+def _printed(template: str) -> str:
+    """Return a template with its strings as it prints them, as far as signs go: joined, and without escapes."""
+    joined = JOINT.sub("", template)
+    return " ".join(joined.replace('\\"', '"').replace("\\n", "\n").split())
 
 
 def _has_signs(text: str, output_format: OutputFormat) -> bool:

@@ -176,6 +176,8 @@ TEMPLATES = {
     "pythonic": "<|header_start|> {{ tools }} write [func(a=1)]",
 }
 OTHER_TEMPLATES = [
+    ("hermes", """{{ tools }}{{- "as in <tool_call>\n" }}\n{{- '{"name": n, "arguments": a}' }}{{ "</tool_call>" }}"""),
+    ("hermes", """{{ tools | tojson ~ "<tool_call>" ~ '{"name": n, "arguments": a}' ~ "</tool_call>" }}"""),
     ("hermes", '<|start_of_role|>{{ tools }} write <tool_call>\\n{\\"name\\": n, \\"arguments\\": a}</tool_call>'),
     ("hermes", "{{ tools }} write\n<tool_call>\n{'arguments': <a>, 'name': <n>}\n</tool_call>"),
     ("llama3_json", '<|header_start|> {{ tools }} write {"name": n, "parameters": p}'),
