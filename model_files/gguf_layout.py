@@ -42,10 +42,19 @@ class TensorPlace(NamedTuple):
     offset: int
 
 
+class GGUFMetadataPairs(NamedTuple):
+    """Key-value pairs, which end before byte ``end``. ``lengths``: numbers of elements of arrays, also empty ones."""
+
+    values: dict[str, Value]
+    lengths: dict[str, int]
+    end: int
+
+
 class GGUFHeader(NamedTuple):
     """Everything before the data of tensors, which begins at byte ``data_start``."""
 
     metadata: dict[str, Value]
+    array_lengths: dict[str, int]
     tensors: list[TensorPlace]
     alignment: int
     data_start: int
@@ -61,8 +70,8 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
         raise BrokenGGUF(f"{path} can't be read as GGUF: {e}. {ADVICE}") from e
 
 
-def read_metadata(data: mmap.mmap, longest: int | None = None) -> tuple[dict[str, Value], int]:
-    """Read all key-value pairs; returns them and the position after them.
+def read_metadata(data: mmap.mmap, longest: int | None = None) -> GGUFMetadataPairs:
+    """Read all key-value pairs.
 
     Arrays of more than ``longest`` elements are stepped over and left empty.
     """
@@ -74,21 +83,24 @@ def read_metadata(data: mmap.mmap, longest: int | None = None) -> tuple[dict[str
     (pairs,) = _u64(data, 16)
     position = 24
     values: dict[str, Value] = {}
+    lengths: dict[str, int] = {}
     for _ in range(pairs):
         key, position = _read_string(data, position)
         if key in values:
             raise BrokenGGUF(f"it has the key {key!r} twice")
         try:
             (kind,) = _u32(data, position)
+            if kind == ARRAY:
+                (lengths[key],) = _u64(data, position + 8)
             values[key], position = _read_value(data, position + 4, kind, longest)
         except (struct.error, ValueError) as e:
             raise BrokenGGUF(f"metadata {key!r}: {e}") from e
-    return values, position
+    return GGUFMetadataPairs(values, lengths, position)
 
 
 def read_header(data: mmap.mmap, longest: int) -> GGUFHeader:
     """Read everything before the data of tensors; ``read_metadata`` explains ``longest``."""
-    metadata, position = read_metadata(data, longest)
+    metadata, lengths, position = read_metadata(data, longest)
     (count,) = _u64(data, 8)
     tensors: dict[str, TensorPlace] = {}
     for _ in range(count):
@@ -106,7 +118,7 @@ def read_header(data: mmap.mmap, longest: int) -> GGUFHeader:
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise BrokenGGUF(f"metadata {ALIGNMENT_KEY!r} is {str(alignment)[:40]}, and should be a power of two")
-    return GGUFHeader(metadata, list(tensors.values()), alignment, aligned(position, alignment))
+    return GGUFHeader(metadata, lengths, list(tensors.values()), alignment, aligned(position, alignment))
 
 
 def aligned(position: int, alignment: int) -> int:

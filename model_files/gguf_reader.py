@@ -46,7 +46,10 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """A GGUF file: ``metadata`` (key → value; long arrays left empty) and ``tensors`` by name."""
+    """A GGUF file: ``metadata`` (key → value; long arrays left empty) and ``tensors`` by name.
+
+    ``vocabulary_size``: number of tokens that the metadata list.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file at ``path``. Raises ``InvalidWeights``."""
@@ -56,6 +59,7 @@ class GGUFFile:
                 header = read_header(data, LONG_ARRAY)
                 self.metadata: dict[str, Value] = header.metadata
                 self.tensors = _tensors(header, data)
+                self.vocabulary_size = header.array_lengths.get("tokenizer.ggml.tokens", 0)
         except BrokenGGUF as e:
             raise InvalidWeights(str(e)) from e
         parts = self.metadata.get("split.count", 1)

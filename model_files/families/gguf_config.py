@@ -192,7 +192,12 @@ class GGUFConfig:
         table = self._file.tensors.get("token_embd.weight")
         if table is None or len(table.shape) != 2:
             raise InvalidWeights(f"{self._file.path} holds no matrix 'token_embd.weight'; download or convert it again")
-        return int(table.shape[1])
+        rows, tokens = int(table.shape[1]), self._file.vocabulary_size
+        if tokens > rows:
+            raise InvalidWeights(
+                f"{self._file.path} lists {tokens} tokens, but has {rows} embeddings; convert it again"
+            )
+        return rows
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._file.tensors.get(name)

@@ -61,6 +61,6 @@ def read_gguf_metadata(path: Path) -> GGUFMetadata:
     """Read all metadata of the file; raises ``TokenizerLoadError`` where it is damaged or of an unknown version."""
     try:
         with mapped(path) as data:
-            return GGUFMetadata(path, read_metadata(data)[0])
+            return GGUFMetadata(path, read_metadata(data).values)
     except BrokenGGUF as e:
         raise TokenizerLoadError(str(e)) from e

@@ -175,7 +175,8 @@ def _ends(folder: Path, name: str) -> set[int]:
 
 
 def _listed(value: Any) -> set[int]:
-    return set(value) if isinstance(value, list) else set() if value is None else {value}
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    return {token_id for token_id in listed if token_id >= 0}
 
 
 @contextmanager

@@ -191,6 +191,8 @@ REFUSED: dict[str, Case] = {
     "frequencies of another number": (_new_tensor("rope_freqs.weight", np.ones(3)), "frequencies"),
     "experts in a plain model": (key("expert_count", 8), "expert"),
     "capped scores": (key("attn_logit_softcapping", 5.0), "attn_logit_softcapping"),
+    "more tokens than embeddings": (_tokens(lambda t: [*t, *(f"more{i}" for i in range(20))]), "lists 287 tokens"),
+    "many more tokens": (_tokens(lambda t: [*t, *(f"more{i}" for i in range(2000))]), "lists 2267 tokens"),
     "no matrix of queries": (_tensor("blk.0.attn_q.weight", None), "q_proj"),
     "no last norm": (_tensor("output_norm.weight", None), "norm.weight"),
     "no table": (_tensor("token_embd.weight", None), "token_embd.weight"),

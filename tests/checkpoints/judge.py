@@ -101,7 +101,7 @@ def _compare_tokens(variant: Variant, folder: Path) -> str:
     if variant.refusal is not None:
         return ""
     try:
-        return difference_of_tokens(load_reference(folder), variant, ours)
+        return difference_of_tokens(load_reference(folder), variant, ours) or _compare_texts(variant, folder)
     except ReferenceFailed as e:
         return f"transformers fails: {e}"
 

@@ -124,6 +124,7 @@ ENDS: Axes = {
         "missing": drop(CONFIG, "eos_token_id"),
         "<pad>": put(CONFIG, "eos_token_id", 266),
         "list": put(CONFIG, "eos_token_id", [265, 20]),
+        "-1": put(CONFIG, "eos_token_id", -1),
         "null": put(CONFIG, "eos_token_id", None),
     },
     GENERATION: {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints.gguf_parts import make_parts
 from gguf import GGUFWriter
 from support.families import make_config, make_reference
 from support.gguf_export import write_gguf
@@ -152,6 +153,15 @@ def test_a_part_of_a_gguf_is_called_a_part(tmp_path: Path) -> None:
         read_spec(ModelSource("gguf", tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize("more", [14, 3000])
+def test_a_gguf_with_more_tokens_than_embeddings_is_refused(tmp_path: Path, more: int) -> None:
+    parts = make_parts("llama").copy()
+    parts.metadata["tokenizer.ggml.tokens"] = [*parts.metadata["tokenizer.ggml.tokens"], *map(str, range(more))]
+    parts.write(tmp_path / "m.gguf")
+    with pytest.raises(InvalidWeights, match=rf"m\.gguf lists {267 + more} tokens, but has 280 embeddings"):
+        read_spec(ModelSource("gguf", tmp_path / "m.gguf"))
+
+
 def write_scaled(path: Path, scaling: Mapping[str, object]) -> ModelSource:
     return ModelSource("gguf", write_gguf(make_reference("llama"), path, more=scaling))
 
@@ -232,6 +242,11 @@ def test_new_tokens_get_the_ids_of_the_file_or_are_left_out(tmp_path: Path) -> N
 def test_special_tokens_are_split_if_the_config_says_so(tmp_path: Path) -> None:
     make_folder(tmp_path, tokenizer_config={"split_special_tokens": True})
     assert len(load(tmp_path).encode_batch(["</s>"], add_special_tokens=False)[0]) == 4
+
+
+def test_a_negative_id_ends_nothing(tmp_path: Path) -> None:
+    make_folder(tmp_path, config={"eos_token_id": [-1, 257]}, generation_config={"eos_token_id": -1})
+    assert load(tmp_path).eos_ids == (257,)
 
 
 def test_the_text_config_may_end_texts_too(tmp_path: Path) -> None:
