@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .schema_walk import change_all
+
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -41,21 +43,15 @@ EXACT = frozenset({"email", "ipv4", "ipv6", "uuid", "uri", "duration"})
 """Formats that llguidance checks as it should."""
 _NOT_SPACE = re.compile(r"(?<!\\)((?:\\\\)*)\\S(?![^\[]*\])")
 """Matches ``\\S`` outside a class. In ECMA's expressions, U+FEFF is white space as well."""
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
-_SCHEMAS = frozenset(
-    (
-        *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
-        *("contains", "propertyNames", "not", "if", "then", "else"),
-    )
-)
 
 
 def with_exact_formats(schema: Any) -> Any:
     """Return a copy of ``schema`` with patterns in place of the formats."""
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: _inner(key, value) for key, value in schema.items()}
+    return change_all(schema, _exact)
+
+
+def _exact(schema: dict[str, Any]) -> dict[str, Any]:
+    made = dict(schema)
     if isinstance(made.get("pattern"), str):
         made["pattern"] = _NOT_SPACE.sub("\\1[^\\\\s\ufeff]", made["pattern"])
     name = made.get("format")
@@ -66,11 +62,3 @@ def with_exact_formats(schema: Any) -> Any:
         return made
     exact = {"pattern": f"^(?:{pattern})$"}
     return {"allOf": [made, exact]} if "pattern" in made else made | exact
-
-
-def _inner(key: str, value: Any) -> Any:
-    if key in _BY_NAME and isinstance(value, dict):
-        return {name: with_exact_formats(inner) for name, inner in value.items()}
-    if key in _LISTS and isinstance(value, list):
-        return [with_exact_formats(inner) for inner in value]
-    return with_exact_formats(value) if key in _SCHEMAS else value

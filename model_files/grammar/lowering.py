@@ -13,6 +13,7 @@ from typing import Any
 from ...messages.grammar import Grammar
 from .errors import GrammarError
 from .formats import with_exact_formats
+from .rewrites import Rewriter
 
 SpecialId = Callable[[str], int | None]
 WHITE_SPACE = r"[ \n\t]{0,40}"
@@ -77,11 +78,20 @@ def _json_schema(source: str) -> dict[str, Any]:
     schema = json.loads(source)
     if not isinstance(schema, dict | bool):
         raise GrammarError("json_schema: the schema must be a JSON object")
-    schema = with_exact_formats(schema)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
-    return {"name": "body", "json_schema": schema}
+    return {"name": "body", "json_schema": _usable({"allOf": [False]} if schema is False else schema or {})}
+
+
+def _usable(schema: Any) -> dict[str, Any]:
+    """Return ``schema`` as llguidance can use it; it is rewritten only if it cannot be used as it is."""
+    # Imported here: llguidance takes a tenth of a second.
+    from llguidance import LLMatcher
+
+    guide = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    plain: dict[str, Any] = with_exact_formats({} if schema is True else schema) | guide
+    if not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": plain}]})):
+        return plain
+    rewritten = with_exact_formats(Rewriter({} if schema is True else schema).rewritten())
+    return (rewritten if isinstance(rewritten, dict) else {"allOf": [rewritten]}) | guide
 
 
 def _regex(source: str) -> dict[str, Any]:
@@ -151,8 +161,7 @@ def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
         return " ".join(f"<[{ids[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
     rules = [f"call_{i}: {literal(one['before'])} args_{i} {literal(one['after'])}" for i, one in enumerate(calls)]
-    guide = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-    rules += [f"args_{i}: %json {json.dumps(with_exact_formats(one['schema']) | guide)}" for i, one in enumerate(calls)]
+    rules += [f"args_{i}: %json {json.dumps(_usable(one['schema']))}" for i, one in enumerate(calls)]
     one_call = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = f" ({literal(given['separator'])} one_call)*" if given["many"] else ""
     start = f"start: {literal(given['prefix'])} one_call{more} {literal(given['suffix'])}"
