@@ -28,6 +28,27 @@ READ_BYTES = 8 << 20
 SPARED = ("/docs", "/flush_cache")
 
 
+def grammar_bomb(rng: random.Random) -> dict[str, Any]:
+    """Return a field of structured output that asks for much work. Each is a grammar of its own."""
+    number = rng.getrandbits(40)
+    nested: dict[str, Any] = {"const": number}
+    for i in range(rng.randint(4, 14)):
+        nested = {"anyOf": [nested, {"type": "object", "properties": {f"k{i}": nested}}]}
+    many = {f"p{i}": {"type": "integer"} for i in range(rng.choice((200, 2000)))}
+    patterns = [{"type": "string", "pattern": f"a.*{i}.*{number}"} for i in range(rng.choice((4, 20)))]
+    fields: list[dict[str, Any]] = [
+        {"json_schema": nested},
+        {"json_schema": {"type": "object", "properties": many, "title": number}},
+        {"json_schema": {"allOf": patterns}},
+        {"json_schema": {"enum": [f"{number} {i}" for i in range(8000)]}},
+        {"json_schema": "[" * 100_000},
+        {"regex": f"(.*{number % 10}){{200}}" * 20},
+        {"regex": f"([ab]*c?|{number}){{1,500}}"},
+        {"ebnf": f'root ::= root root | "a" | "" | "{number}"'},
+    ]
+    return rng.choice(fields)
+
+
 class HostileUser:
     """One thread's attacks with mallory's key, by ``seed``; ``attack`` makes one."""
 
@@ -160,6 +181,7 @@ class HostileUser:
             ("/detokenize", {"tokens": [7] * 130_000}),
             ("/generate", {"input_ids": [[5]] * 4096, "sampling_params": {"max_new_tokens": 1}}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 16_000, "max_tokens": 1}),
+            ("/generate", {"text": "c", "sampling_params": {"max_new_tokens": 400, **grammar_bomb(rng)}}),
         ]
         path, body = rng.choice(bodies)
         self._send("bomb", "POST", path, json.dumps(body).encode(), leave=rng.random() < 0.5)
