@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 OTHER_WEIGHTS = "the files hold other weights than at the start; restart to serve those"
 """Message of ``InvalidWeights`` for weights that are loaded again."""
 
 
+BROKEN_VALUES = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What may be raised where a value is of another type or size than it should be."""
 MAX_MESSAGE = 500
 """Maximum characters of a message, which may have a value of any size."""
 MAX_REASON = 200
@@ -57,6 +60,36 @@ def naming(path: Path) -> Iterator[None]:
         raise type(e)(f"{path}: {shortened(str(e), MAX_MESSAGE)}") from e
 
 
+class KeyValues(Protocol):
+    """Values of a file by key."""
+
+    last_key: str
+    """Key that was asked for last."""
+
+    def get(self, key: str) -> Any:
+        """Return the value of ``key``; None if it is missing."""
+
+
+@contextmanager
+def reading_keys(values: KeyValues) -> Iterator[None]:
+    """Name the key in errors of values that can't be used: it is the one that was asked for last."""
+    try:
+        yield
+    except KeyError:
+        raise
+    except BROKEN_VALUES as e:
+        value = shortened(repr(values.get(values.last_key)))
+        advice = "correct it, or download the file again"
+        raise UnsupportedModel(f"{values.last_key} {value} can't be used: {brief(e)}; {advice}") from e
+
+
+def whole(value: Any) -> int:
+    """Return a value as an integer. Raises ``TypeError`` or ``ValueError`` for what ``int`` would round."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("it is no whole number")
+    return int(value)
+
+
 @contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
     """Name ``file`` in all errors of reading its values, which may be of any type and size.
@@ -66,6 +99,6 @@ def reading(file: Path, what: str) -> Iterator[None]:
     try:
         with naming(file):
             yield
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+    except BROKEN_VALUES as e:
         reason = f"it lacks {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {brief(e)}"
         raise UnsupportedModel(f"{file} {what}: {reason}; correct it, or download it again") from e

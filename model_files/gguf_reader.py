@@ -75,18 +75,26 @@ def _tensors(header: GGUFHeader, data: mmap.mmap) -> dict[str, GGUFTensor]:
     So tensors can neither overlap nor leave a gap.
     """
     tensors = {}
-    expected = 0
+    expected = end = 0
     for place in header.tensors:
         if place.offset != expected:
             raise BrokenGGUF(f"tensor {place.name!r} lies at byte {place.offset} of the data, expected {expected}")
         tensor = _tensor(place, header.data_start + place.offset, data)
         tensors[place.name] = tensor
-        expected = aligned(place.offset + tensor.n_bytes, header.alignment)
-    end = header.data_start + expected
-    rest = data[end : end + MAX_PADDING]
-    if len(rest) == MAX_PADDING or rest.strip(b"\0"):
-        raise BrokenGGUF("there are further numbers after those of the last tensor")
+        end = place.offset + tensor.n_bytes
+        expected = aligned(end, header.alignment)
+    _check_end(data, header.data_start + end, header.data_start + expected)
     return tensors
+
+
+def _check_end(data: mmap.mmap, end: int, padded: int) -> None:
+    """Raise ``BrokenGGUF`` unless the file ends at ``end``, or has padding up to ``padded`` at least.
+
+    With a part of the padding, or more numbers, the tensors lie elsewhere than the header says.
+    """
+    rest = data[end : end + MAX_PADDING]
+    if len(rest) == MAX_PADDING or rest.strip(b"\0") or end < len(data) < padded:
+        raise BrokenGGUF(f"the last tensor ends at byte {end}, the file at byte {len(data)}")
 
 
 def _tensor(place: TensorPlace, start: int, data: mmap.mmap) -> GGUFTensor:

@@ -13,6 +13,7 @@ from .errors import ModelError
 from .json_file import read_optional_object
 from .model_path import ModelSource
 
+ADVICE = "put it right, or start with --sampling-defaults none"
 FILE, OLDER_FILE = "generation_config.json", "config.json"
 
 
@@ -49,10 +50,12 @@ def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
         if value is None or (isinstance(value, int | float) and value == 0 and least > 0):
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ModelError(f"{file}: {name} is {_shown(value)}; put it right, or start with --sampling-defaults none")
+            raise ModelError(f"{file}: {name} is {_shown(value)}; {ADVICE}")
         return value
 
     top_k = None if config.get("top_k") == -1 else number("top_k", 1, 2**31 - 1)
+    if top_k is not None and top_k % 1:
+        raise ModelError(f"{file}: top_k is {top_k}, which is no whole number; {ADVICE}")
     return SamplingDefaults(
         temperature=number("temperature", 0, 100),
         top_p=number("top_p", math.ulp(0.0), 1),

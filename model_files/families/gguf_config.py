@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 
-from ..errors import InvalidWeights, UnsupportedModel
+from ..errors import InvalidWeights, UnsupportedModel, whole
 from ..gguf_reader import GGUFFile
 from ..spec import (
     AttentionSpec,
@@ -55,21 +55,25 @@ class GGUFConfig:
         start = f"{self.family}."
         self._meta = {k.removeprefix(start): v for k, v in file.metadata.items() if k.startswith(start)}
         self._read: set[str] = set()
+        self.last_key = ""
+        """Key that was asked for last, which an error is most likely about."""
 
     def get(self, key: str) -> Any:
         """Return the value of ``key``; None if it is missing."""
         self._read.add(key)
+        self.last_key = key
         return self._meta.get(key)
 
     def integer(self, key: str) -> int:
         """Return the value of a key that must be there, with one value for all layers."""
         self._read.add(key)
+        self.last_key = key
         value = self._meta[key]
         if isinstance(value, Sequence):
             if len(set(value)) != 1:
                 raise UnsupportedModel(f"{key} that differs from layer to layer is not supported")
             value = value[0]
-        return int(value)
+        return whole(value)
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that may be missing."""
@@ -93,7 +97,7 @@ class GGUFConfig:
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        head_dim = int(self.get("attention.key_length") or self.integer("embedding_length") // self.heads)
+        head_dim = whole(self.get("attention.key_length") or self.integer("embedding_length") // self.heads)
         if (self.get("attention.value_length") or head_dim) != head_dim:
             raise UnsupportedModel("keys and values of different sizes are not supported")
         return head_dim
@@ -146,7 +150,7 @@ class GGUFConfig:
         # Files of longrope tell it by their tensors alone.
         kind = RopeType.LONGROPE if short or long else ROPE_TYPES[name]
         return RopeSpec(
-            rotary_dim=int(self.get("rope.dimension_count") or self.head_dim),
+            rotary_dim=whole(self.get("rope.dimension_count") or self.head_dim),
             theta=self.number("rope.freq_base", 10000.0),
             pairing=pairing,
             type=kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, whole
 from ..packing import read_packing
 from ..spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from .hf_rope import read_rope, stretched_context
@@ -52,7 +52,7 @@ class HFConfig(HFValues):
         bias = bool(self.get("attention_bias"))
         return AttentionSpec(
             heads=self.heads,
-            kv_heads=int(self.get("num_key_value_heads") or self.heads),
+            kv_heads=whole(self.get("num_key_value_heads") or self.heads),
             head_dim=self.head_dim,
             scale=float(self.head_dim**-0.5),
             qkv_bias=bias,
@@ -104,7 +104,7 @@ class HFConfig(HFValues):
 
     def window(self) -> int | None:
         """Read the window of a family in which all layers have it, if there is one."""
-        return int(self.get("sliding_window") or 0) or None
+        return whole(self.get("sliding_window") or 0) or None
 
     def windows(self, default: Sequence[bool], *, are_used: bool = True) -> list[int | None]:
         """Read each layer's window; ``slides`` explains ``default``. ``are_used``: whether the model has windows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import whole
 from ..spec import checked_layers
 
 
@@ -18,16 +19,20 @@ class HFValues:
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.raw = {**(defaults or {}), **raw}
         self.read: set[str] = set()
+        self.last_key = ""
+        """Key that was asked for last, which an error is most likely about."""
 
     def get(self, key: str) -> Any:
         """Return the value of ``key``; None if it is missing."""
         self.read.add(key)
+        self.last_key = key
         return self.raw.get(key)
 
     def integer(self, key: str) -> int:
         """Return the value of a key that must be there."""
         self.read.add(key)
-        return int(self.raw[key])
+        self.last_key = key
+        return whole(self.raw[key])
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key that may be missing or null."""
@@ -56,4 +61,4 @@ class HFValues:
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        return int(self.get("head_dim") or self.integer("hidden_size") // self.heads)
+        return whole(self.get("head_dim") or self.integer("hidden_size") // self.heads)

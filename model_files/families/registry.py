@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, reading_keys
 from ..spec import ModelSpec
 from . import deepseek, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, phi, qwen, qwen_moe, smollm3
 from .hf_config import HFConfig
@@ -81,14 +81,17 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
         raw = {**outer, **raw["text_config"], **head, "model_type": name}
     if name not in HF:
         raise _unknown(name, [*HF, *TEXT_OF], "; --model-impl transformers runs others, by transformers' own classes")
-    return HF[name].read(HFConfig(raw, HF[name].defaults))
+    config = HFConfig(raw, HF[name].defaults)
+    with reading_keys(config):
+        return HF[name].read(config)
 
 
 def spec_from_gguf(config: GGUFConfig) -> ModelSpec:
     """Read the model of a file's metadata; raises ``UnsupportedModel`` or ``KeyError``."""
     if config.family not in GGUF:
         raise _unknown(config.family, GGUF)
-    return GGUF[config.family](config)
+    with reading_keys(config):
+        return GGUF[config.family](config)
 
 
 def _unknown(name: str, known: Iterable[str], advice: str = "") -> UnsupportedModel:

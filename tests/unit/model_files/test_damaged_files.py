@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from readers import samples
 from readers.campaign import run, work_of_all
@@ -22,7 +24,7 @@ from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
 from pdserve.model_files.text.template_source import read_json_object
 
-SAMPLED = 150
+SAMPLED = 100
 """Damaged files of each reader."""
 
 
@@ -70,7 +72,25 @@ def test_a_last_gguf_tensor_that_is_too_small_is_refused(tmp_path: Path) -> None
     reader.file.write_bytes(good + bytes(31))
     reader.read()
     reader.file.write_bytes(good + bytes(31) + b"x")
-    assert verdict(reader, good, good + bytes(31) + b"x") is None
+    with pytest.raises(InvalidWeights, match=r"the last tensor ends at byte .*, the file at byte"):
+        GGUFFile(reader.file)
+
+
+def test_gguf_numbers_that_are_moved_by_a_byte_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tensor("a", np.ones(9, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GGUFFile(file).tensors["a"].data.tolist() == [1.0] * 9
+    whole = file.read_bytes()
+    file.write_bytes(whole.rstrip(b"\0"))  # a writer that adds no padding
+    assert len(GGUFFile(file).tensors) == 1
+    file.write_bytes(whole[:-1])
+    with pytest.raises(InvalidWeights, match=r"the last tensor ends at byte .*, the file at byte"):
+        GGUFFile(file)
 
 
 def test_the_judge_of_damaged_files_can_say_no(tmp_path: Path) -> None:
@@ -92,6 +112,27 @@ def test_broken_json_is_refused_by_name(tmp_path: Path, text: bytes) -> None:
 def test_a_config_of_too_many_layers_takes_no_memory(tmp_path: Path) -> None:
     samples.write_json(tmp_path / "config.json", {**samples.CONFIG, "num_hidden_layers": 1 << 40})
     with pytest.raises(UnsupportedModel, match=r"config\.json: num_hidden_layers 1099511627776 .* 10000 at most"):
+        read_spec(ModelSource("hf", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hidden_size", 32.5, "32.5 can't be used: it is no whole number"),
+        ("num_hidden_layers", True, "True can't be used: it is no whole number"),
+        ("vocab_size", [1], r"\[1\] can't be used: int\(\) argument must be"),
+        ("rms_norm_eps", "x", "'x' can't be used: could not convert"),
+        ("rope_scaling", 5, "5 can't be used: "),
+        ("intermediate_size", "y" * 1000, "'y{199}… can't be used: "),
+    ],
+)
+def test_a_value_that_can_not_be_used_is_named_with_its_key(
+    tmp_path: Path, key: str, value: object, reason: str
+) -> None:
+    samples.write_json(tmp_path / "config.json", {**samples.CONFIG, key: value})
+    with pytest.raises(
+        UnsupportedModel, match=rf"config\.json: {key} {reason}.*; correct it, or download the file again$"
+    ):
         read_spec(ModelSource("hf", tmp_path))
 
 

@@ -32,7 +32,7 @@ def test_no_file_and_a_gguf_have_none(tmp_path: Path) -> None:
     assert read_sampling_defaults(ModelSource("gguf", tmp_path / "m.gguf")).given == {}
 
 
-@pytest.mark.parametrize("content", [{"top_p": 1.5}, {"temperature": "hot"}, {"top_k": True}, [1]])
+@pytest.mark.parametrize("content", [{"top_p": 1.5}, {"temperature": "hot"}, {"top_k": True}, {"top_k": 2.5}, [1]])
 def test_what_no_request_could_ask_for_is_refused(tmp_path: Path, content: object) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         read(tmp_path, content)
