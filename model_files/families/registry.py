@@ -75,10 +75,13 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
     name = str(raw.get("model_type", "(none)"))
     if name in TEXT_OF:
         name = TEXT_OF[name]
-        outer = {"quantization_config": raw.get("quantization_config")}
-        # The head belongs to the whole model, so what its text_config says of it does not count.
-        head = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-        raw = {**outer, **raw["text_config"], **head, "model_type": name}
+        text = raw["text_config"]
+        # These belong to the whole model. What its text_config says of the head does not count.
+        whole = {
+            "quantization_config": raw.get("quantization_config") or text.get("quantization_config"),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", True),
+        }
+        raw = {**text, **whole, "model_type": name}
     if name not in HF:
         raise _unknown(name, [*HF, *TEXT_OF], "; --model-impl transformers runs others, by transformers' own classes")
     config = HFConfig(raw, HF[name].defaults)

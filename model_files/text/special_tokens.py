@@ -37,6 +37,8 @@ class StatedTokens(NamedTuple):
 
 
 class _Entry(msgspec.Struct):
+    """An added token as the files describe it. ``normalized`` None: it is, unless it is special."""
+
     content: str
     single_word: bool = False
     lstrip: bool = False

@@ -103,6 +103,20 @@ def test_the_head_of_texts_and_images_is_stated_outside(tmp_path: Path) -> None:
         assert spec_from_hf(raw).tied_head is (outer is not False)
 
 
+def test_the_packing_of_the_whole_model_comes_before_that_of_its_text() -> None:
+    text = make_config("gemma3").to_dict() | {"quantization_config": None}
+    awq, unknown = {"quant_method": "awq", "bits": 4}, {"quant_method": "spice"}
+    spec_from_hf({"model_type": "gemma3", "quantization_config": awq, "text_config": text})
+    for whole, part in ((unknown, None), (unknown, awq), (None, unknown)):
+        raw = {
+            "model_type": "gemma3",
+            "quantization_config": whole,
+            "text_config": text | {"quantization_config": part},
+        }
+        with pytest.raises(UnsupportedModel, match="'spice'"):
+            spec_from_hf(raw)
+
+
 def test_weights_in_a_file_that_config_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"transformers_weights 'other\.safetensors'"):
         read(tmp_path, transformers_weights="other.safetensors")
