@@ -28,10 +28,14 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """``response_format``, with SGLang's and vLLM's structural tags."""
+    """``response_format``, with SGLang's and vLLM's structural tags.
+
+    ``schema`` of a "json_object" is llama.cpp's, and instructor's.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
@@ -44,7 +48,7 @@ class ResponseFormat(Body):
     def grammars(self) -> dict[str, Grammar]:
         """Return its grammar by the field's name; none for plain text."""
         if self.type == "json_object":
-            return grammars_of({"response_format": ("json_schema", ANY_OBJECT)})
+            return grammars_of({"response_format": ("json_schema", self.schema_ or ANY_OBJECT)})
         if self.type == "json_schema" and self.json_schema is not None:
             # A schema that allows anything still asks for JSON.
             return grammars_of({"response_format": ("json_schema", self.json_schema.schema_ or "{}")})

@@ -53,6 +53,7 @@ def grammar(path: str, body: dict[str, Any]) -> Grammar | None:
             TEXT,
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "json_schema", "{}"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", TEXT),
         (
             {"response_format": {"type": "structural_tag", **TAGS}},
             "structural_tag",
