@@ -27,6 +27,8 @@ from .lowering import lower
 MAX_ERROR_CHARACTERS = 500
 BYTES = LLTokenizer("byte")
 """A vocabulary of single bytes. Whether a grammar can be used does not depend on the model's."""
+REASONS = {"NoExtensionBias": "no text matches it"}
+"""Reasons in place of the library's words."""
 
 
 def check(grammar: Grammar) -> GrammarVerdict:
@@ -35,7 +37,9 @@ def check(grammar: Grammar) -> GrammarVerdict:
         matcher = LLMatcher(BYTES, lower(grammar), log_level=0)
         # The lexer is only built for a mask.
         matcher.compute_bitmask()
-        error = matcher.get_error()
+        # The library's own state follows the reason.
+        error = matcher.get_error().partition("\n<state>")[0]
+        error = REASONS.get(error, error)
     except GrammarError as e:
         error = str(e)
     except MemoryError:

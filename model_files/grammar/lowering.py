@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ...messages.grammar import Grammar
 from .errors import GrammarError
 from .formats import with_exact_formats
@@ -18,6 +20,10 @@ from .rewrites import Rewriter
 SpecialId = Callable[[str], int | None]
 WHITE_SPACE = r"[ \n\t]{0,40}"
 """White space between the tokens of JSON. Unlimited, a model at a high temperature may write nothing else."""
+ESCAPES = 'nrbtf\\"'
+"""Escapes in strings of JSON. With ``\\u``, a property could be written twice: once by an escape of its name."""
+OBJECT = {"type": "object"}
+GUIDE = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
 MAX_TAGS = 1024
 MAX_DEPTH = 256
 
@@ -35,7 +41,7 @@ def lower(grammar: Grammar, special_id: SpecialId = lambda text: None) -> str:
             body = LOWER[grammar.kind](grammar.source)
     except GrammarError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError, msgspec.ValidationError) as e:
         raise GrammarError(f"{grammar.kind}: {e}") from e
     begin, end = (marker.strip() for marker in grammar.reasoning)
     if not end:
@@ -51,7 +57,8 @@ def _check_depth(source: str) -> None:
             depth += 1
             deepest = max(deepest, depth)
         elif character in ")]}":
-            depth -= 1
+            # A string may hold more of these.
+            depth = max(0, depth - 1)
     if deepest > MAX_DEPTH:
         raise GrammarError(f"brackets are nested {deepest} deep; the limit is {MAX_DEPTH}")
 
@@ -82,16 +89,18 @@ def _json_schema(source: str) -> dict[str, Any]:
 
 
 def _usable(schema: Any) -> dict[str, Any]:
-    """Return ``schema`` as llguidance can use it; it is rewritten only if it cannot be used as it is."""
+    """Return ``schema`` as llguidance can use it, wherever the client gave it.
+
+    It is rewritten only if it cannot be used as it is.
+    """
     # Imported here: llguidance takes a tenth of a second.
     from llguidance import LLMatcher
 
-    guide = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-    plain: dict[str, Any] = with_exact_formats({} if schema is True else schema) | guide
+    plain: dict[str, Any] = with_exact_formats({} if schema is True else schema) | GUIDE
     if not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": plain}]})):
         return plain
     rewritten = with_exact_formats(Rewriter({} if schema is True else schema).rewritten())
-    return (rewritten if isinstance(rewritten, dict) else {"allOf": [rewritten]}) | guide
+    return (rewritten if isinstance(rewritten, dict) else {"allOf": [rewritten]}) | GUIDE
 
 
 def _regex(source: str) -> dict[str, Any]:
@@ -116,11 +125,11 @@ def _lark(source: str) -> dict[str, Any]:
 
 def _ebnf(source: str) -> dict[str, Any]:
     # Imported here: llguidance takes a tenth of a second.
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return _lark(any_to_lark(source))
-    except GbnfToLarkError as e:
+    except Exception as e:  # it raises plain ones for rules that are missing
         raise GrammarError(f"ebnf: {e}") from e
 
 
@@ -128,25 +137,36 @@ def _choice(source: str) -> dict[str, Any]:
     choices = json.loads(source)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise GrammarError("choice: give a list of texts, none of them empty")
-    return _lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
+    return _lark("start: " + " | ".join(json.dumps(one) for one in choices))
+
+
+class _Tag(msgspec.Struct):
+    begin: str
+    end: str
+    schema: dict[str, Any] | str = msgspec.field(default_factory=dict)
+    """A JSON schema, or its text."""
+
+
+class _Tags(msgspec.Struct):
+    structures: list[_Tag]
+    triggers: list[str]
 
 
 def _structural_tag(source: str) -> dict[str, Any]:
     from llguidance import StructTag
 
-    given = json.loads(source)
-    if not isinstance(given, dict) or not isinstance(given.get("structures"), list) or "triggers" not in given:
-        raise GrammarError('structural_tag: give {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
-    structures, triggers = given["structures"], given["triggers"]
-    if not 0 < len(structures) <= MAX_TAGS:
-        raise GrammarError(f"structural_tag: {len(structures)} structures; give 1 to {MAX_TAGS}")
+    given = msgspec.json.decode(source, type=_Tags)
+    if not 0 < len(given.structures) <= MAX_TAGS:
+        raise GrammarError(f"structural_tag: {len(given.structures)} structures; give 1 to {MAX_TAGS}")
     tags = []
-    for one in structures:
-        trigger = next((text for text in triggers if text and one["begin"].startswith(text)), None)
+    for one in given.structures:
+        trigger = next((text for text in given.triggers if text and one.begin.startswith(text)), None)
         if trigger is None:
-            raise GrammarError(f"structural_tag: no trigger begins {one['begin']!r}")
-        schema = one.get("schema") or {}
-        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=schema, end=one["end"]))
+            raise GrammarError(f"structural_tag: no trigger begins {one.begin!r}")
+        schema = json.loads(one.schema) if isinstance(one.schema, str) else one.schema
+        if not isinstance(schema, dict):
+            raise GrammarError(f"structural_tag: the schema of {one.begin!r} must be a JSON object")
+        tags.append(StructTag(trigger=trigger, begin=one.begin, grammar=_usable(schema), end=one.end))
     return _lark(StructTag.to_grammar(tags, assume_special=False))
 
 
@@ -161,11 +181,19 @@ def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
         return " ".join(f"<[{ids[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
     rules = [f"call_{i}: {literal(one['before'])} args_{i} {literal(one['after'])}" for i, one in enumerate(calls)]
-    rules += [f"args_{i}: %json {json.dumps(_usable(one['schema']))}" for i, one in enumerate(calls)]
+    rules += [f"args_{i}: %json {json.dumps(_usable(_of_object(one['schema'])))}" for i, one in enumerate(calls)]
     one_call = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = f" ({literal(given['separator'])} one_call)*" if given["many"] else ""
     start = f"start: {literal(given['prefix'])} one_call{more} {literal(given['suffix'])}"
     return _lark("\n".join([start, f"one_call: {one_call}", *rules]))
+
+
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object whatever else it allows."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise GrammarError(f"the parameters of a tool must be of type object, not {json.dumps(kind)[:64]}")
+    return schema | OBJECT
 
 
 LOWER: dict[str, Callable[[str], dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,12 @@ class CallShape:
     """Text after all calls."""
     separator: str | None = None
     """Text between calls; None: an answer has one call only."""
+    has_json_names: bool = True
+    """Whether names are in JSON strings."""
+
+    def written(self, name: str) -> str:
+        """Return the text of a tool's name in a call."""
+        return json.dumps(name, ensure_ascii=False)[1:-1] if self.has_json_names else name
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def forced_calls(output_format: OutputFormat, tools: Tools, *, many: bool) -> Gr
         "many": many and shape.separator is not None,
         "calls": [
             {
-                "before": shape.before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1]),
+                "before": shape.before.replace("NAME", shape.written(name)),
                 "schema": schema or OBJECT,
                 "after": shape.after,
             }

@@ -43,5 +43,5 @@ def parse(reader: Reader, request: ParseRequest) -> Parser:
 
 
 SHOWN = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END, *THINK)
-SHAPE = CallShape(f"{CALL}functions.NAME:0{ARGUMENTS}", CALL_END, SECTION, SECTION_END)
+SHAPE = CallShape(f"{CALL}functions.NAME:0{ARGUMENTS}", CALL_END, SECTION, SECTION_END, has_json_names=False)
 KIMI_K2 = OutputFormat("kimi_k2", parse, SHOWN, THINK, ((SECTION,),), SHAPE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def checks() -> Iterator[LimitedCheck]:
 
 
 TAG = {"begin": "<f=x>", "schema": {"type": "object"}, "end": "</f>"}
-CALLS = {
+CALLS: dict[str, Any] = {
     "marks": ["<tool_call>"],
     "prefix": "",
     "suffix": "",
@@ -34,7 +35,7 @@ GOOD = [
     Grammar("json_schema", "true"),
     Grammar("json_schema", json.dumps({"enum": [f"v{i}" for i in range(5000)]})),
     Grammar("regex", "[a-z]+/x\n"),
-    Grammar("choice", '["a", "é \\" \\\\"]'),
+    Grammar("choice", '["a", "é \\" \\\\", "\\u007f\\ud83d\\ude00"]'),
     Grammar("ebnf", 'root ::= "a" | "b" root'),
     Grammar("lark", 'start: "x" NUM\nNUM: /[0-9]+/'),
     Grammar("structural_tag", json.dumps({"structures": [TAG], "triggers": ["<f="]})),
@@ -53,11 +54,22 @@ BAD = [
     (Grammar("choice", "[]"), "list of texts"),
     (Grammar("choice", '["a", 1]'), "list of texts"),
     (Grammar("ebnf", "root = x"), "ebnf"),
+    (Grammar("ebnf", "root ::= missing"), "ebnf: Rule 'missing' not found"),
     (Grammar("lark", "start: missing"), "missing"),
     (Grammar("structural_tag", "{}"), "structures"),
     (Grammar("structural_tag", json.dumps({"structures": [TAG], "triggers": ["<g="]})), "no trigger"),
     (Grammar("structural_tag", '{"structures": [{}], "triggers": ["a"]}'), "begin"),
+    (Grammar("structural_tag", '{"structures": [{"begin": 1, "end": ""}], "triggers": ["a"]}'), "structures[0].begin"),
+    (
+        Grammar("structural_tag", json.dumps({"structures": [TAG | {"schema": "[]"}], "triggers": ["<f"]})),
+        "JSON object",
+    ),
     (Grammar("tool_calls", "{}"), "calls"),
+    (
+        Grammar("tool_calls", json.dumps(CALLS | {"calls": [CALLS["calls"][0] | {"schema": {"type": "array"}}]})),
+        "array",
+    ),
+    (Grammar("json_schema", "]" * 300 + "[" * 300), "nested 300 deep"),
 ]
 
 
@@ -71,6 +83,17 @@ def test_bad_grammars_are_refused_with_the_reason(grammar: Grammar, reason: str,
     with pytest.raises(GrammarError) as e:
         checks.check(grammar)
     assert reason in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", r"[^\s\S]"), Grammar("lark", "start: start")],
+    ids=lambda grammar: grammar.kind,
+)
+def test_a_grammar_that_no_text_matches_is_refused_in_plain_words(grammar: Grammar, checks: LimitedCheck) -> None:
+    with pytest.raises(GrammarError) as e:
+        checks.check(grammar)
+    assert str(e.value) == "no text matches it"
 
 
 def test_a_grammar_without_time_ends_its_check_and_no_other() -> None:
