@@ -41,14 +41,17 @@ class ChecksGrammars(Protocol):
 
 
 class NoGrammars:
-    """Refuses all grammars (``--grammar-backend none``)."""
+    """Refuses all grammars. ``reason``: why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
     def check(self, grammar: Grammar) -> None:
         """Raise ``GrammarError``."""
-        raise GrammarError("structured output is off on this server (--grammar-backend none)")
+        raise GrammarError(self._reason)
 
 
-NO_GRAMMARS = NoGrammars()
+NO_GRAMMARS = NoGrammars("structured output is off on this server (--grammar-backend none)")
 
 
 class RequestTokenizer:

@@ -29,11 +29,13 @@ from ..messages.text import DecodeReq, EncodeReq, LimitsReq
 from ..messages.too_large import send_or_explain, stand_ins
 from ..model_files.errors import ModelError
 from ..model_files.grammar.limited_check import LimitedCheck
+from ..model_files.grammar.vocabulary import why_no_grammars
 from ..model_files.model_limits import read_limits
 from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
 from ..model_files.text.limited_template import LimitedTemplate
 from ..model_files.text.load import find_chat_template, load_tokenizer
+from ..model_files.text.text_tokenizer import TextTokenizer
 from ..model_files.text.named_templates import NamedTemplates
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
@@ -41,7 +43,7 @@ from .chat_renderer import ChatRenderer, Exits, Rendered
 from .options import ServerOptions
 from .prompt_encoder import MissingTemplate
 from .question_thread import QuestionThread
-from .request_tokenizer import NO_GRAMMARS, NOTHING_RENDERED, RequestTokenizer
+from .request_tokenizer import NO_GRAMMARS, NOTHING_RENDERED, ChecksGrammars, NoGrammars, RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,16 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
     template = _load_template(process, find_chat_template(options, tokenizer), tokenizer.special_tokens)
-    grammars = NO_GRAMMARS if options.grammar_backend == "none" else LimitedCheck()
+    grammars = choose_grammar_checks(options, tokenizer, limits.vocab_size)
     return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request, grammars)
+
+
+def choose_grammar_checks(options: ServerOptions, tokenizer: TextTokenizer, vocab_size: int) -> ChecksGrammars:
+    """Return what checks grammars for this model, or refuses all of them with the reason."""
+    if options.grammar_backend == "none":
+        return NO_GRAMMARS
+    reason = why_no_grammars(tokenizer, vocab_size)
+    return NoGrammars(reason) if reason else LimitedCheck()
 
 
 def _load_template(

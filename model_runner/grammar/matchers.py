@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from ...messages.base import I32
 from ...messages.grammar import Grammar
-from ...model_files.grammar.errors import GrammarError
 from ...model_files.grammar.lowering import lower
 from ...model_files.options import ModelOptions
 
@@ -86,7 +85,7 @@ class Matchers:
         self._options = options
         self._vocab_size = vocab_size
         self._tokenizer: GrammarTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher | None]] = OrderedDict()
         # The calling thread is bound to one core later, and threads inherit that.
         cores = os.sched_getaffinity(0)
 
@@ -105,7 +104,10 @@ class Matchers:
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
         """See ``MakesMatchers``. Waits if ``grammar`` is being compiled."""
-        matcher = self.compile(grammar).deep_copy()
+        compiled = self.compile(grammar)
+        if compiled is None:
+            return _NoMatcher(self._vocab_size)
+        matcher = compiled.deep_copy()
         if len(output):
             matcher.consume_tokens(output.tolist())
         made = _Matcher(matcher, self._vocab_size)
@@ -125,11 +127,11 @@ class Matchers:
         for matcher, _ in pairs:
             matcher.computed = computed
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """Return the matcher of an empty output, not to be changed. It has failed if ``grammar`` can't be used."""
+    def compile(self, grammar: Grammar) -> LLMatcher | None:
+        """Return the matcher of an empty output, not to be changed; None if ``grammar`` can't be used."""
         return self._compile_soon(grammar).result()
 
-    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher]:
+    def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher | None]:
         if (known := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             return known
@@ -138,19 +140,18 @@ class Matchers:
             self._compiled.popitem(last=False)
         return made
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> LLMatcher | None:
         from llguidance import LLMatcher
 
-        tokenizer = self._load_tokenizer()
         try:
-            lowered = lower(grammar, tokenizer.special_id)
-        except GrammarError as e:
-            # The tokenizer process has refused such grammars; a peer may have sent one.
-            lowered = "start: ]"  # an error, which no token gets past
-            log.error("a grammar cannot be used: %s", e)
-        made = LLMatcher(tokenizer.tokens, lowered, log_level=0)
+            tokenizer = self._load_tokenizer()
+            made = LLMatcher(tokenizer.tokens, lower(grammar, tokenizer.special_id), log_level=0)
+        except Exception:  # the tokenizer process refuses what cannot be used; whatever else it is, ends its request
+            log.exception("a grammar cannot be used")
+            return None
         if made.is_error():
             log.error("a grammar cannot be compiled: %s", made.get_error()[:200])
+            return None
         return made
 
     def _load_tokenizer(self) -> GrammarTokenizer:
@@ -160,6 +161,16 @@ class Matchers:
 
             self._tokenizer = load_grammar_tokenizer(self._options, self._vocab_size)
         return self._tokenizer
+
+
+class _NoMatcher:
+    """Stands for the matcher of a grammar that cannot be used: it allows no token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def penalties(self) -> F32:
+        return np.full(self._vocab_size, -np.inf, np.float32)
 
 
 class _Matcher:

@@ -9,6 +9,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from ...model_files.errors import UnsupportedModel
+from ...model_files.grammar.vocabulary import why_no_grammars
 from ...model_files.options import ModelOptions
 from ...model_files.text.load import load_tokenizer
 from ...model_files.text.text_tokenizer import FastTokenizer
@@ -40,16 +41,20 @@ class _Vocabulary(TokenizerWrapper):
         A special token's text is plain text here: a schema that names one must not end the output.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids if b"".join(self.tokens[token] for token in ids) == text.encode() else []
+        # A tokenizer may have tokens that the model has no logits for.
+        is_whole = all(token < len(self.tokens) for token in ids)
+        return ids if is_whole and b"".join(self.tokens[token] for token in ids) == text.encode() else []
 
 
 def load_grammar_tokenizer(options: ModelOptions, vocab_size: int) -> GrammarTokenizer:
     """Load the vocabulary of a model of ``vocab_size`` logits. Raises ``ModelError`` or ``TokenizerLoadError``."""
     tokenizer = load_tokenizer(options)
+    if reason := why_no_grammars(tokenizer, vocab_size):
+        raise UnsupportedModel(reason)
+    assert isinstance(tokenizer, FastTokenizer), "checked just now"
     table = tokenizer.byte_table
+    assert table is not None, "checked just now"
     eos = [token for token in tokenizer.eos_ids if token < vocab_size]
-    if not isinstance(tokenizer, FastTokenizer) or table is None or not eos:
-        raise UnsupportedModel("structured output needs a tokenizer whose tokens stand for bytes, and an EOS token")
     backend = tokenizer.backend
     backend.no_padding()
     backend.no_truncation()

@@ -33,4 +33,4 @@ def forced_calls(output_format: OutputFormat, tools: Tools, *, many: bool) -> Gr
             for name, schema in tools.items()
         ],
     }
-    return Grammar("tool_calls", json.dumps(source), "tool_choice")
+    return Grammar("tool_calls", json.dumps(source, ensure_ascii=False), "tool_choice")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....messages.decode import shown
-from ....messages.grammar import Grammar
+from ....messages.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from ...output_parsers.base import ParseRequest
 from ...output_parsers.choice import OutputFormats
 from ...output_parsers.events import OutputEvent, ReasoningDelta, TextDelta, ToolCall
@@ -52,6 +52,12 @@ def forced_call(body: ChatBody, formats: OutputFormats) -> Grammar | None:
     if (grammar := forced_calls(formats.calls, tools, many=many)) is None:
         raise bad_request(
             "tool_choice", f'must be "auto" or "none": calls in the format {formats.calls.name} can\'t be forced yet'
+        )
+    if len(grammar.source) > MAX_GRAMMAR_CHARACTERS:
+        raise bad_request(
+            "tools",
+            f"make a grammar of {len(grammar.source)} characters for tool_choice; the limit is "
+            f"{MAX_GRAMMAR_CHARACTERS}; give fewer tools, or shorter descriptions in their parameters",
         )
     return grammar
 

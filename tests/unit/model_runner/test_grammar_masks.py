@@ -11,6 +11,7 @@ from pdserve.messages.base import pack_i32
 from pdserve.messages.grammar import Grammar
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import RowInit
+from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.options import ModelOptions
 from pdserve.model_files.text.load import load_tokenizer
 from pdserve.model_runner.grammar.matchers import Matchers
@@ -173,6 +174,23 @@ def test_output_that_breaks_the_grammar_leaves_no_token(matchers, tokenizer):
 def test_a_grammar_that_cannot_be_compiled_leaves_no_token(matchers):
     assert matchers.make(Grammar("regex", "(a"), np.array([], np.int32)).penalties().max() != 0
     assert matchers.make(Grammar("json_schema", "{"), np.array([], np.int32)).penalties().max() != 0
+
+
+def test_a_tokenizer_that_cannot_be_used_ends_its_requests_alone(monkeypatch):
+    def load():
+        raise UnsupportedModel("no bytes")
+
+    matchers = Matchers(OPTIONS, VOCAB)
+    monkeypatch.setattr(matchers, "_load_tokenizer", load)
+    matcher = matchers.make(Grammar("regex", "a+"), np.array([], np.int32))
+    matchers.advance([(matcher, 0)])
+    assert matcher.penalties().max() == -np.inf
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_has_its_tokens_alone(tokenizer):
+    matcher = Matchers(OPTIONS, 600).make(Grammar("regex", "(good|morning)+"), np.array([], np.int32))
+    allowed = np.flatnonzero(matcher.penalties() == 0).tolist()
+    assert {tokenizer.decode([token], skip_special_tokens=False) for token in allowed} >= {"g", "m"}
 
 
 def test_matchers_of_one_grammar_are_compiled_once(matchers, monkeypatch):

@@ -16,6 +16,10 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 USER = {"role": "user", "content": "A number?"}
 TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+LONG_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"description": "é" * (MAX_GRAMMAR_CHARACTERS // 2)}}}
+    for name in "ab"
+]
 QWEN = 'tools <tool_call>{"name": .., "arguments": ..}</tool_call> <think></think>'
 
 
@@ -123,6 +127,7 @@ def test_neutral_values_ask_for_nothing(body: dict[str, Any]) -> None:
         (CHAT, {"guided_json": {"enum": ["a" * (MAX_GRAMMAR_CHARACTERS + 1)]}}, "guided_json"),
         (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": LONG_TOOLS, "tool_choice": "required"}, "tools"),
         (GENERATE, {"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
     ],
 )
