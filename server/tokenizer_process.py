@@ -35,8 +35,8 @@ from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
 from ..model_files.text.limited_template import LimitedTemplate
 from ..model_files.text.load import find_chat_template, load_tokenizer
-from ..model_files.text.text_tokenizer import TextTokenizer
 from ..model_files.text.named_templates import NamedTemplates
+from ..model_files.text.text_tokenizer import TextTokenizer
 from ..runtime.child import start_child
 from ..runtime.malloc import return_freed_memory
 from .chat_renderer import ChatRenderer, Exits, Rendered
