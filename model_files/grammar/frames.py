@@ -44,15 +44,15 @@ class Lines:
         self._sock = sock
         self._unread = bytearray()
 
-    def send(self, message: CheckLimits | GrammarVerdict | Grammar) -> None:
-        """Send ``message``. Raises ``OSError``."""
+    def send(self, message: CheckLimits | GrammarVerdict | Grammar, deadline: float | None = None) -> None:
+        """Send ``message`` until ``deadline`` (monotonic). Raises ``OSError``."""
+        self._set_timeout(deadline)
         self._sock.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self, kind: type[T], deadline: float | None = None) -> T:
         """Wait for a message until ``deadline`` (monotonic). Raises ``BrokenStream`` or ``OSError``."""
         while (end := self._unread.find(b"\n")) < 0:
-            if deadline is not None:
-                self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+            self._set_timeout(deadline)
             part = self._sock.recv(1 << 16)
             if not part or len(self._unread) > MAX_LINE_BYTES:
                 raise BrokenStream("the other end is closed" if not part else "a line is too long")
@@ -63,6 +63,9 @@ class Lines:
             return msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as e:
             raise BrokenStream(f"no {kind.__name__}: {e}") from None
+
+    def _set_timeout(self, deadline: float | None) -> None:
+        self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Close this end."""

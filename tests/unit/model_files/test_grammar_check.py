@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from pdserve.messages.grammar import Grammar
 from pdserve.model_files.grammar.errors import GrammarError
 from pdserve.model_files.grammar.frames import CheckLimits
-from pdserve.model_files.grammar.limited_check import LimitedCheck
+from pdserve.model_files.grammar.limited_check import TRIES, LimitedCheck
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +130,64 @@ def test_a_verdict_is_remembered() -> None:
     with pytest.raises(GrammarError):
         checks.check(BAD[0][0])
     assert checks._process is None
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_process_that_is_killed_from_outside_is_no_fault_of_the_grammar(kills: int, monkeypatch) -> None:
+    checks = LimitedCheck()
+    start = checks._start
+    left = [True] * kills
+
+    def start_and_kill() -> None:
+        start()
+        if left:
+            left.pop()
+            assert checks._process is not None
+            checks._process.kill()
+
+    monkeypatch.setattr(checks, "_start", start_and_kill)
+    try:
+        if kills == TRIES:
+            with pytest.raises(GrammarError, match="try again later"):
+                checks.check(GOOD[0])
+        checks.check(GOOD[0])
+    finally:
+        checks.close()
+
+
+def test_a_check_that_cannot_start_is_tried_again(monkeypatch) -> None:
+    checks = LimitedCheck()
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("too many processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fail)
+        with pytest.raises(GrammarError, match="try again later"):
+            checks.check(GOOD[0])
+    try:
+        checks.check(GOOD[0])
+    finally:
+        checks.close()
+
+
+def test_a_process_that_hangs_is_given_up(monkeypatch) -> None:
+    checks = LimitedCheck(CheckLimits(seconds=0.05))
+    start = checks._start
+
+    def start_and_stop() -> None:
+        start()
+        assert checks._process is not None
+        checks._process.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(checks, "_start", start_and_stop)
+    large = Grammar("json_schema", json.dumps({"title": "x" * 250_000}))
+    try:
+        with pytest.raises(GrammarError, match="try again later"):
+            checks.check(large)
+        assert checks._process is None
+        monkeypatch.undo()
+        checks._limits = CheckLimits()
+        checks.check(large)
+    finally:
+        checks.close()
