@@ -1,12 +1,14 @@
 """Renders conversations on a thread of its own, so that a template holds up nothing but conversations.
 
     TokenizeReq ──▶ waits ──▶ is rendered ──ChatRendered──▶ passed on, with its text
+                ├── with a grammar: waits ──▶ is checked ──▶ waits …
                 ├── too many wait: 429
                 └── all its answers are aborted: ended here
     EncodeReq ──▶ waits ──▶ is rendered ──▶ thread that encodes and answers it
 
-API keys take turns, and none can fill the queue. Messages that name a request which is here are held, and follow it:
-an abort must never overtake the request that it ends.
+Grammars are checked on another thread: a bad one may take half a second of a processor, and conversations without one
+go on. API keys take turns, and none can fill the queue. Messages that name a request which is here are held, and follow
+it: an abort must never overtake the request that it ends.
 
 The tokenizer's loop calls ``sort`` and ``ask``. To wake the loop up, the thread sends a ``ChatRendered`` on the loop's
 own channel. If it can't, it answers the request itself.
@@ -19,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -58,8 +60,10 @@ class _Chat:
     """A request with a conversation to be rendered."""
 
     req: TokenizeReq
-    is_started: bool = False
-    """Whether the thread has taken it. Guarded by the lock."""
+    waits_in: KeyQueue[Any] | None = None
+    """The queue that it waits in; None: a thread has taken it. Guarded by the lock."""
+    refusal: PromptError | None = None
+    """Why its grammar cannot be used. Set before it is rendered."""
     rendered: Rendered = ""
     """Set by the thread before it sends ``ChatRendered``."""
     held: list[ToTokenizer] = field(default_factory=list)
@@ -92,18 +96,20 @@ class Exits(NamedTuple):
 class ChatRenderer:
     """Requests with conversations, from their arrival until they are rendered. Their rids are unique.
 
-    ``render`` runs on the thread. ``most_waiting``: maximum number of requests here, half of them of one API key.
-    ``here``: see ``Timing``.
+    ``render`` and ``check`` run on threads. ``check`` returns why a request's grammar is refused. ``most_waiting``:
+    maximum number of requests here, half of them of one API key. ``here``: see ``Timing``.
     """
 
     def __init__(
         self,
         render: Callable[[TokenizeReq | EncodeReq], Rendered],
+        check: Callable[[TokenizeReq], PromptError | None],
         exits: Exits,
         most_waiting: int,
         here: InstanceRole,
     ) -> None:
         self._render = render
+        self._check = check
         self._exits = exits
         self._here = here
         self._chats: dict[str, _Chat] = {}
@@ -114,8 +120,13 @@ class ChatRenderer:
         """Requests and questions that the thread has not taken. Guarded by the lock."""
         self._answered: list[_Chat] = []
         """Requests that the thread has answered, because it could not wake the loop up. Guarded by the lock."""
+        self._unchecked: KeyQueue[_Chat] = KeyQueue()
+        """Requests with a grammar that is to be checked. Guarded by the lock."""
+        self._checker = ThreadPoolExecutor(1, "grammar-checker")
         self._thread = ThreadPoolExecutor(1, "chat-renderer")
-        self._thread.submit(int)  # The thread starts now, where a failure is seen.
+        # The threads start now, where a failure is seen.
+        self._checker.submit(int)
+        self._thread.submit(int)
 
     def sort(self, messages: Sequence[ToTokenizer]) -> Sorted:
         """Return what is to be done now, and take in what is not. Does not wait."""
@@ -147,6 +158,7 @@ class ChatRenderer:
 
     def close(self) -> None:
         """Wait until every conversation is rendered."""
+        self._checker.shutdown()
         self._thread.shutdown()
 
     def _take(self, req: TokenizeReq, out: Sorted) -> None:
@@ -163,9 +175,22 @@ class ChatRenderer:
         shares.take(key, 1)
         chat = _Chat(req)
         self._chats.update(dict.fromkeys(req.rids, chat))
+        if req.sampling.grammar is None:
+            self._wait_for_template(chat)
+        else:
+            with self._lock:
+                self._wait_in(self._unchecked, chat)
+            self._checker.submit(self._check_next)
+
+    def _wait_for_template(self, chat: _Chat) -> None:
         with self._lock:
-            self._waiting.append(key, chat)
+            self._wait_in(self._waiting, chat)
         self._thread.submit(self._render_next)
+
+    @staticmethod
+    def _wait_in(queue: KeyQueue[Any], chat: _Chat) -> None:
+        queue.append(chat.req.key_name, chat)
+        chat.waits_in = queue
 
     def _hold(self, message: ToTokenizer, out: Sorted) -> None:
         """Keep a message behind the request that it names. The abort of the last answer ends one that still waits."""
@@ -189,9 +214,10 @@ class ChatRenderer:
     def _withdraw(self, chat: _Chat) -> bool:
         """Take a request out of the queue; return whether it was there."""
         with self._lock:
-            if not chat.is_started:
-                self._waiting.remove(chat.req.key_name, chat)
-            return not chat.is_started
+            queue, chat.waits_in = chat.waits_in, None
+            if queue is not None:
+                queue.remove(chat.req.key_name, chat)
+            return queue is not None
 
     def _pass_on(self, chat: _Chat, out: Sorted) -> None:
         if chat.is_aborted:
@@ -215,7 +241,22 @@ class ChatRenderer:
             del self._chats[rid]
         self._shares.give_back(chat.req.key_name, 1)
 
-    # --- on the thread ---
+    # --- on the thread that checks grammars ---
+
+    def _check_next(self) -> None:
+        with self._lock:
+            if not self._unchecked:
+                return  # one was withdrawn
+            taken = self._unchecked.pop()
+            taken.waits_in = None
+        try:
+            taken.refusal = self._check(taken.req)
+        except Exception:  # no grammar may stop this thread
+            logger.exception("a grammar can't be checked", extra={"rid": taken.req.rid})
+            taken.refusal = PromptError("grammar", FAILED)
+        self._wait_for_template(taken)
+
+    # --- on the thread that renders ---
 
     def _render_next(self) -> None:
         with self._lock:
@@ -223,9 +264,9 @@ class ChatRenderer:
                 return  # one was withdrawn
             taken = self._waiting.pop()
             if isinstance(taken, _Chat):
-                taken.is_started = True
+                taken.waits_in = None
         if isinstance(taken, _Chat):
-            taken.rendered = self._rendered(taken.req)
+            taken.rendered = taken.refusal or self._rendered(taken.req)
             self._announce(taken)
         else:
             self._exits.questions.ask(taken, self._rendered(taken))

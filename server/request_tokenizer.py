@@ -74,7 +74,7 @@ class RequestTokenizer:
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
     def render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
-        """Check a request's grammar, and return its conversation as the model's template renders it ("" without one).
+        """Return a request's conversation as the model's template renders it ("" without one).
 
         Return the reason if it is refused. May run on another thread than ``tokenize``.
         """
@@ -82,16 +82,19 @@ class RequestTokenizer:
             if isinstance(req, TokenizeReq):
                 self._check_sampling(req.sampling)
                 self._check_one_prompt(req)
-                if req.sampling.grammar is not None:
-                    self._grammars.check(req.sampling.grammar)
             return "" if req.chat is None else self._encoder.chat_text(req.chat)
-        except GrammarError as e:
-            assert isinstance(req, TokenizeReq), "a question has no grammar"
-            assert req.sampling.grammar is not None, "only a grammar is checked"
-            field = req.sampling.grammar.field
-            return PromptError(field, f"{field} can't be used: {e}")
         except PromptError as e:
             return e
+
+    def check_grammar(self, req: TokenizeReq) -> PromptError | None:
+        """Return why the grammar of a request, which has one, is refused. May run on another thread than the others."""
+        grammar = req.sampling.grammar
+        assert grammar is not None, "only a grammar is checked"
+        try:
+            self._grammars.check(grammar)
+        except GrammarError as e:
+            return PromptError(grammar.field, f"{grammar.field} can't be used: {e}")
+        return None
 
     def tokenize(
         self, reqs: Sequence[TokenizeReq], rendered: Mapping[str, str | PromptError] = NOTHING_RENDERED

@@ -145,6 +145,7 @@ def main() -> None:
     with_chats = QuestionThread(tokenizer.questions, Sender(ctx.zmq_ctx, ctx.address("http")))
     renderer = ChatRenderer(
         tokenizer.render,
+        tokenizer.check_grammar,
         Exits(Sender(ctx.zmq_ctx, ctx.address("tokenizer")), Sender(ctx.zmq_ctx, ctx.address("http")), with_chats),
         2 * ctx.options.max_queued_requests,
         here,

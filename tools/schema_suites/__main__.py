@@ -108,6 +108,7 @@ class Suite:
         """Return whether the whole ``text`` matches; take the time of the first masks."""
         tokens = np.array(self._tokenizer.encode_batch([text], add_special_tokens=False)[0], np.int32)
         compiled = self._matchers.compile(grammar)
+        assert compiled is not None, "its check passed"
         if len(self.report.mask_us) < self._masks:
             self._time(compiled.deep_copy(), tokens)
         matcher = compiled.deep_copy()

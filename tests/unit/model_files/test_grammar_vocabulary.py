@@ -1,4 +1,4 @@
-"""Models whose tokenizer cannot hold an output to a grammar."""
+"""Tokenizers that cannot hold an output to a grammar."""
 
 from __future__ import annotations
 

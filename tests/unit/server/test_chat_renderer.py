@@ -17,6 +17,7 @@ from support.machine import limit
 from pdserve.messages.base import Message
 from pdserve.messages.control import Ping
 from pdserve.messages.conversation import ChatMessage, Conversation
+from pdserve.messages.grammar import Grammar
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
 from pdserve.messages.requests import AbortReq, ChatRendered, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
@@ -49,9 +50,16 @@ class Tokenizer:
         self.http: queue.Queue[Message] = queue.Queue()
         self.is_deaf = False
         """Whether the loop can't be woken up."""
+        self.checking: queue.Queue[str] = queue.Queue()
+        """Requests with a grammar that has come to its check, in order."""
+        self.verdicts: queue.Queue[PromptError | None] = queue.Queue()
         receiver = SimpleNamespace(send=lambda *messages: [self.http.put(message) for message in messages])
         asked = SimpleNamespace(ask=lambda question, text: self.answered.put((question.id, text)))
-        self.renderer = ChatRenderer(self._render, Exits(self, receiver, asked), most_waiting, "decode")
+        self.renderer = ChatRenderer(self._render, self._check, Exits(self, receiver, asked), most_waiting, "decode")
+
+    def _check(self, req: TokenizeReq) -> PromptError | None:
+        self.checking.put(req.rid)
+        return self.verdicts.get(timeout=limit(10))
 
     def _render(self, req: TokenizeReq | EncodeReq) -> str | PromptError:
         name = req.rid if isinstance(req, TokenizeReq) else f"?{req.id}"
@@ -84,15 +92,25 @@ class Tokenizer:
         """Have the conversation rendered that is being rendered."""
         self._told.put(error)
 
+    def rendered(self) -> ChatRendered:
+        """Wait for what the thread sends to the loop next."""
+        return self._channel.get(timeout=limit(10))
+
     def finish(self, error: Exception | None = None) -> Sorted:
         """Have the conversation of a request rendered; return what the loop does then."""
         self.render(error)
-        return self.sort(self._channel.get(timeout=limit(10)))
+        return self.sort(self.rendered())
 
     def close(self) -> None:
         for _ in range(1000):
             self._told.put(None)
+            self.verdicts.put(None)
         self.renderer.close()
+
+
+def constrained(rid: str, key: str = "") -> TokenizeReq:
+    sampling = SamplingParams(seed=1, grammar=Grammar("regex", rid))
+    return TokenizeReq(rid, sampling, 0.0, text="x", key_name=key)
 
 
 @pytest.fixture
@@ -273,3 +291,29 @@ def test_a_client_is_told_of_such_an_end_as_of_any_other_abort(stream: bool) -> 
 
     assert '"pdserve_finish"' in (text := with_engine(check))
     assert '"abort"' in text
+
+
+def test_conversations_go_on_while_a_grammar_is_checked(tokenizer: Tokenizer) -> None:
+    tokenizer.sort(constrained("slow", "hostile"), constrained("next", "hostile"), chat("a"), constrained("b", "other"))
+    assert tokenizer.checking.get(timeout=limit(10)) == "slow"
+    assert tokenizer.begin() == "a"
+    assert tokenizer.finish().texts == {"a": "<a>"}
+    refusal = PromptError("regex", "too slow")
+    tokenizer.verdicts.put(refusal)
+    assert tokenizer.checking.get(timeout=limit(10)) == "b", "keys take turns"
+    assert tokenizer.sort(tokenizer.rendered()).texts == {"slow": refusal}
+    tokenizer.verdicts.put(None)
+    assert tokenizer.checking.get(timeout=limit(10)) == "next"
+    tokenizer.begin()
+    assert tokenizer.finish().texts == {"b": "<b>"}
+
+
+def test_an_abort_ends_a_request_whose_grammar_waits_to_be_checked(tokenizer: Tokenizer) -> None:
+    tokenizer.sort(constrained("a"), constrained("b"))
+    assert tokenizer.checking.get(timeout=limit(10)) == "a"
+    assert ends(tokenizer.sort(AbortReq("b", "gone"))) == [("b", "gone")]
+    assert tokenizer.sort(AbortReq("a", "gone too")) == Sorted([], {}, [])
+    tokenizer.verdicts.put(None)
+    tokenizer.begin()
+    assert ends(tokenizer.finish()) == [("a", "gone too")]
+    assert tokenizer.checking.empty()
