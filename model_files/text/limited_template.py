@@ -49,7 +49,7 @@ class LimitedTemplate:
         except (BrokenStream, OSError) as e:
             self.close()
             raise TokenizerLoadError(
-                f"the chat template can't be compiled: {self._reason(e)}; see --chat-template"
+                f"{sources.origin} can't be compiled: {self._reason(e)}; see --chat-template"
             ) from e
 
     def render(self, chat: Conversation) -> str:
