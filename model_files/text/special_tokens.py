@@ -36,7 +36,7 @@ class StatedTokens(NamedTuple):
     """Whether tokenizer_config.json lists no added tokens, so that those of tokenizer.json count as listed."""
 
 
-class _Entry(msgspec.Struct):
+class _TokenEntry(msgspec.Struct):
     """An added token as the files describe it. ``normalized`` None: it is, unless it is special."""
 
     content: str
@@ -121,7 +121,7 @@ def _as_token(folder: Path, name: str, value: Any) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
     try:
-        return _made(msgspec.convert(value, _Entry), special=True)
+        return _made(msgspec.convert(value, _TokenEntry), special=True)
     except msgspec.ValidationError as e:
         raise TokenizerLoadError(
             f"{folder / CONFIG}: {name} {shortened(repr(value))} is no token ({brief(e)}); write its text"
@@ -130,7 +130,7 @@ def _as_token(folder: Path, name: str, value: Any) -> AddedToken:
 
 def _added(folder: Path, entries: Any) -> dict[int, AddedToken]:
     try:
-        tokens = msgspec.convert(entries, dict[int, _Entry], strict=False)
+        tokens = msgspec.convert(entries, dict[int, _TokenEntry], strict=False)
     except msgspec.ValidationError as e:
         raise TokenizerLoadError(f"{folder / CONFIG}: added_tokens_decoder is no table of tokens: {brief(e)}") from e
     return {token_id: _made(entry, special=entry.special) for token_id, entry in tokens.items()}
@@ -146,7 +146,7 @@ def _added_by_older(folder: Path, special: Iterable[str]) -> dict[int, AddedToke
     }
 
 
-def _made(entry: _Entry, *, special: bool) -> AddedToken:
+def _made(entry: _TokenEntry, *, special: bool) -> AddedToken:
     """Make the library's token. ``special`` counts, whatever the entry says."""
     return AddedToken(
         entry.content,
