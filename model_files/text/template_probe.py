@@ -65,8 +65,8 @@ class TemplateProbe:
         return answer
 
     def _probe(self, skeleton: Skeleton) -> Plan | Stand:
-        """Return the first plan by which nothing is lost, else what the first rendering lost."""
-        first: list[Stand] = []
+        """Return the first plan by which nothing is lost, else what is lost by that which loses least."""
+        least: list[Stand] = []
         tried: list[Conversation] = []
         for rewrite in REWRITES:
             chat = rewrite(skeleton.chat)
@@ -76,9 +76,10 @@ class TemplateProbe:
             for forms, lost in self._renderings(chat, skeleton.stands):
                 if not lost:
                     return Plan(rewrite, forms)
-                first = first or lost
+                if not least or len(lost) < len(least):
+                    least = lost
         # A template that refuses the skeleton in every form tells why when the conversation itself is rendered.
-        return first[0] if first else Plan(as_sent, [ContentForm.GIVEN] * len(skeleton.chat.messages))
+        return least[0] if least else Plan(as_sent, [ContentForm.GIVEN] * len(skeleton.chat.messages))
 
     def _renderings(
         self, chat: Conversation, stands: Sequence[Stand]

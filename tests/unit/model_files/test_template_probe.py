@@ -108,6 +108,8 @@ def test_lost_content_is_refused_by_name(source: str, messages: list[tuple[str, 
 def test_lost_calls_are_refused_by_name() -> None:
     with pytest.raises(PromptError, match=r"the tool calls of messages\[1\]"):
         render(STRINGS_ONLY, ChatMessage("user", "a"), ChatMessage("assistant", "b", tool_calls=[CALL]))
+    with pytest.raises(PromptError, match=r"the tool calls of messages\[1\]"):
+        render(PARTS_ONLY, ChatMessage("user", "a"), ChatMessage("assistant", "b", tool_calls=[CALL]))
 
 
 def test_text_beside_calls_becomes_a_turn_of_its_own_where_it_would_be_lost() -> None:
