@@ -27,12 +27,17 @@ def split_calls(chat: Conversation) -> Conversation:
     return chat if chat.continue_final_message else _with_messages(chat, _split(chat))
 
 
+def pair_calls(chat: Conversation) -> Conversation:
+    """Put each of several calls of one turn before its result. Templates of Llama 3 and gpt-oss know only one call."""
+    return _with_messages(chat, _pair(chat))
+
+
 def name_calls_by_id(chat: Conversation) -> Conversation:
     """Give calls ids that tell their names and places. The template of Kimi K2 prints nothing else of a call's name."""
     return _with_messages(chat, _with_telling_ids(chat))
 
 
-REWRITES: tuple[Rewrite, ...] = (as_sent, without_reasoning, split_calls, name_calls_by_id)
+REWRITES: tuple[Rewrite, ...] = (as_sent, without_reasoning, split_calls, pair_calls, name_calls_by_id)
 """In the order in which they are tried."""
 
 
@@ -47,6 +52,22 @@ def _split(chat: Conversation) -> Iterator[ChatMessage]:
             yield msgspec.structs.replace(message, content=None, reasoning_content=None)
         else:
             yield message
+
+
+def _pair(chat: Conversation) -> Iterator[ChatMessage]:
+    at = 0
+    while at < len(chat.messages):
+        message = chat.messages[at]
+        at += 1
+        results = chat.messages[at : at + len(message.tool_calls)]
+        if not results or [result.tool_call_id for result in results] != [call.id for call in message.tool_calls]:
+            yield message
+            continue
+        at += len(results)
+        for call, result in zip(message.tool_calls, results, strict=True):
+            yield msgspec.structs.replace(message, tool_calls=[call])
+            yield result
+            message = ChatMessage("assistant", None)
 
 
 def _with_telling_ids(chat: Conversation) -> Iterator[ChatMessage]:

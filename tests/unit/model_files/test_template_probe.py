@@ -120,6 +120,29 @@ def test_text_beside_calls_becomes_a_turn_of_its_own_where_it_would_be_lost() ->
         render(no_two, message)
 
 
+ONE_CALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+)
+
+
+def test_several_calls_stand_before_their_results_where_only_one_is_printed() -> None:
+    calls = [ChatToolCall("c1", "now", {}), ChatToolCall("c2", "then", {})]
+    asked = ChatMessage("assistant", "b", tool_calls=calls)
+    results = [ChatMessage("tool", text, tool_call_id=i) for text, i in (("noon", "c1"), ("dawn", "c2"))]
+    assert render(ONE_CALL, asked, *results) == "<assistant>bnow<tool>noon<assistant>then<tool>dawn"
+    one = ChatMessage("assistant", None, tool_calls=calls[:1])
+    assert render(ONE_CALL, one, ChatMessage("user", "a"), asked, *results).startswith("<assistant>now<user>a<ass")
+    for wrong in (results[:1], results[::-1]):
+        with pytest.raises(PromptError, match=r"the tool calls of messages\[0\]"):
+            render(ONE_CALL, asked, *wrong)
+
+
+def test_a_call_without_an_id_has_none() -> None:
+    call = ChatMessage("assistant", None, tool_calls=[ChatToolCall("", "now", {})])
+    assert render("{{ messages[0].tool_calls[0].id is defined }}" + ONE_CALL, call) == "False<assistant>now"
+
+
 @pytest.mark.parametrize(("call_id", "printed"), [("c1", "functions.now:0"), ("functions.now:7", "functions.now:7")])
 def test_ids_tell_the_names_of_calls_where_the_template_prints_only_ids(call_id: str, printed: str) -> None:
     source = (
