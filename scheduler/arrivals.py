@@ -62,7 +62,7 @@ class Arrivals:
         else:
             req.state = ReqState.BOOTSTRAPPING
             if route is Route.INCOMING:
-                scheduler.grammars.is_ready(msg.sampling.grammar)
+                scheduler.grammars.is_ready(msg)
                 scheduler.planner.arriving[req.rid] = req
             scheduler.handovers.add(req, msg.bootstrap, now)
 
@@ -129,7 +129,7 @@ class Arrivals:
         state, now, role = ReqState.TRANSFERRING, scheduler.now, scheduler.role
         req = Req.create(msg, Route.INCOMING, state, max_new_tokens, interval, now, role)
         req.elsewhere = True
-        scheduler.grammars.is_ready(msg.sampling.grammar)
+        scheduler.grammars.is_ready(msg)
         req.extend(output)
         scheduler.reqs[req.rid] = scheduler.planner.came(req)
         scheduler.deadlines.add(req)

@@ -2,6 +2,9 @@
 
 A large schema takes hundreds of milliseconds, and steps must not wait for it. So a request is parked as it is queued,
 and tried when its grammar is compiled. One with a peer's KV is not parked: its peer has to compile the same grammar.
+
+The worker forgets all but the last grammars, and compiles a forgotten one in its step. So few are asked for at a time,
+API keys take turns, and none is asked for while requests with ``READY`` others wait to start.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..messages.grammar import Grammar, GrammarPrepared, PrepareGrammar
+from ..messages.requests import GenerateReq
+from ..runtime.key_queue import KeyQueue
 from .handlers import receives
 from .req import Req
 from .waiting import WaitingQueue
 
+AT_ONCE = 2
+"""Grammars that the worker is asked for at a time: one is compiled, and the next one is there."""
 READY = 48
 """Grammars that are known to be compiled; fewer than the worker remembers."""
 
@@ -25,32 +32,53 @@ class PreparedGrammars:
         self._waiting = waiting
         self._send = send
         self._ready: OrderedDict[Grammar, None] = OrderedDict()
+        self._wanted: KeyQueue[Grammar] = KeyQueue()
+        """Grammars that the worker has not been asked for."""
         self._asked: dict[int, Grammar] = {}
         """Grammars that are being compiled, by number."""
         self._parked: dict[Grammar, list[Req]] = {}
-        """Requests by a grammar that is being compiled."""
+        """Requests by a grammar that is wanted or being compiled."""
         self._number = 0
 
-    def is_ready(self, grammar: Grammar | None) -> bool:
-        """Return whether a request with ``grammar`` can start. If not, the worker compiles it."""
+    def is_ready(self, msg: GenerateReq) -> bool:
+        """Return whether a request can start. If not, its grammar is compiled."""
+        grammar = msg.sampling.grammar
         if grammar is None:
             return True
         if grammar in self._ready:
             self._ready.move_to_end(grammar)
             return True
         if grammar not in self._parked:
-            self._number += 1
-            self._asked[self._number] = grammar
             self._parked[grammar] = []
-            self._send(PrepareGrammar(self._number, grammar))
+            self._wanted.append(msg.key_name, grammar)
+            self.ask()
         return False
 
     def queued(self, req: Req) -> None:
         """Park a request that has just been queued until its grammar is compiled."""
-        grammar = req.msg.sampling.grammar
-        if grammar is not None and not self.is_ready(grammar):
+        if not self.is_ready(req.msg):
             self._waiting.park(req)
+            grammar = req.msg.sampling.grammar
+            assert grammar is not None, "a request without a grammar is ready"
             self._parked[grammar].append(req)
+
+    def ask(self) -> None:
+        """Ask the worker for the next grammars, if there is room for them."""
+        while len(self._asked) < AT_ONCE and self._wanted and self._has_room():
+            self._number += 1
+            grammar = self._asked[self._number] = self._wanted.pop()
+            self._send(PrepareGrammar(self._number, grammar))
+
+    def _has_room(self) -> bool:
+        """Return whether the worker can compile one more, and forget none that a waiting request is to start with."""
+        needed: set[Grammar] = set()
+        for req in self._waiting.values():
+            grammar = req.msg.sampling.grammar
+            if grammar is not None and grammar not in self._parked:
+                needed.add(grammar)
+                if len(needed) == READY:
+                    return False
+        return True
 
     @receives(GrammarPrepared)
     def on_prepared(self, event: GrammarPrepared, now: float) -> None:
@@ -61,3 +89,4 @@ class PreparedGrammars:
             self._ready.popitem(last=False)
         for req in self._parked.pop(grammar):
             self._waiting.give_back(req)
+        self.ask()

@@ -212,6 +212,7 @@ class Scheduler:
         obtainable = self.memory.pool.obtainable
         self._expire(now)
         self.forks.release(lambda req: self.enqueue(req, now))
+        self.grammars.ask()
         self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
             self.estimator.relax_budget(now)

@@ -32,8 +32,8 @@ from ..messages.requests import AbortReq, ChatRendered, TokenizeReq
 from ..messages.routes import ToTokenizer
 from ..messages.text import EncodeReq
 from ..model_files.text.errors import PromptError
+from ..runtime.key_queue import KeyQueue
 from .aborted_request import end_of_aborted
-from .key_queue import KeyQueue
 from .key_shares import KeyShares
 
 logger = logging.getLogger(__name__)

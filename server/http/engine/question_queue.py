@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from ....runtime.key_queue import KeyQueue
 from ....runtime.web.keys import Caller
-from ...key_queue import KeyQueue
 from ...key_shares import KeyShares
 from ..errors import ApiError
 

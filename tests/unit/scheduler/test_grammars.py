@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from support.sim import SimInstance, make_options, reference_output
+from support.sim import SimInstance, make_generate, make_options, reference_output
 
-from pdserve.messages.base import Message
 from pdserve.messages.grammar import Grammar, GrammarPrepared, PrepareGrammar
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.requests import AbortReq
+from pdserve.messages.requests import AbortReq, GenerateReq
 from pdserve.messages.worker import ForwardStep
-from pdserve.scheduler.grammars import READY
+from pdserve.scheduler.grammars import AT_ONCE, READY
 
 PROMPT = [3, 5, 8, 13]
 LETTERS, DIGITS = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
@@ -24,10 +24,7 @@ class Compiling(SimInstance):
         self.asked: list[PrepareGrammar] = []
         self.outputs: list[list[int]] = []
         """Output that each row with a grammar began with."""
-
-    def on_command(self, message: Message) -> None:
-        assert isinstance(message, PrepareGrammar)
-        self.asked.append(message)
+        self.scheduler.grammars._send = self.asked.append
 
     def work(self) -> bool:
         for message in self.to_worker.messages:
@@ -43,6 +40,10 @@ class Compiling(SimInstance):
             if not self.work():
                 return
         raise AssertionError("the worker is still busy")
+
+    def submit_of(self, key: str, msg: GenerateReq) -> None:
+        """Take in a request of an API key."""
+        self.scheduler.arrivals.admit(msgspec.structs.replace(msg, key_name=key), self.now)
 
     def prepared(self, message: PrepareGrammar) -> None:
         self.scheduler.grammars.on_prepared(GrammarPrepared(message.number), self.now)
@@ -117,6 +118,40 @@ def test_a_retracted_request_begins_again_with_its_output() -> None:
     assert again
     answers = [reference_output([i + 1] * 16, 48) for i in range(4)]
     assert all(any(answer[: len(output)] == output for answer in answers) for output in again)
+
+
+def test_few_grammars_are_compiled_at_a_time_and_keys_take_turns() -> None:
+    sim = Compiling()
+    for i in range(AT_ONCE + 2):
+        sim.submit_of("many", make_generate(f"many{i}", PROMPT, grammar=Grammar("regex", f"a{i}")))
+    sim.submit_of("one", make_generate("one", PROMPT, grammar=LETTERS))
+    sim.settle()
+    assert len(sim.asked) == AT_ONCE
+    for i in range(AT_ONCE):
+        sim.prepared(sim.asked[i])
+    assert LETTERS in [message.grammar for message in sim.asked[: AT_ONCE + 2]]
+    for at in range(AT_ONCE, AT_ONCE + 3):
+        sim.prepared(sim.asked[at])
+    sim.run_until_idle()
+    assert len(sim.ends) == AT_ONCE + 3
+
+
+def test_no_more_grammars_are_compiled_than_the_worker_remembers_until_requests_start() -> None:
+    sim = Compiling()
+    for i in range(READY + 8):
+        sim.submit(f"r{i}", PROMPT, grammar=Grammar("regex", f"a{i}"))
+    done = 0
+    while done < len(sim.asked):
+        sim.prepared(sim.asked[done])
+        done += 1
+    assert READY <= done < READY + AT_ONCE
+    for _ in range(READY):
+        sim.settle()
+        while done < len(sim.asked):
+            sim.prepared(sim.asked[done])
+            done += 1
+    sim.run_until_idle()
+    assert len(sim.ends) == len(sim.asked) == READY + 8
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.server.key_queue import KeyQueue
+from pdserve.runtime.key_queue import KeyQueue
 from pdserve.server.key_shares import KeyShares
 
 
