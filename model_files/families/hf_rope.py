@@ -68,6 +68,9 @@ def rope_parameters(
     ``rope_scaling`` takes the place of ``rope_parameters``. If layers of each type have a rope, it changes those of
     layers that see the whole context, key by key.
     """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise UnsupportedModel(f"{key} {config.get(key)!r} can't be used: it must be an object")
     newer, older = config.get("rope_parameters"), config.get("rope_scaling") or {}
     is_nested = any(isinstance(value, dict) for value in (newer or {}).values())
     if newer and is_nested != (layer_type is not None):

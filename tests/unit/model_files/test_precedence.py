@@ -125,7 +125,7 @@ def test_weights_in_a_file_that_config_names_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("value", [["x"], "yarn", 5])
 def test_a_rope_of_another_type_is_refused(tmp_path: Path, value: object) -> None:
     for key in ("rope_parameters", "rope_scaling"):
-        with pytest.raises(UnsupportedModel, match=r"config\.json is no usable model config"):
+        with pytest.raises(UnsupportedModel, match=rf"config\.json: {key} .* must be an object"):
             read(tmp_path, **{key: value})
 
 
