@@ -13,6 +13,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
 from pdserve.model_runner.batch.host_batch import HostBatch
 from pdserve.model_runner.device.cpu import CpuDevice
+from pdserve.model_runner.grammar.matchers import NoMatchers
 from pdserve.model_runner.sampling.rules import TorchRules
 from pdserve.model_runner.steps.common_steps import ALL_GENERAL, CommonSteps, RequestTables
 from pdserve.model_runner.steps.step_runner import StepRunner
@@ -27,6 +28,7 @@ class FakeModel:
     context_length = 64
     device = CpuDevice()
     sampler = TorchRules()
+    matchers = NoMatchers()
 
     def __init__(self) -> None:
         self.engine = self
