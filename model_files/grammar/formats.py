@@ -61,4 +61,6 @@ def _exact(schema: dict[str, Any]) -> dict[str, Any]:
     if (pattern := PATTERNS.get(name)) is None:
         return made
     exact = {"pattern": f"^(?:{pattern})$"}
-    return {"allOf": [made, exact]} if "pattern" in made else made | exact
+    if "pattern" not in made:
+        return made | exact
+    return made | {"allOf": [*made.get("allOf", ()), exact]}

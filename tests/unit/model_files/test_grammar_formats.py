@@ -83,6 +83,7 @@ def test_a_format_beside_a_pattern_keeps_both(accepts) -> None:
     assert accepts(schema, "2024-02-29")
     assert not accepts(schema, "2023-02-28")
     assert not accepts(schema, "2024-x")
+    assert with_exact_formats({**schema, "$defs": {"a": {}}})["$defs"] == {"a": {}}
 
 
 def test_unknown_formats_are_left_out_and_exact_ones_kept() -> None:
