@@ -16,6 +16,7 @@ from ...messages.grammar import Grammar
 from .errors import GrammarError
 from .formats import with_exact_formats
 from .rewrites import Rewriter
+from .schema_walk import change_all
 
 SpecialId = Callable[[str], int | None]
 WHITE_SPACE = r"[ \n\t]{0,40}"
@@ -24,6 +25,7 @@ ESCAPES = 'nrbtf\\"'
 """Escapes in strings of JSON. With ``\\u``, a property could be written twice: once by an escape of its name."""
 OBJECT = {"type": "object"}
 GUIDE = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
+NUMBERED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")
 MAX_TAGS = 1024
 MAX_DEPTH = 256
 
@@ -88,6 +90,17 @@ def _json_schema(source: str) -> dict[str, Any]:
     return {"name": "body", "json_schema": _usable({"allOf": [False]} if schema is False else schema or {})}
 
 
+def _refuse_controls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ``GrammarError`` for constants and names with characters that only an escape by number can write.
+
+    Without such escapes (see ``ESCAPES``), llguidance leaves these characters out.
+    """
+    texts = json.dumps([schema.get(key) for key in ("const", "enum", "properties", "required")])
+    if NUMBERED_CONTROL.search(texts):
+        raise GrammarError("json_schema: control characters in constants and names of properties are not supported")
+    return schema
+
+
 def _usable(schema: Any) -> dict[str, Any]:
     """Return ``schema`` as llguidance can use it, wherever the client gave it.
 
@@ -96,6 +109,7 @@ def _usable(schema: Any) -> dict[str, Any]:
     # Imported here: llguidance takes a tenth of a second.
     from llguidance import LLMatcher
 
+    change_all(schema, _refuse_controls)
     plain: dict[str, Any] = with_exact_formats({} if schema is True else schema) | GUIDE
     if not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": plain}]})):
         return plain

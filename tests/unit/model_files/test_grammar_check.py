@@ -51,6 +51,8 @@ BAD = [
     (Grammar("json_schema", '{"unevaluatedProperties": false}'), "unevaluatedProperties"),
     (Grammar("json_schema", '{"$ref": "https://example.com/x"}'), "example.com"),
     (Grammar("json_schema", "[" * 300 + "]" * 300), "nested 300 deep"),
+    (Grammar("json_schema", r'{"const": "a\u0000b"}'), "control characters"),
+    (Grammar("json_schema", r'{"properties": {"x": {"enum": ["a", "\u001f"]}}}'), "control characters"),
     (Grammar("regex", "(a"), "unclosed group"),
     (Grammar("regex", "a(?=b)"), "look-around"),
     (Grammar("choice", "[]"), "list of texts"),
