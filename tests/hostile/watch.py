@@ -13,6 +13,8 @@ DOCUMENTED_5XX = frozenset({501, 503, 504, 507})
 """Statuses of docs/http-api.md that say no fault of the server's: switched off, overloaded, a limit of time or room."""
 REPLACED = "pdserve grammar check"
 """Name of a process that starts with the first grammar, and again after one that took too much."""
+REPLACED_BYTES = 512 << 20
+"""Maximum memory of such a process: its own, and the 256 MiB that a check may take."""
 PEAK_BYTES = 768 << 20
 """Maximum growth of a process while it is attacked: 256 MiB of bodies that arrive, three times over while parsed."""
 LEFT_BYTES = 128 << 20
@@ -83,6 +85,9 @@ class Vitals:
         ]
         new = (name for name in now.keys() - self.start.keys() if not name.startswith(REPLACED))
         problems += [f"{name} was started" for name in new]
+        for name in now.keys() - self.start.keys():
+            if now[name].rss > REPLACED_BYTES:
+                problems.append(f"{name} holds {now[name].rss >> 20} MiB")
         for name in now.keys() & self.start.keys():
             self.peak[name] = max(self.peak[name], now[name].rss)
             grown = now[name].rss - self.start[name].rss
