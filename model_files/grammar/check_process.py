@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from ...runtime import clean_start  # isort: skip  # noqa: F401
 
-import resource
 import signal
 import socket
-from pathlib import Path
 
 import setproctitle
 from llguidance import LLMatcher, LLTokenizer
@@ -19,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ...messages.grammar import Grammar
 from ...runtime.hardening import harden
 from ...runtime.signals import leave_signals_to_parent
+from ..limited_process import limit_process, start_clock
 from ..text.rendering import BrokenStream
 from .errors import GrammarError
 from .frames import CheckLimits, GrammarVerdict, Lines
@@ -50,13 +49,10 @@ def check(grammar: Grammar) -> GrammarVerdict:
 def serve(lines: Lines) -> None:
     """Answer until the other end is closed; raises ``BrokenStream`` then."""
     limits = lines.receive(CheckLimits)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    limit_process(limits.memory_bytes)
     while True:
         # Set before the message is read: what the last one has left may be next to nothing. Waiting takes none.
-        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+        start_clock(limits.cpu_seconds)
         lines.send(check(lines.receive(Grammar)))
 
 

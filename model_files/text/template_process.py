@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from ...runtime import clean_start  # isort: skip  # noqa: F401
 
-import resource
 import signal
 import socket
-from pathlib import Path
 
 import setproctitle
 
 from ...messages.conversation import Conversation
 from ...runtime.hardening import harden
 from ...runtime.signals import leave_signals_to_parent
+from ..limited_process import limit_process, start_clock
 from .chat_template import ChatTemplates
 from .errors import PromptError, TokenizerLoadError
-from .rendering import BrokenStream, Frames, Rendered, RenderLimits, TemplateSource
+from .rendering import BrokenStream, Frames, Rendered, TemplateSource
 
 
 def serve(frames: Frames) -> None:
     """Answer until the other end is closed; raises ``BrokenStream`` then."""
     given = frames.receive(TemplateSource)
-    limit_process(given.limits)
-    start_clock(given.limits)
+    limit_process(given.limits.memory_bytes)
+    start_clock(given.limits.cpu_seconds)
     try:
         template = ChatTemplates(given.sources, given.special_tokens)
     except TokenizerLoadError as e:
@@ -36,7 +35,7 @@ def serve(frames: Frames) -> None:
     frames.send(Rendered())
     while True:
         # Before the message is read: what is left of the last one's time may be next to nothing. Waiting takes none.
-        start_clock(given.limits)
+        start_clock(given.limits.cpu_seconds)
         frames.send(render(template, frames.receive(Conversation)))
 
 
@@ -46,19 +45,6 @@ def render(template: ChatTemplates, chat: Conversation) -> Rendered:
         return Rendered(template.render(chat).encode(errors="surrogatepass"))
     except PromptError as e:
         return Rendered(error=str(e).encode(errors="replace").decode(), field=e.field)
-
-
-def limit_process(limits: RenderLimits) -> None:
-    """Limit memory, and forbid files."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def start_clock(limits: RenderLimits) -> None:
-    """Give the process its time for one message."""
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
 
 
 def main() -> None:

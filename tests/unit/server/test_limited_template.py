@@ -99,8 +99,8 @@ def test_a_conversation_is_read_on_its_own_time(monkeypatch: pytest.MonkeyPatch)
         def send(self, message: object) -> None:
             done.append("answered")
 
-    monkeypatch.setattr(template_process, "limit_process", lambda limits: None)
-    monkeypatch.setattr(template_process, "start_clock", lambda limits: done.append("clock"))
+    monkeypatch.setattr(template_process, "limit_process", lambda memory_bytes: None)
+    monkeypatch.setattr(template_process, "start_clock", lambda cpu_seconds: done.append("clock"))
     with pytest.raises(BrokenStream):
         template_process.serve(Told())  # type: ignore[arg-type]
     once = ["clock", "read Conversation", "answered"]
