@@ -19,7 +19,7 @@ def library_errors(error: Callable[[str], TextError]) -> Iterator[None]:
         yield
     except (TextError, MemoryError):
         raise
-    except BaseException as e:
+    except BaseException as e:  # a panic is no Exception; what else is none passes on
         if isinstance(e, Exception) or type(e).__name__ == PANIC:
             raise error(brief(e)) from e
         raise
