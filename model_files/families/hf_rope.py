@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, shortened
 from ..spec import Pairing, RopeSpec, RopeType
 from .hf_values import HFValues
 
@@ -70,7 +70,9 @@ def rope_parameters(
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
-            raise UnsupportedModel(f"{key} {config.get(key)!r} can't be used: it must be an object")
+            value = shortened(repr(config.get(key)))
+            advice = "correct it, or download the file again"
+            raise UnsupportedModel(f"{key} {value} can't be used: it must be an object; {advice}")
     newer, older = config.get("rope_parameters"), config.get("rope_scaling") or {}
     is_nested = any(isinstance(value, dict) for value in (newer or {}).values())
     if newer and is_nested != (layer_type is not None):
