@@ -40,7 +40,7 @@ class _WholeBody:
         self.data = bytearray()
 
     def feed(self, data: bytes, at: float) -> None:
-        """See ``BodySink``."""
+        """Append ``data``, whenever it came."""
         self.data += data
 
 
@@ -78,18 +78,18 @@ class _Exchange:
                 self._connection.close()
 
     def take_head(self, status: int, headers: Headers) -> None:
-        """See ``ResponseReceiver``."""
+        """Keep the status; the headers are not needed."""
         self._status = status
 
     def take_body(self, data: bytes) -> None:
-        """See ``ResponseReceiver``."""
+        """Pass the body of a 200 to the sink with its time of arrival; keep any other as the error."""
         if self._status == 200:
             self._sink.feed(data, self._connection.now)
         else:
             self.error += data
 
     def take_end(self, error: ClientError | None) -> None:
-        """See ``ResponseReceiver``."""
+        """Complete the future with the status, or with the connection's error."""
         if self._done.done():
             return
         if error is None:

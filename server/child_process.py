@@ -58,23 +58,23 @@ class AdoptedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """See ``Process``."""
+        """Return the exit code if the child has ended, None while it runs. Never blocks."""
         return self._reap(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """See ``Process``."""
+        """Wait for the child's end and return its exit code. Raises ``subprocess.TimeoutExpired``."""
         code = self._reap(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 
     def send_signal(self, sig: int) -> None:
-        """See ``Process``."""
+        """Signal the child by its pidfd, so a reused process id is never hit. Does nothing after its end."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, sig)
 
     def kill(self) -> None:
-        """See ``Process``."""
+        """Send SIGKILL to the child; does nothing after its end."""
         self.send_signal(signal.SIGKILL)
 
     def _reap(self, timeout: float | None) -> int | None:

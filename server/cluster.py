@@ -66,7 +66,7 @@ def _process_output(options: ClusterOptions) -> ProcessOutput:
 
 
 class Cluster:
-    """See the module. ``run`` is the whole life of a cluster."""
+    """Supervises the processes of a cluster on this host. ``run`` starts, watches and stops them."""
 
     def __init__(self, options: ClusterOptions, plan: ClusterPlan) -> None:
         self._options = options

@@ -54,7 +54,7 @@ class ForwardedOutput:
         self._named_lines = named_lines
 
     def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
-        """See ``ProcessOutput``."""
+        """Start the process and copy its output to stderr from a thread, each line after the process's name."""
         process = spawn(subprocess.PIPE)
         assert process.stdout is not None
         prefix = f"{name:<10} | " if self._named_lines else ""
@@ -72,7 +72,7 @@ class LoggedOutput:
         self._logs = logs
 
     def attach(self, name: str, spawn: Spawn) -> subprocess.Popen[bytes]:
-        """See ``ProcessOutput``."""
+        """Start the process with its output in ``NAME.log`` of the log folder."""
         with self._logs.open(f"{name}.log") as log:
             return spawn(log)
 

@@ -79,7 +79,10 @@ class InstanceFailed(Exception):
 
 @dataclass
 class Supervisor:
-    """See the module. ``run`` is the whole life of an instance. ``modules``: what to run where not the usual."""
+    """Starts, watches and stops the processes of an instance; ``run`` does all three.
+
+    ``modules``: module to run for a process, by the process's name, instead of the default one.
+    """
 
     options: ServerOptions
     modules: Mapping[str, str] | None = None

@@ -25,7 +25,10 @@ class RatioAdmission(Admission):
         self._ratio = self._initial
 
     def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
-        """See the base class."""
+        """Return the tokens to reserve: the current ratio of all that the requests may still generate.
+
+        At most ``CLIP_TOKENS`` count for each request.
+        """
         future = sum(
             min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in dict.fromkeys((*reqs, newcomer))
         )

@@ -134,7 +134,7 @@ def serve(connection: Connection, files: Descriptors) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Serve the parent's commands over an inherited pipe until the parent closes it."""
     parent, number, source, destination = map(int, sys.argv[1:])
     die_with_parent(parent)
     # What libraries print is shown with errors.

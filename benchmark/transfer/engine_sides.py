@@ -74,7 +74,7 @@ class _Driven:
 
 
 class EngineOwner(Owner):
-    """See the module."""
+    """The receiving side: a transfer engine with the destination pool, driven by messages."""
 
     def __init__(self, backend: str, pools: Pools) -> None:
         self._driven = _Driven(make_backend(backend, OWNER, HOST), pools.destination, pools.page_bytes, OWNER)
@@ -100,7 +100,7 @@ class EngineOwner(Owner):
 
 
 class EngineWriter(Writer):
-    """See the module."""
+    """The sending side: a transfer engine with the source pool, driven by messages."""
 
     def __init__(self, backend: str, pools: Pools) -> None:
         self._driven = _Driven(make_backend(backend, WRITER, HOST), pools.source, pools.page_bytes, WRITER)

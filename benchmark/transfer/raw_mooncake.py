@@ -41,7 +41,7 @@ def _make_engine(region: KVRegion) -> Any:
 
 
 class MooncakeOwner(Owner):
-    """See the module."""
+    """The receiving side: a Mooncake transfer engine with the destination pool."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools  # else they would be unmapped
@@ -51,7 +51,7 @@ class MooncakeOwner(Owner):
 
 
 class MooncakeWriter(Writer):
-    """See the module."""
+    """The sending side: a Mooncake transfer engine that writes from the source pool."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools

@@ -49,7 +49,7 @@ def _pages_at(address: int, pools: Pools) -> Any:
 
 
 class NixlOwner(Owner):
-    """See the module."""
+    """The receiving side: a NIXL agent with the destination pool."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools  # else they would be unmapped
@@ -65,7 +65,7 @@ class NixlOwner(Owner):
 
 
 class NixlWriter(Writer):
-    """See the module."""
+    """The sending side: a NIXL agent that writes all pages with one request."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools

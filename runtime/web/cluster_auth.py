@@ -126,7 +126,7 @@ class ClusterClient(ClusterAccess):
         return await digest_of(body)
 
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
-        """See ``ClusterAccess``."""
+        """Call ``ask`` with this object; there is one set of keys for all targets."""
         await ask(self)
 
     def signatures(

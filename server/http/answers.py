@@ -34,7 +34,7 @@ def respond_large(answer: type[AnswerBody], **fields: Any) -> Response:
 
 
 class ErrorDetail(AnswerBody):
-    """See docs/http-api.md."""
+    """The ``error`` object of a failed request: a message for people, and what clients dispatch on."""
 
     message: str
     type: str

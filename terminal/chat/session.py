@@ -33,7 +33,7 @@ class End(Enum):
 
 
 class ChatSession:
-    """See the module. ``run`` is the whole conversation."""
+    """A conversation in the terminal: ``run`` reads inputs, streams answers and obeys commands until its end."""
 
     def __init__(self, client: ChatClient, screen: Screen, model: str, system: str | None, *, goes_on: bool) -> None:
         """Start a conversation. With ``goes_on``, Ctrl-C and errors only end an answer, because a user can type on."""

@@ -72,7 +72,7 @@ class FakeModel:
         self.occupy(0, 0.0)
 
     def occupy(self, batch: int, step_seconds: float) -> None:
-        """See ``Occupy``."""
+        """Set what steps of ``batch`` rows take, ``step_seconds`` of CPU time each, and start a new record."""
         self._batch, self._step_seconds = batch, step_seconds
         self._starts, self._busy = array("d"), array("d")
         self._sampled = 0
@@ -98,7 +98,7 @@ class FakeModel:
         return StepResult(step.step_id, ids, (time.perf_counter() - started) * 1000)
 
     def record(self) -> StepRecord:
-        """See ``Report``. Asked for between steps: one under way would be half recorded."""
+        """Return starts and busy times of all steps so far. Call it between steps, never during one."""
         return StepRecord(self._starts.tobytes(), self._busy.tobytes(), self._sampled)
 
 

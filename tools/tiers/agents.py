@@ -35,7 +35,10 @@ class AgentResult(NamedTuple):
 
 
 def measure_agents(options: TierBenchOptions, folder: Path) -> list[AgentResult]:
-    """See the module. ``folder`` is ours."""
+    """Measure conversations with the pool alone, with host memory, and with a store.
+
+    ``folder``: empty folder for stores and logs of the servers.
+    """
     pool = options.pool_users * (options.conversation_tokens + 32)
     plain = ["--model-path", options.model_path, "--max-total-tokens", str(pool)]
     host = [*plain, "--enable-hierarchical-cache"]

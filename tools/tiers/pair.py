@@ -96,7 +96,10 @@ def _pair(folder: Path, rng: Random, prefill: list[str], decode: list[str]) -> I
 
 
 def measure_pair(options: TierBenchOptions, folder: Path) -> list[PairRow]:
-    """See the module. ``folder`` is ours."""
+    """Measure prompts through a pair with tiers, beside a pair without them.
+
+    ``folder``: empty folder for stores and logs of the servers.
+    """
     rng = Random(3)
     size = str(2 * (max(options.tokens) + MOST_TURN_TOKENS))
     plain = ["--model-path", options.model_path, "--max-total-tokens", size]

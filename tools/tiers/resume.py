@@ -64,7 +64,10 @@ def random_tokens(rng: Random, count: int) -> list[int]:
 
 
 def measure_resume(options: TierBenchOptions, folder: Path) -> ResumeResult:
-    """See the module. ``folder`` is ours."""
+    """Measure how long a conversation takes to resume on a server that has only the store.
+
+    ``folder``: empty folder for stores and logs of the servers.
+    """
     rng = Random(1)
     store = options.url or str(folder / "kv")
     size = str(2 * (max(options.tokens) + MOST_TURN_TOKENS))

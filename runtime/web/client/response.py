@@ -48,12 +48,12 @@ class ClientResponse:
     # the connection's side, see ResponseReceiver
 
     def take_head(self, status: int, headers: Headers) -> None:
-        """See ``ResponseReceiver``."""
+        """Keep status and headers, and wake the reading task."""
         self.status, self.headers = status, headers
         self._wake()
 
     def take_body(self, data: bytes) -> None:
-        """See ``ResponseReceiver``."""
+        """Buffer a piece of the body. Pauses the connection while more than ``MAX_BUFFERED`` bytes are unread."""
         self._pieces.append(data)
         self._buffered += len(data)
         if self._buffered > MAX_BUFFERED:
@@ -61,7 +61,7 @@ class ClientResponse:
         self._wake()
 
     def take_end(self, error: ClientError | None) -> None:
-        """See ``ResponseReceiver``."""
+        """End the answer. Without an error, the connection is returned for the next request."""
         self._end(error)
         if error is None:
             self._give_back()

@@ -41,17 +41,17 @@ class PlainReader:
 
     @staticmethod
     def read(delta: Delta) -> Sequence[OutputEvent]:
-        """See ``OutputReader``."""
+        """Return the new text as one event; nothing for an empty delta."""
         return (TextDelta(delta.text),) if delta.text else ()
 
     @staticmethod
     def read_whole(choice: Choice) -> Sequence[OutputEvent]:
-        """See ``OutputReader``."""
+        """Return the whole text of the choice as one event."""
         return (TextDelta(choice.text),)
 
     @staticmethod
     def has_calls(choice: Choice) -> bool:
-        """See ``OutputReader``."""
+        """Return False: plain text has no tool calls."""
         return False
 
 
@@ -65,7 +65,7 @@ class ParsedReader:
         self._parsers: dict[int, OutputParser] = {}
 
     def read(self, delta: Delta) -> Sequence[OutputEvent]:
-        """See ``OutputReader``."""
+        """Feed the delta to the choice's parser and return the events that it decides."""
         choice = delta.choice
         parser = self._parsers.get(choice.index)
         if parser is None:
@@ -79,13 +79,13 @@ class ParsedReader:
         return events
 
     def read_whole(self, choice: Choice) -> Sequence[OutputEvent]:
-        """See ``OutputReader``."""
+        """Parse the text of a finished choice at once. A new parser replaces that of its deltas."""
         parser = self._parsers[choice.index] = self._parser(choice)
         finish = choice.finish
         return [*parser.feed(choice.text), *parser.end(is_cut=finish is not None and is_cut(finish))]
 
     def has_calls(self, choice: Choice) -> bool:
-        """See ``OutputReader``."""
+        """Return whether the choice's parser has found a tool call so far."""
         parser = self._parsers.get(choice.index)
         return parser is not None and parser.calls > 0
 

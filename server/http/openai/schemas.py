@@ -108,7 +108,7 @@ class OpenAIBody(RequestFields, SamplingFields, OpenAIStructure):
     """vLLM's word for ``extra_key``."""
 
     def grammars(self) -> dict[str, Grammar]:
-        """See the base class."""
+        """Return the grammars that the body asks for by name of the field, those of ``response_format`` included."""
         return super().grammars() | self.openai_grammars()
 
     @model_validator(mode="after")
