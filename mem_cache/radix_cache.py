@@ -67,9 +67,11 @@ class TreeWatcher(Protocol):
         """Return the seed of the page hashes (``page_hash.model_seed``), equal for all watchers."""
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
-        """Note that the tree has got pages, which planned steps compute, and that requests can find them.
+        """Note that the tree has new pages, which requests can find from now on.
 
-        They hold tokens ``key`` (int32 as bytes), after the page ``parent`` (None: at the start).
+        Their KV may not be computed yet, but steps that are already planned compute it. ``hashes`` and ``pages`` have
+        one entry for each page. ``key``: tokens of the pages, as int32 bytes. ``parent``: hash of the page before them,
+        None if they begin the prompt.
         """
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:

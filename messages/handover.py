@@ -49,7 +49,11 @@ PageNumbersByGroup = Annotated[list[PageNumbers], Meta(min_length=1, max_length=
 
 
 def check_timing(timing: Timing) -> None:
-    """Raise ``ValueError`` for durations or byte counts that no hand-over can have."""
+    """Raise ``ValueError`` for durations, byte counts or numbers of phases that no hand-over can have.
+
+    Durations may be negative: the limits are plus and minus ``MAX_DURATION_MS``. Durations of phases and byte counts
+    are at least 0.
+    """
     durations = {name: getattr(timing, name) for name in DURATIONS}
     if timing.timeline is not None:
         durations |= msgspec.structs.asdict(timing.timeline)

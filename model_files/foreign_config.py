@@ -36,7 +36,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_foreign(source: ModelSource) -> ForeignModel:
-    """Describe the model at ``source`` for transformers; raises ``UnsupportedModel`` if it is known not to work."""
+    """Describe the model at ``source``, which transformers' own class is to run, from its config.json.
+
+    Raises ``UnsupportedModel`` if the config is missing or incomplete, or if the model is known not to work. An untried
+    model passes.
+    """
     if source.kind == "gguf":
         raise UnsupportedModel("--model-impl transformers does not read GGUF files; take the model's safetensors")
     raw = read_hf_config(source.path)

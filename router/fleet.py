@@ -57,7 +57,11 @@ def _queued(target: Target) -> tuple[int, int]:
 
 
 def _spares_its_decode(pair: Pair) -> bool:
-    """Return whether the prefill of a pair would decode faster, because its decode has too much to do."""
+    """Return whether the prefill of ``pair`` should decode the request, too, because the decode has too much to do.
+
+    Return False if the pace of either is unknown. The same holds if the prefill takes only shorter requests, or has
+    many prompts to compute for decodes.
+    """
     prefill, decode = pair
     if prefill.token_ms is None or decode.token_ms is None or decode.decode_ms is None:
         return False

@@ -199,7 +199,11 @@ class _Prompt(NamedTuple):
 
     @classmethod
     def read(cls, name: str, value: msgspec.Raw) -> _Prompt:
-        """Measure a field without building its values. Raises ``BadRequestError`` for too many prompts."""
+        """Measure the prompt field ``name``: the number of its prompts, and of their tokens in all.
+
+        ``value`` is its JSON. Token ids are counted. Tokens of texts are estimated from their bytes. Raises
+        ``BadRequestError`` for more than ``MAX_PROMPTS`` prompts.
+        """
         kind = bytes(memoryview(value)[:1])
         if kind == b'"':
             return cls(tokens=_text_tokens(value))

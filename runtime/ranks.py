@@ -48,7 +48,10 @@ class RankPlace:
 
 
 def places(options: RankOptions) -> dict[str, RankPlace]:
-    """Return the ranks that an instance has on this host, by the names of their processes; the lead comes first."""
+    """Return the ranks that an instance has on this host, by the names of their processes.
+
+    They are in the order of their numbers. So the host's lead comes first, and every host has one.
+    """
     lead = RankPlace(options.node_rank * (options.tp_size // options.nnodes), options.tp_size, options.nnodes)
     ranks = range(lead.first, lead.first + lead.local_size)
     return {worker_name(rank): RankPlace(rank, options.tp_size, options.nnodes) for rank in ranks}

@@ -159,7 +159,11 @@ class Claims:
         self._revocations.pop(rid, None)
 
     def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
-        """Yield the claims that could use memory now, in order. A claim may be removed before the next one is drawn."""
+        """Yield the claims that could use memory at ``now``, in the order of grants, found as they are drawn.
+
+        ``computing_only``: leave incoming claims out. The claim that was drawn may be removed before the next one is
+        drawn.
+        """
         for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
             if not (req.pending or self._memory.tiers.store.must_wait(req.rid, now) or self._is_yielding(req)):
                 yield req
@@ -207,9 +211,10 @@ class Claims:
     # --- reservations ---
 
     def grant_incoming(self, now: float) -> list[Req]:
-        """Grant memory to the incoming claims that may have it now; their holds are not verified yet.
+        """Grant memory to the incoming claims in order, as far as it fits, and return their requests.
 
-        Return their requests.
+        The KV in that memory counts as unverified: the peer has not written it yet. Nothing of it is shared with other
+        requests before it has arrived and was checked.
         """
         granted: list[Req] = []
         if self._waiting.num_computing == len(self._waiting):

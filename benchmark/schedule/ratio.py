@@ -25,9 +25,9 @@ class RatioAdmission(Admission):
         self._ratio = self._initial
 
     def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
-        """Return the tokens to reserve: the current ratio of all that the requests may still generate.
+        """Return the slots to reserve: a share of the output tokens that these requests may still generate.
 
-        At most ``CLIP_TOKENS`` count for each request.
+        At most ``CLIP_TOKENS`` count for each request. ``newcomer`` counts once, even if it is among ``reqs``.
         """
         future = sum(
             min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in dict.fromkeys((*reqs, newcomer))

@@ -57,7 +57,10 @@ class IncomingPrompts:
         return None
 
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
-        """Start to decode the request."""
+        """Start to decode a request: its whole KV has arrived from the prefill and was verified.
+
+        ``there``: where the prefill has spent its time. It is recorded in the request's timing.
+        """
         req = receiver.req
         self._policy.learn_lag(receiver.peer.epoch, len(receiver.pages[0]) // 4, now - req.times.first_token, now)
         set_timing(receiver, there, now)

@@ -75,7 +75,11 @@ class ReceiverQueue:
             memory.fence = pinned.fence()
 
     def ask_back(self, now: float) -> None:
-        """Revoke memory that other requests need and no prefill has begun to use."""
+        """Ask for memory of incoming requests back if other requests need it and no prefill uses it yet.
+
+        If the prefill does not know the pages, they are freed at once. Otherwise it is sent ``Withdraw`` and may
+        refuse. ``on_withdrawn`` takes its answer.
+        """
         for req in self._claims.to_revoke(now):
             receiver = self._rooms.of(req)
             if receiver is None or receiver.memory is None:

@@ -68,7 +68,10 @@ def new_hasher(algorithm: Literal["xxh3", "words"]) -> xxhash.xxh3_64 | WordSum:
 
 
 def pool_of(group: PageGroup, number: int) -> PagePool:
-    """Return the pool of ``group``, which is the backend's group ``number``."""
+    """Make a new pool for ``group``. ``number``: index of the group among those that the backend moves.
+
+    Call this once for each group: every pool hands out the group's slots for sending by itself.
+    """
     memory = group.region.view() if group.direct is None else memoryview(b"")
     slots = None if group.staging is None else SendSlots(group, group.staging.device, memory)
     return PagePool(group, number, memory, slots)

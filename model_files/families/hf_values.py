@@ -29,7 +29,10 @@ class HFValues:
         return self.raw.get(key)
 
     def integer(self, key: str) -> int:
-        """Return the value of a key that must be there."""
+        """Return the integer of ``key`` in the config or, if it is missing there, in the family's defaults.
+
+        Raises ``KeyError`` if both lack it. Raises ``TypeError`` or ``ValueError`` if the value is no whole number.
+        """
         self.read.add(key)
         self.last_key = key
         return whole(self.raw[key])

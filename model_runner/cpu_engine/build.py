@@ -169,7 +169,11 @@ def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, re
 
 
 def build_all(folder: Path = PREBUILT) -> None:
-    """Fill ``folder`` with the libraries of all levels, and nothing else. Raises ``BuildError``."""
+    """Put the libraries of all levels into ``folder``, and remove all other ``.so`` files there.
+
+    Other kinds of files stay. A library is compiled only if neither the package nor the user's cache has it. Raises
+    ``BuildError``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     places = {level: folder / prebuilt_name(library_path(level)) for level in LEVELS}
     for old in set(folder.glob("*.so")) - set(places.values()):

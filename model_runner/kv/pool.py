@@ -91,7 +91,10 @@ class MHATokenToKVPool:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of a token."""
+        """Return the bytes of one head of one token in one layer, for its key or its value alone.
+
+        In a quantised pool they include the head's scale.
+        """
         return self._width * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
@@ -144,7 +147,10 @@ class MLATokenToKVPool:
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device, buffer: Buffer | None = None, group: int = 0
     ) -> None:
-        """Make a pool with the arguments of ``MHATokenToKVPool``."""
+        """Make the pool of the layout's group ``group``, over ``buffer`` or over memory of its own on ``device``.
+
+        ``num_pages`` counts page 0. ``buffer`` is zeroed memory on the CPU.
+        """
         self.layout = layout
         self.group = kept = layout.groups[group]
         self.dtype: torch.dtype = getattr(torch, kept.dtype)

@@ -142,9 +142,10 @@ class Layer:
         }
 
     def linears(self, prefix: str) -> Linears:
-        """Return the layer's linear operations, each by the names of its projections.
+        """Return the layer's linear operations, each by the names of the projections that are fused in it.
 
-        The experts' router is not among them.
+        The names are ours and not the checkpoint's, behind ``prefix``: ``layers.3.q_proj``. Left out are the experts'
+        router, the shared expert's gate, and projections that are multiplied head by head.
         """
         return {**self.attention.linears(prefix), **self.mlp.linears(prefix)}
 

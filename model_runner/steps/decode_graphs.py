@@ -45,7 +45,7 @@ class GraphModel(Protocol):
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Compute the logits of ``batch.logit_indices``, [L, V], always of one type."""
+        """Compute the logits of the tokens at ``batch.logit_indices``: [L, V], of the same dtype in every call."""
         ...
 
 

@@ -53,9 +53,11 @@ class NativeSteps:
         self._results = (self._tokens.ctypes.data, self._finite.ctypes.data)
 
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
-        """Compute ``step``; see ``CommonSteps``.
+        """Compute the whole ``step`` in one call of the CPU kernels, and return the tokens that it chose.
 
-        Return None for a step that asks for more than tokens, or contradicts itself or the tables.
+        ``done`` counts the layers that are computed. Return None, with nothing changed, if the general way must compute
+        the step. That is so if the step asks for more than tokens, or contradicts itself or the ``RequestTables``.
+        Raises ``MemoryError``.
         """
         entries, tokens = len(step.rows) // 4, len(step.input_ids) // 4
         per_entry = (step.rows, step.starts, step.q_lens, step.use_last, step.sample)

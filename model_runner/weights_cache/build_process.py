@@ -98,7 +98,10 @@ def _check(code: int, output: bytes) -> None:
 
 
 def main() -> None:
-    """Pack the model that the standard input names."""
+    """Pack the model of the ``PackOrder`` on standard input into the open file that the order names.
+
+    Write a ``PackAnswer`` to standard output. It says why packing failed; the exit code does not.
+    """
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=PackOrder)
     die_with_parent(order.parent)
     leave_signals_to_parent()

@@ -207,7 +207,11 @@ def access_line(record: AccessRecord, seconds: float) -> str:
 
 
 def _may_be_a_stranger(record: AccessRecord) -> bool:
-    """Return whether the request failed and its sender is unknown. Such lines are limited, to protect the log."""
+    """Return whether a request was answered with a 4xx status and its sender may be unknown.
+
+    That holds for every 401 and 403, for open paths, and where no key was found. Such lines are limited, to protect the
+    log.
+    """
     if record.status in (401, 403):
         return True
     is_open = record.facts is not None and record.facts.access is Access.OPEN

@@ -126,7 +126,7 @@ class ClusterClient(ClusterAccess):
         return await digest_of(body)
 
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
-        """Call ``ask`` with this object; there is one set of keys for all targets."""
+        """Have the server prove its membership: ``ask`` sends it a challenge, and checks the answer by these keys."""
         await ask(self)
 
     def signatures(

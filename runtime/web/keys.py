@@ -249,7 +249,10 @@ def _digest_name(key: str) -> str:
 
 
 def _shown(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str | None]:
-    """Return the key that ``headers`` show, b"" for none, and the name that they speak for, None for none."""
+    """Return the API key in ``headers``, and the name of the user that a router passes the request on for.
+
+    The key is not checked. It is b"" if there is none. The name is None if the headers have none.
+    """
     given, speaks_for = b"", None
     for name, value in headers:
         if name == b"authorization" and value[: len(BEARER)].lower() == BEARER:

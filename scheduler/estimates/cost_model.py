@@ -317,7 +317,10 @@ class CostModel:
             self._moments[:, :, COUNT] *= 1 + middle
 
     def _assume(self, a: F64, b: F64) -> None:
-        """Add the assumptions that hold until steps contradict them."""
+        """Add weak assumptions to the normal equations of the fit, in place; observed steps outweigh them.
+
+        ``a`` [COUNT, COUNT]: the matrix. ``b`` [COUNT]: the right-hand side.
+        """
         costs = np.maximum(_ASSUMED_AT @ self._weights, MIN_MS)
         a += (costs**-2.0 @ _ASSUMED).reshape(COUNT, COUNT)
         if self._kv_prior:

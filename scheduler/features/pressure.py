@@ -78,7 +78,10 @@ class PressureMeter(Feature):
         return read(METRICS, self.level(now))
 
     def level(self, now: float) -> Pressure:
-        """Return the level at ``now``."""
+        """Return how short KV memory is at ``now``: none, some or high, as the module defines them.
+
+        A retraction raises the level for up to a minute.
+        """
         return pressure(share_left(self._pool.usage()), len(self._planner.waiting), now - self._at)
 
 

@@ -60,7 +60,10 @@ def error_message(response: httpx.Response) -> str:
 
 
 def ask(http: httpx.Client, path: str) -> httpx.Response:
-    """Return the response to GET ``path``; raises ``Unanswered``."""
+    """Return the server's response to GET ``path``, whatever its status.
+
+    Raises ``Unanswered`` if the server can't be reached, does not answer in time or does not speak HTTP.
+    """
     try:
         return http.get(path)
     except httpx.ConnectError as e:

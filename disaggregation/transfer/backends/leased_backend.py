@@ -110,7 +110,11 @@ class Initiator(ABC):
 
     @abstractmethod
     def has_landed(self, write: Any) -> bool:
-        """Return whether every byte has arrived."""
+        """Return whether every byte of a write has arrived in the peer's memory; never wait.
+
+        ``write``: what ``start`` or ``fill`` returned. It is not valid any more after True. Raises ``LinkLost`` if the
+        write has failed.
+        """
 
     @abstractmethod
     def close(self) -> None:

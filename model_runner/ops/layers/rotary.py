@@ -36,7 +36,7 @@ class RotaryEmbedding:
         self.scale = torch.cat((scales, unrotated + 1.0)).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return the rotations of ``positions`` [T], computed in float32."""
+        """Return the cosines and sines of ``positions`` [T], computed in float32 and then cast to the model's type."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
         return Rotation(

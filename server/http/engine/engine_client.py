@@ -369,8 +369,10 @@ def _with_request(state: SessionState, **fields: Any) -> SessionState:
 
 
 def _own_key(key: str, owner: str) -> str:
-    """Return the namespace of a saved request's KV with its owner's name, so that no other API key's requests find it.
+    """Return the cache namespace of a restored request, so that only requests of the same API key find its KV.
 
-    It may have been saved by a server that shares prefixes between keys.
+    ``key``: the namespace that it was saved with. ``owner``: the name of its API key. The owner's name is put before
+    ``key`` unless it is there already. It is missing if the request was saved by a server that shares prefixes between
+    keys.
     """
     return key if key.startswith(f"{owner}\0") else f"{owner}\0{key}"
