@@ -14,7 +14,7 @@ Wanted = Literal["auto", "native", "transformers"]
 
 
 class ModelImpl(StrEnum):
-    """See the module."""
+    """Implementations of a model: pdserve's description of its family, or transformers' own class."""
 
     NATIVE = "native"
     TRANSFORMERS = "transformers"

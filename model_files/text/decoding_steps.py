@@ -35,7 +35,7 @@ class EachToken(DecodingStep):
         self._change = change
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the changed token; nothing is kept back."""
         return [self._change(token)]
 
 
@@ -47,7 +47,7 @@ class FirstToken(DecodingStep):
         self._other = other
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the token, changed by ``first`` if it is the first one of the text, else by ``other``."""
         changed = self._change(token)
         self._change = self._other
         return [changed]
@@ -61,7 +61,7 @@ class DistinctTokens(DecodingStep):
         self._last: str | None = None
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the changed token, or nothing if it repeats the token before or becomes empty."""
         if token == self._last:
             return []
         self._last = token
@@ -77,14 +77,17 @@ class WordSuffixes(DecodingStep):
         self._kept = ""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the kept text with spaces for suffixes, then the token up to its first suffix.
+
+        The rest of the token is kept.
+        """
         before = self._kept.replace(self._suffix, " ")
         head, found, rest = token.partition(self._suffix)
         self._kept = found + rest
         return [before + head]
 
     def end(self) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the kept text without suffixes: nothing follows the last word."""
         return [self._kept.replace(self._suffix, "")]
 
 
@@ -100,7 +103,10 @@ class ByteRuns(DecodingStep):
         self._bytes = b""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the characters that a byte token completes, or nothing. Any other token is returned itself.
+
+        Incomplete bytes before another token become one U+FFFD each.
+        """
         byte = byte_of_token(token)
         if byte is None:
             bad, self._bytes = len(self._bytes), b""
@@ -116,7 +122,7 @@ class ByteLevelText(DecodingStep):
         self._bytes = b""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the characters that the token's bytes complete. Bytes of an incomplete character are kept."""
         text, self._bytes = decode_utf8(self._bytes + byte_level_bytes(token), PER_SEQUENCE)
         return [text]
 
@@ -131,7 +137,7 @@ class TextEnds(DecodingStep):
         self._kept = ""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the text without up to ``start`` characters at its start. Up to ``stop`` at its end are kept back."""
         while token and self._start:
             if token[0] != self._character:
                 self._start = 0
@@ -153,7 +159,7 @@ class TextReplacement(DecodingStep):
         self._kept = ""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the text with its replacements. An end that may be part of ``old`` is kept back."""
         *parts, last = (self._kept + token).split(self._old)
         sizes = range(min(len(self._old) - 1, len(last)), 0, -1)
         keep = next((size for size in sizes if last.endswith(self._old[:size])), 0)
@@ -161,7 +167,7 @@ class TextReplacement(DecodingStep):
         return [self._new.join([*parts, last[: len(last) - keep]])]
 
     def end(self) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the kept text unchanged, because it is only a part of ``old``."""
         return [self._kept]
 
 
@@ -206,7 +212,7 @@ class TextCleanup(DecodingStep):
         self._kept = ""
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the text with contractions, up to a space that may begin another one."""
         text = self._kept + token
         open_from = text.find(" ", len(text.rstrip(self._inner)))
         certain = len(text) if open_from < 0 else open_from
@@ -214,7 +220,7 @@ class TextCleanup(DecodingStep):
         return [self._contractions.apply(text[:certain])]
 
     def end(self) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the kept text with contractions."""
         return [self._contractions.apply(self._kept)]
 
 
@@ -227,10 +233,10 @@ class WholeText(DecodingStep):
         self._tokens: list[str] = []
 
     def feed(self, token: str) -> list[str]:
-        """See ``DecodingStep``."""
+        """Keep the token and return nothing: the text comes at the end."""
         self._tokens.append(token)
         return []
 
     def end(self) -> list[str]:
-        """See ``DecodingStep``."""
+        """Return the text of all tokens, joined to one token first if the step is fused."""
         return [self._decode(["".join(self._tokens)] if self._is_fused else self._tokens)]

@@ -104,24 +104,30 @@ class FastTokenizer(TextTokenizer):
 
     @cached_property
     def byte_table(self) -> ByteTable | None:
-        """See ``TextTokenizer``."""
+        """Bytes behind each token, made on first use; None where tokens read differently in different places."""
         return self._make_byte_table()
 
     @cached_property
     def decoding_chain(self) -> DecodingChain:
-        """See ``TextTokenizer``."""
+        """Steps of the library tokenizer's decoder, made on first use."""
         return make_decoding_chain(self.backend)
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """See ``TextTokenizer``."""
+        """Bytes of the longest token, or ``UNKNOWN_TOKEN_BYTES`` without a byte table.
+
+        The bound is four times that with a normalizer, which may shorten the text.
+        """
         # A normalizer may shorten the text before it is cut into tokens: composing makes one character of up to four.
         table = self.byte_table
         longest = max(map(len, table.pieces), default=1) if table else UNKNOWN_TOKEN_BYTES
         return longest * (4 if self.backend.normalizer else 1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """See ``TextTokenizer``."""
+        """Encode the texts by the ``tokenizers`` library, a single short one without its thread pool.
+
+        Raises ``PromptError`` for a text that the library can't encode.
+        """
         with library_errors(_unencodable):
             if len(texts) == 1 and len(texts[0]) < LONG_TEXT:  # no thread pool for the common case
                 return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
@@ -129,7 +135,10 @@ class FastTokenizer(TextTokenizer):
             return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """See ``TextTokenizer``."""
+        """Decode by the library, or by ``decoding_chain`` without a byte table.
+
+        Spaces are cleaned up if ``cleans_up``.
+        """
         if self.byte_table is not None:
             text = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -139,7 +148,7 @@ class FastTokenizer(TextTokenizer):
         return self._contractions.apply(text)
 
     def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """See ``TextTokenizer``."""
+        """Return whether the id has no token, or is a special token and these are skipped."""
         return (skip_special_tokens and token_id in self._special_ids) or self.backend.id_to_token(token_id) is None
 
     @cached_property

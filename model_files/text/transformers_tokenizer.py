@@ -35,11 +35,11 @@ class PythonTokenizer(TextTokenizer):
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """See ``TextTokenizer``."""
+        """Encode the texts one by one, by ``transformers``."""
         return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """See ``TextTokenizer``."""
+        """Decode by ``transformers``, without cleaning up spaces before punctuation."""
         # Cleaning up spaces around punctuation would take back text that was already sent.
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -47,7 +47,7 @@ class PythonTokenizer(TextTokenizer):
         return text
 
     def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """See ``TextTokenizer``."""
+        """Return whether the id is a special token and these are skipped. Ids without a token are not recognised."""
         return skip_special_tokens and token_id in self._special_ids
 
 
