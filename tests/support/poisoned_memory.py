@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ KEPT_BACK = 64
 """Freed blocks of a size that wait before one of them is used again: until then a read gives ``POISON``."""
 KEPT_BYTES = 256 << 20
 """Bytes of all freed blocks that wait. What is freed beyond goes to the system at once."""
+
+
+BRANCHES = (tuple, list, dict)
+"""Types of a tree's inner nodes. Their subclasses, such as named tuples, are left to torch."""
 
 
 class FreedMemory(RuntimeError):
@@ -57,7 +62,7 @@ class PoisonedMemory(TorchDispatchMode):
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.untyped_storage().data_ptr() in given else self.moved(tensor, written)
 
-        return tree_map_only(Tensor, moved, out)
+        return mapped(Tensor, moved, out)
 
     def moved(self, tensor: Tensor, written: bool = True) -> Tensor:
         """Return the tensor in a block of this memory, with its values only if it is ``written``."""
@@ -116,7 +121,35 @@ class Address:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors among the leaves of ``tree``."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+# Each operation's arguments go through these two, for which torch's own take longer than the operation.
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of ``tree``."""
+    if not isinstance(tree, BRANCHES):
+        return [tree]
+    if type(tree) not in BRANCHES:
+        return tree_leaves(tree)
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for part in parts for leaf in leaves_of(part)]
+
+
+def mapped(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` with a change of each leaf of a ``kind``."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if not isinstance(tree, BRANCHES):
+        return tree
+    if type(tree) is tuple:
+        return tuple([mapped(kind, change, part) for part in tree])
+    if type(tree) is list:
+        return [mapped(kind, change, part) for part in tree]
+    if type(tree) is dict:
+        return {name: mapped(kind, change, part) for name, part in tree.items()}
+    return tree_map_only(kind, change, tree)
 
 
 def overwrite(tensor: Tensor) -> None:

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pdserve.model_runner.device.base import Device, HostSync
 from pdserve.runtime.machine.memory import Memory
 
-from .poisoned_memory import Address, FreedMemory, PoisonedMemory, overwrite, tensors_in
+from .poisoned_memory import Address, FreedMemory, PoisonedMemory, leaves_of, mapped, overwrite, tensors_in
 
 READS = {"cpu", "numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 """Operations that read values, so that the host waits for them."""
@@ -51,7 +50,7 @@ class _NoSync(TorchFunctionMode):
         if name == "to" and not kwargs.get("non_blocking") and any(isinstance(a, str | torch.device) for a in args[1:]):
             raise HostSync("to(device)")
         if name in ("__getitem__", "__setitem__") and any(
-            isinstance(i, Tensor) and i.dtype == torch.bool for i in tree_leaves(args[1])
+            isinstance(i, Tensor) and i.dtype == torch.bool for i in leaves_of(args[1])
         ):
             raise HostSync(f"{name}[mask]")
         return func(*args, **kwargs)
@@ -77,7 +76,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         self.made += [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in given]
-        self.calls.append(_Call(func, *(tree_map_only(Tensor, Address, part) for part in (args, kwargs or {}, out))))
+        self.calls.append(_Call(func, *(mapped(Tensor, Address, part) for part in (args, kwargs or {}, out))))
         return out
 
 
@@ -105,14 +104,14 @@ class RecordedGraph:
 
     def _repeat(self, call: _Call) -> None:
         try:
-            args, kwargs, old = tree_map_only(Address, Address.tensor, (call.args, call.kwargs, call.out))
+            args, kwargs, old = mapped(Address, Address.tensor, (call.args, call.kwargs, call.out))
         except FreedMemory as e:
             raise FreedMemory(f"graph {self._number}, {call.func}: {e}") from None
         new = call.func(*args, **kwargs)
         if call.func.namespace == "c10d":
             # A device's own work would be queued behind it.
             new[-1].wait()
-        for before, after in zip(tree_leaves(old), tree_leaves(new), strict=True):
+        for before, after in zip(leaves_of(old), leaves_of(new), strict=True):
             if isinstance(before, Tensor) and before.data_ptr() != after.data_ptr():
                 before.copy_(after)
 

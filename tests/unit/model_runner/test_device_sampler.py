@@ -15,7 +15,7 @@ from pdserve.model_runner.sampling.device.torch_sampler import TorchSampler
 from pdserve.model_runner.sampling.logit_edits.device_penalties import DevicePenalties
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_the_same_tokens_are_chosen_step_after_step(seed: int) -> None:
     bench = Bench(RecordingDevice(), TorchSampler, rows=24, vocab=700, seed=seed)
     for _ in range(8):

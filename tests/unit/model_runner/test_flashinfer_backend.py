@@ -124,7 +124,7 @@ def test_latent_rows_are_read_where_they_lie(runs, lens) -> None:
     assert {run.wrapper for run in runs} == {"FakeLatent"}
 
 
-@pytest.mark.parametrize("name", ["heads-64", "heads-16"])
+@pytest.mark.parametrize("name", ["heads-64", pytest.param("heads-16", marks=pytest.mark.slow)])
 def test_served_with_graphs_it_answers_as_the_reference_does(runs, monkeypatch, tmp_path: Path, name: str) -> None:
     device, folder = RecordingDevice(), save_model(tmp_path, name)
     plain = plain_steps(folder)

@@ -193,6 +193,7 @@ class Watched(LayersDone):
             self.look()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("length", [20, 255], ids=["by columns", "by rows"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("way", ["native", "general", "torch"])

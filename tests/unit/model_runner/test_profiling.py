@@ -286,7 +286,7 @@ def test_what_can_not_be_recorded_leaves_nothing_behind(tmp_path: Path, monkeypa
     assert len(worker.step(1, [5, 6, 7])) == 4
 
 
-@pytest.mark.parametrize("stack", ["False", "True"])
+@pytest.mark.parametrize("stack", [pytest.param("False", marks=pytest.mark.slow), "True"])
 def test_a_process_that_ends_while_it_records_ends_by_its_own_reason(tmp_path: Path, stack: str) -> None:
     code = f"""if True:
         import pathlib, sys, torch

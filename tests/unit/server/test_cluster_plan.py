@@ -131,15 +131,20 @@ def other_value(item: Field) -> object:
     return item.default + 1 if isinstance(item.default, int | float) else "given"
 
 
-@pytest.mark.parametrize("item", ROUTER_OPTIONS, ids=lambda item: item.name)
-def test_router_takes_each_of_its_options_from_the_cluster(item):
-    value = other_value(item)
-    flag = "--" + item.name.replace("_", "-")
-    _, bound, _ = app.parse_args(["up", flag if value is True else f"{flag}={value}"])
-    assert getattr(bound.arguments["options"], item.name) == value
+@pytest.mark.parametrize("bit", range(len(ROUTER_OPTIONS).bit_length()))
+def test_router_takes_each_of_its_options_from_the_cluster(bit):
+    """Options are given together whose numbers have this bit: of two options, some bit gives one alone."""
+    given = {item.name: other_value(item) for number, item in enumerate(ROUTER_OPTIONS, 1) if number >> bit & 1}
+    flags = {name: "--" + name.replace("_", "-") for name in given}
+    words = [flags[name] if value is True else f"{flags[name]}={value}" for name, value in given.items()]
+    _, bound, _ = app.parse_args(["up", *words])
+    names = [item.name for item in ROUTER_OPTIONS]
+    expected = {name: getattr(ClusterOptions(), name) for name in names} | given
+    assert {name: getattr(bound.arguments["options"], name) for name in names} == expected
     plan = plan_cluster(bound.arguments["options"], machine(2), "router's key")
-    taken = "router's key" if item.name == "cluster_secret_file" else value
-    assert getattr(understood(plan.router), item.name) == taken
+    router = understood(plan.router)
+    expected |= {"cluster_secret_file": "router's key"}
+    assert {name: getattr(router, name) for name in names} == expected
 
 
 @pytest.mark.parametrize(

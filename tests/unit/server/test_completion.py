@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -21,15 +24,17 @@ printf '%s\\n' "${COMPREPLY[@]}"
 COMMANDS = {"server", "router", "up", "chat", "check", "bench", "calibrate", "router-key", "completion", "version"}
 
 
-def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert app(["completion", shell], result_action="return_value") == 0
-    return capsys.readouterr().out
+@cache
+def script(shell: str) -> str:
+    with redirect_stdout(StringIO()) as printed:
+        assert app(["completion", shell], result_action="return_value") == 0
+    return printed.getvalue()
 
 
 @pytest.fixture
-def bash_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def bash_script(tmp_path: Path) -> Path:
     file = tmp_path / "pdserve.bash"
-    file.write_text(script("bash", capsys))
+    file.write_text(script("bash"))
     return file
 
 
@@ -63,18 +68,18 @@ def test_bash_offers_files_where_nothing_else_is_known(bash_script: Path) -> Non
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_know_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = script(shell, capsys)
+def test_other_shells_know_commands_and_options(shell: str) -> None:
+    text = script(shell)
     names = [name.replace("_", "-") for name in ServerOptions.__dataclass_fields__]
     assert not [name for name in (*COMMANDS, *names) if name not in text]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_shell_can_read_the_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shell_can_read_the_script(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     file = tmp_path / "script"
-    file.write_text(script(shell, capsys))
+    file.write_text(script(shell))
     subprocess.run([shell, "-n", str(file)], check=True)
 
 
