@@ -247,20 +247,38 @@ def test_logits_of_a_long_prompt_leave_no_memory_behind() -> None:
     assert os.fstat(group.fd).st_blocks * 512 < parts + slices + (1 << 16)
 
 
+DIES = """
+import os
+from pdserve.model_runner.cpu_engine.ranks import ExchangeRoom, NativeRanks
+from pdserve.runtime.ranks import RankPlace
+NativeRanks(RankPlace(1, 2), ExchangeRoom(*{room}), {fd})
+os._exit(3)
+"""
+WAITS = """
+import sys
+sys.path[:0] = {path!r}
+from tests.unit.model_runner.test_kernels_ranks import wait_as_rank_0
+wait_as_rank_0({fd})
+"""
+
+
 def test_a_rank_that_dies_in_a_pass_ends_the_others() -> None:
     """Rank 0 waits in the engine, where no exception reaches it. It names the missing rank, and ends."""
     group = NativeRanks(RankPlace(0, 2), room(SHARED["plain"]))
-    code = "import sys; sys.path[:0] = {}; from tests.unit.model_runner.test_kernels_ranks import {}; {}({})"
     path = [str(Path(__file__).parents[3]), *sys.path]
+    codes = (
+        DIES.format(room=tuple(room(SHARED["plain"])), fd=group.fd),
+        WAITS.format(path=path, fd=group.fd),
+    )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code.format(repr(path), name, name, group.fd)],
+            [sys.executable, "-c", code],
             pass_fds=[group.fd],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name in ("die_as_rank_1", "wait_as_rank_0")
+        for code in codes
     ]
     try:
         (_, said), (_, says) = (process.communicate(timeout=limit(60)) for process in processes)
@@ -271,12 +289,6 @@ def test_a_rank_that_dies_in_a_pass_ends_the_others() -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def die_as_rank_1(fd: int) -> None:
-    """Join as one of the ranks, and end."""
-    NativeRanks(RankPlace(1, 2), room(SHARED["plain"]), fd)
-    os._exit(3)
 
 
 def wait_as_rank_0(fd: int) -> None:
