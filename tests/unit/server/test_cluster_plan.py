@@ -133,7 +133,7 @@ def other_value(item: Field) -> object:
 
 @pytest.mark.parametrize("bit", range(len(ROUTER_OPTIONS).bit_length()))
 def test_router_takes_each_of_its_options_from_the_cluster(bit):
-    """Options are given together whose numbers have this bit: of two options, some bit gives one alone."""
+    """A run gives all options with this bit in their number. For any two options, some run gives only one of them."""
     given = {item.name: other_value(item) for number, item in enumerate(ROUTER_OPTIONS, 1) if number >> bit & 1}
     flags = {name: "--" + name.replace("_", "-") for name in given}
     words = [flags[name] if value is True else f"{flags[name]}={value}" for name, value in given.items()]
