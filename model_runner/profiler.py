@@ -65,21 +65,21 @@ class ProfiledSteps:
         self._record = record_function
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """See ``StepRunner``."""
+        """Launch the step within a profiler range that has the step's summary as its name."""
         with self._record(step.summary):
             return self._steps.launch(step, done)
 
     def follow(self, step: ForwardStep) -> None:
-        """See ``StepRunner``."""
+        """Compute the step without a result, within a profiler range that has the step's summary as its name."""
         with self._record(step.summary):
             self._steps.follow(step)
 
     def is_done(self, launched: Launched) -> bool:
-        """See ``StepRunner``."""
+        """Return whether ``collect`` would return without waiting. Adds no range to the profile."""
         return self._steps.is_done(launched)
 
     def collect(self, launched: Launched) -> StepResult:
-        """See ``StepRunner``."""
+        """Wait for the step's result within a profiler range named "collect"."""
         with self._record("collect"):
             return self._steps.collect(launched)
 

@@ -37,17 +37,20 @@ class WindowPool(FullPool):
     """The pool of the layers that attend to a window. ``ForwardBatch.window_pages`` leads to its pages."""
 
     def slots(self, batch: ForwardBatch) -> Tensor:
-        """See the base class."""
+        """Return the window pool's slots that the pass writes: other pages, at the same offsets within them."""
         slots, size = batch.out_cache_loc, self.pool.layout.page_size
         return self.pages(batch, slots // size).to(torch.int64) * size + slots % size
 
     def pages(self, batch: ForwardBatch, pages: Tensor) -> Tensor:
-        """See the base class."""
+        """Return the window pool's pages for these pages of the request table, int32; 0 where there is none."""
         assert batch.window_pages is not None
         return batch.window_pages[pages.long()]
 
     def seen_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> Tensor:
-        """See the base class."""
+        """Return ``pages`` as page numbers of the window pool.
+
+        Pages wholly before the first query's window become page 0.
+        """
         # Before the window a row may have no page, or one that belongs to another row now.
         end = (torch.arange(pages.shape[-1], device=pages.device) + 1) * self.pool.layout.page_size
         is_seen = end > seen_by_first - self.pool.group.window

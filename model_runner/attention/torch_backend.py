@@ -75,7 +75,10 @@ class TorchAttention(AttentionBackend):
         self._extend_masks: dict[int | None, Tensor] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Plan padded batches of the one-token entries, and each longer entry by itself.
+
+        Drops the masks of the pass before.
+        """
         self._token_rows = [group.pool.token_rows(group.slots(batch)) for group in self._groups]
         firsts = [0]
         for q_len in batch.q_lens:
@@ -96,7 +99,7 @@ class TorchAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See the base class."""
+        """Store ``k`` and ``v``, then attend over copies of the gathered pages, converted to the backend's type."""
         group = self._group_of[layer]
         self._groups[group].pool.store(layer, self._token_rows[group], k, v)
         if len(self._decodes) == 1 and len(self._decodes[0].tokens) == len(q):

@@ -93,7 +93,7 @@ def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
 
 
 def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
-    """See ``StepPlan.begun_at``."""
+    """Return the last token of each entry that begins its last page and does not fill it, as indices into T."""
     used = (starts + q_lens) % page_size
     return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
 

@@ -47,7 +47,7 @@ class Magnitudes(AttentionBackend):
         self._keys = torch.zeros_like(self._queries)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Have the inner backend plan the pass."""
         self._inner.plan(batch)
 
     def forward(
@@ -59,7 +59,10 @@ class Magnitudes(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See the base class."""
+        """Add the magnitudes of queries and keys to the layer's sums, then attend by the inner backend.
+
+        Queries are added up over the heads that share a KV head.
+        """
         grouped = q.view(len(q), spec.kv_heads, -1, q.shape[-1])
         self._queries[layer] += grouped.double().abs().sum((0, 2))
         self._keys[layer] += k.double().abs().sum(0)

@@ -32,7 +32,7 @@ class _There:
 
 
 class CpuDevice(Device):
-    """See the module."""
+    """The host's own processor: work is done when a call returns, and nothing is queued or captured."""
 
     beside = False
     can_capture = False
@@ -45,7 +45,7 @@ class CpuDevice(Device):
         return host_memory()
 
     def used(self) -> int:
-        """See the base class."""
+        """Return this process's resident bytes, including mapped files and shared memory."""
         return resident_bytes()
 
     def peak(self, run: Callable[[], object]) -> int:
@@ -53,34 +53,34 @@ class CpuDevice(Device):
         raise NotImplementedError("memory of the host is shared by all processes")
 
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
-        """See the base class."""
+        """Allocate zeros in ordinary memory: copies within the host need no pinned memory."""
         import torch
 
         return torch.zeros(*shape, dtype=dtype)
 
     def send(self, there: Tensor, here: Tensor) -> None:
-        """See the base class."""
+        """Copy ``here`` to ``there`` before returning."""
         there.copy_(here)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """See the base class."""
+        """Return a copy of ``array`` in ordinary memory."""
         return as_tensor(array).clone()
 
     def staged(self, array: npt.NDArray[Any]) -> Tensor:
-        """See the base class."""
+        """Return a copy of ``array`` in ordinary memory: copies within the host need no pinned memory."""
         return as_tensor(array).clone()
 
     def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """See the base class; the arrays are the tensors' own memory."""
+        """Return the tensors' own memory as finished copies. Later writes to the tensors show in them."""
         return _There(tensors)
 
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See the base class."""
+        """Copy each pair in the calling thread, one after another."""
         for to, source in copies:
             to.copy_(source)
 
     def mark(self) -> Callable[[], bool]:
-        """See the base class: all is done."""
+        """Return a function that always returns True: no work is ever queued."""
         return lambda: True
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -95,5 +95,5 @@ class CpuDevice(Device):
         """Do nothing: no work is queued."""
 
     def give_back(self) -> None:
-        """See the base class: what the heap has free."""
+        """Return free memory of the C heap to the kernel."""
         trim()

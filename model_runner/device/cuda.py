@@ -66,29 +66,32 @@ class CudaDevice(Device):
 
     @property
     def name(self) -> str:
-        """See the base class."""
+        """Name of the GPU's model, as CUDA reports it."""
         return torch.cuda.get_device_name(self.torch)
 
     def numa_node(self) -> int | None:
-        """See the base class."""
+        """Return the NUMA node of the GPU's PCI address, or None if torch or the host does not report it."""
         properties = torch.cuda.get_device_properties(self.torch)
         # Older ones of torch do not tell.
         domain, bus, number = (int(getattr(properties, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device"))
         return None if min(domain, bus, number) < 0 else numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
     def memory(self) -> Memory:
-        """See the base class; what torch holds for later is given back first."""
+        """Return the GPU's total and free memory, after releasing unused blocks of torch's allocator."""
         self.give_back()
         free, total = torch.cuda.mem_get_info(self.torch)
         return Memory(total, free)
 
     def used(self) -> int:
-        """See the base class."""
+        """Return the bytes in use by all processes, after releasing unused blocks of torch's allocator."""
         memory = self.memory()
         return memory.total - memory.free
 
     def peak(self, run: Callable[[], object]) -> int:
-        """See the base class: what torch's allocator has taken, gaps between tensors included."""
+        """Return the peak growth of what torch's allocator has reserved, gaps between tensors included.
+
+        Memory that other libraries allocate is not counted.
+        """
         self.give_back()
         before = torch.cuda.memory_reserved(self.torch)
         torch.cuda.reset_peak_memory_stats(self.torch)
@@ -97,23 +100,26 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_reserved(self.torch) - before
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See the base class."""
+        """Allocate zeros in pinned host memory."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def send(self, there: Tensor, here: Tensor) -> None:
-        """See the base class."""
+        """Queue the copy on the current stream, without waiting."""
         there.copy_(here, non_blocking=True)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """See the base class. Torch does not reuse a pinned area before the copy from it is done."""
+        """Copy ``array`` to pinned memory and queue the copy to the GPU.
+
+        Torch reuses pinned memory only after its copy is done.
+        """
         return self.staged(array).to(self.torch, non_blocking=True)
 
     def staged(self, array: npt.NDArray[Any]) -> Tensor:
-        """See the base class."""
+        """Return a copy of ``array`` in pinned host memory."""
         return as_tensor(array).pin_memory()
 
     def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """See the base class."""
+        """Queue copies to pinned memory on a stream of their own, behind the current stream's work."""
         self._copies.wait_stream(torch.cuda.current_stream(self.torch))
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -124,7 +130,7 @@ class CudaDevice(Device):
         return _Pinned(tensors, copies, done)
 
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See the base class."""
+        """Queue the copies on the transfer stream, and wait for an event behind them."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._transfers):
             for to, source in copies:
@@ -133,23 +139,29 @@ class CudaDevice(Device):
         done.synchronize()
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """See the base class; the thread's device is this one, too."""
+        """Return a context that makes this GPU and its transfer stream the thread's current ones."""
         beside: AbstractContextManager[object] = torch.cuda.stream(self._transfers)
         return beside
 
     def mark(self) -> Callable[[], bool]:
-        """See the base class."""
+        """Record an event on the current stream, and return its query function."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch))
         has_come: Callable[[], bool] = event.query
         return has_come
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See the base class; torch tells, but for what libraries do without it."""
+        """Return a context in which torch raises on a wait, or one that does nothing if the device is not ``strict``.
+
+        Waits within other libraries go unnoticed.
+        """
         return _no_sync() if self._strict else nullcontext()
 
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """See the base class."""
+        """Capture what ``run`` queues as a CUDA graph, in a memory pool that all graphs share.
+
+        Raises ``torch.OutOfMemoryError`` if that broke the capture, in place of the capture's own error.
+        """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -165,15 +177,15 @@ class CudaDevice(Device):
         return _CudaGraph(graph, output)
 
     def forget_graphs(self) -> None:
-        """See the base class. Torch refuses allocations in a pool of memory that is being freed."""
+        """Use a new memory pool for the next graph: torch refuses allocations in a pool that is being freed."""
         self._graph_memory = None
 
     def synchronize(self) -> None:
-        """See the base class."""
+        """Wait until all streams of the GPU are idle."""
         torch.cuda.synchronize(self.torch)
 
     def give_back(self) -> None:
-        """See the base class."""
+        """Release unused blocks of torch's allocator to the GPU."""
         torch.cuda.empty_cache()
 
 

@@ -54,7 +54,7 @@ class CpuEngine(Engine):
         self._use(packed)
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """See the base class."""
+        """Compute the pass in one call of the CPU kernels. Raises ``WithoutWeights`` while the weights are dropped."""
         if self.native is None:
             raise WithoutWeights
         if self._clears:
@@ -65,21 +65,21 @@ class CpuEngine(Engine):
         return self.native.forward(batch)
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """See the base class."""
+        """Return common steps on the CPU kernels, or ``ALL_GENERAL`` while the weights are dropped."""
         if self.native is None:
             return super().common_steps(tables)
         return NativeSteps(self.native, tables, clear_begun=self._clears)
 
     def weight_bytes_read(self) -> int:
-        """See the base class."""
+        """Return the bytes that the CPU kernels counted in the last pass; 0 while the weights are dropped."""
         return 0 if self.native is None else sum(self.native.weight_bytes_read().values())
 
     def drop_weights(self) -> None:
-        """See the base class."""
+        """Drop the native model and its mapping of the weights. Later passes raise ``WithoutWeights``."""
         self.native = None
 
     def take_weights(self) -> None:
-        """See the base class."""
+        """Map the packed weights again, and make a native model on them."""
         self._use(self._reload())
 
     def _use(self, packed: PackedModel) -> None:

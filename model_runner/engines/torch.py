@@ -53,7 +53,7 @@ class AttentionEngine(Engine):
         return not self._attention.is_graph_safe
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """See the base class."""
+        """Compute the pass by ``forward``, on tensors that share the batch's memory."""
         return self.forward(tensor_batch(batch)).numpy()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -135,15 +135,15 @@ class TorchEngine(AttentionEngine):
         self._choose_graphs(sizes, options, device, model)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """See the base class."""
+        """Run the decoder over the planned pass. Raises ``WithoutWeights`` while the weights are dropped."""
         return self._compute(batch)
 
     def drop_weights(self) -> None:
-        """See the base class."""
+        """Drop the decoder and its weights. Later passes raise ``WithoutWeights``."""
         self._compute, self._meet = without_weights, meet_alone
 
     def take_weights(self) -> None:
-        """See the base class."""
+        """Load the model by the ``reload`` given at construction, and compute with it from now on."""
         self._use(self._reload().model)
 
     def _use(self, model: Decoder) -> None:

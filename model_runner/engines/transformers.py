@@ -35,13 +35,13 @@ class TransformersEngine(AttentionEngine):
         self._choose_graphs(graph_sizes(options.max_running_requests), options, device, model)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """See the base class."""
+        """Run transformers' own model class, with attention by the backend that has planned the pass."""
         return self._model.forward(batch, self._attention)
 
     def drop_weights(self) -> None:
-        """See the base class."""
+        """Raise ``UnsupportedModel``: a model of transformers' own class keeps its weights."""
         raise UnsupportedModel("a model by transformers' own class (--model-impl) keeps its weights")
 
     def take_weights(self) -> None:
-        """See the base class."""
+        """Raise ``UnsupportedModel``: the weights are never dropped, so there is nothing to load again."""
         raise UnsupportedModel("a model by transformers' own class (--model-impl) keeps its weights")

@@ -97,13 +97,16 @@ class Matchers:
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler", initializer=begin, initargs=(COMPILER_NICE,))
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """See ``MakesMatchers``."""
+        """Queue ``grammar`` for compilation unless it is cached, then call ``then`` on the compiler's thread."""
         self._compile_soon(grammar)
         # One thread: it gets here when the grammar is compiled.
         self._compiler.submit(then)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """See ``MakesMatchers``. Waits if ``grammar`` is being compiled."""
+        """Return a matcher that has consumed ``output``, and queue the mask of its next token. Waits for the compiler.
+
+        The matcher of a grammar that can't be used allows no token.
+        """
         compiled = self.compile(grammar)
         if compiled is None:
             return _NoMatcher(self._vocab_size)
@@ -115,7 +118,10 @@ class Matchers:
         return made
 
     def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
-        """See ``MakesMatchers``."""
+        """Queue one job on the masks' thread that feeds all tokens to their matchers and computes the next masks.
+
+        Matchers of grammars that can't be used are skipped.
+        """
         pairs = [(matcher, token) for matcher, token in chosen if isinstance(matcher, _Matcher)]
 
         def advance() -> None:

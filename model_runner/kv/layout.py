@@ -46,7 +46,7 @@ class KVShape(NamedTuple):
 
     @property
     def kv_elements(self) -> int:
-        """See ``HasKV``."""
+        """Elements that each layer keeps of a token: a latent row, or a key and a value of every KV head."""
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 

@@ -60,7 +60,7 @@ class PoolPages:
         return triton_refusal(self._data.device) is None
 
     def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
-        """See ``DevicePages``; waits for the sums alone."""
+        """Compute the checksums by a Triton kernel beside the steps. Waits once for each ``SUMS_AT_ONCE`` of them."""
         from .triton.checksum import page_checksum
 
         sums: list[int] = []

@@ -25,7 +25,10 @@ class DummyWeights(WeightSource):
         self._seed = seed
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class."""
+        """Yield ones for the weights of norms, and normal values of standard deviation ``STD`` for everything else.
+
+        Values of a large tensor repeat after ``PERIOD`` of them.
+        """
         generator = torch.Generator().manual_seed(self._seed)
         for name, shape in self._shapes.items():
             if len(shape) == 1 and name.endswith(".weight"):

@@ -48,14 +48,17 @@ class GGUFBlocks(BlockSource):
         self.nbytes = sum(self._nbytes(name, self._matrices[name]) for name in self.left_out)
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """See the base class; a tied head is found under the embedding's name."""
+        """Return this rank's blocks of each weight, as in the file but with rows in the engine's order.
+
+        A tied head comes from the embedding's blocks. Returns None for a layer that is not served as blocks.
+        """
         if not self._served[tuple(names)]:
             return None
         matrices = [(name, self._matrix(name)) for name in names]
         return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(self._part(name, m))) for name, m in matrices]
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """See the base class."""
+        """Raise ``InvalidWeights`` if a matrix served as blocks is not in ``shapes``, or has another shape there."""
         for name in self.left_out:
             shape = self._matrices[name].shape
             if name not in shapes:
@@ -64,7 +67,7 @@ class GGUFBlocks(BlockSource):
                 raise InvalidWeights(f"{name!r} has shape {list(shape)}, the config means {list(shapes[name])}")
 
     def sample(self, name: str, digest: xxhash.xxh3_64) -> None:
-        """See the base class: the kind, and some of the bytes."""
+        """Add the matrix's format, its shape and some of its bytes to ``digest``."""
         matrix = self._matrices[name]
         digest.update(f"{matrix.kind.name}{matrix.shape}".encode())
         rows, columns = (spread(size).numpy() for size in matrix.rows.shape)

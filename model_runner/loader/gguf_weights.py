@@ -55,7 +55,10 @@ class GGUFWeights(WeightSource):
         self._left_out = left_out
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; raises ``UnsupportedModel`` for a quantisation that the gguf package can't undo."""
+        """Yield the file's tensors, dequantised one by one; those that are left out are skipped.
+
+        Raises ``UnsupportedModel`` for a quantisation that the gguf package can't undo.
+        """
         for name, tensor in self._file.tensors.items():
             parts = find_parts(self._spec, name)
             if parts and all(part.name in self._left_out for part in parts):

@@ -80,7 +80,10 @@ class CheckpointMatrices(PackedSource):
         self._last: tuple[str, PackedMatrix] | None = None
 
     def why_not(self, name: str) -> str | None:
-        """See the base class: by the shapes that files say first, and of GPTQ by the groups of columns."""
+        """Return a reason if the columns that share a scale do not fit the kernels, or None.
+
+        Reads shapes from the files' headers, and for GPTQ the group of each column.
+        """
         unit = self.unit(name)
         if self._packing.kind is PackingKind.FP8:
             if unit == 1 or unit % COLUMNS == 0:
@@ -94,7 +97,10 @@ class CheckpointMatrices(PackedSource):
         return None
 
     def groups(self, name: str) -> Tensor | None:
-        """See the base class."""
+        """Return the checkpoint's group of each column, or None if it has none or if a group's columns are neighbours.
+
+        AWQ and FP8 have no such groups.
+        """
         of_groups = None if self._packing.kind is PackingKind.AWQ else self._beside(name, "groups")
         groups = None if of_groups is None else self._tensor(of_groups)
         if groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // self.unit(name)):
@@ -102,7 +108,10 @@ class CheckpointMatrices(PackedSource):
         return groups.long()
 
     def unit(self, name: str) -> int:
-        """See the base class: columns that share a scale, 1 where all do."""
+        """Return the number of columns that share a scale, or 1 if all columns do.
+
+        Scales of an unexpected shape give ``LEAST_GROUP``; ``read`` refuses them.
+        """
         place = self._places[name]
         if self._packing.kind is PackingKind.FP8:
             block = self._packing.block
@@ -116,7 +125,10 @@ class CheckpointMatrices(PackedSource):
         return LEAST_GROUP if not count or inputs % count else inputs // count
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """See the base class."""
+        """Read the matrix's tensor to ``device``, and return its rows in the engine's order.
+
+        The last tensor stays in memory, because the next matrix is often part of it.
+        """
         place = self._places[name]
         if self._last is None or self._last[0] != place.tensor:
             self._last = (place.tensor, self._read_whole(place.tensor, device))
@@ -170,20 +182,20 @@ class DummyMatrices(PackedSource):
         self.names = frozenset(shapes)
 
     def why_not(self, name: str) -> str | None:
-        """See the base class."""
+        """Return a reason if four-bit rows are not a multiple of ``LEAST_GROUP``; None for FP8."""
         inputs = self._shapes[name][1]
         if self._packing.kind is PackingKind.FP8 or inputs % LEAST_GROUP == 0:
             return None
         return f"rows of {inputs} columns are no multiple of {LEAST_GROUP}"
 
     def unit(self, name: str) -> int:
-        """See the base class."""
+        """Return the columns of an FP8 block (1 without blocks), or the largest of ``GROUPS`` that divides the row."""
         if self._packing.kind is PackingKind.FP8:
             return 1 if self._packing.block is None else self._packing.block[1]
         return next(group for group in GROUPS if self._shapes[name][1] % group == 0)
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """See the base class; the same each time."""
+        """Draw the matrix at random; every call returns the same numbers."""
         outputs, inputs = self._shapes[name]
         generator = torch.Generator(device).manual_seed(self._seed)
         if self._packing.kind is PackingKind.FP8:

@@ -95,7 +95,7 @@ class RoundedBlocks(BlockSource):
         self._bits = bits
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """See the base class; None where K is not whole blocks."""
+        """Round ``weight`` to blocks of 4 bits (Q4_1) or 8 bits (Q8_0). Return None if K is not a multiple of 32."""
         if weight.shape[1] % BLOCK:
             return None
         eight = self._bits == 8 or names[0] in HEAD_NAMES

@@ -48,7 +48,7 @@ class SafetensorsWeights(WeightSource):
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; weights in MXFP4, FP8 and four bits come dequantised.
+        """Yield the checkpoint's tensors file by file, dequantising weights in MXFP4, FP8 and four bits.
 
         A head that the config ties comes as the table of embeddings if the files have no other table.
         """

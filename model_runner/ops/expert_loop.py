@@ -12,7 +12,10 @@ from .layers.expert_networks import ExpertNetworks
 
 
 def loop_over_experts(x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-    """See ``DeviceOps.run_experts``; of any weights, packed ones, too."""
+    """Run the chosen experts one after another; weights may be floats or packed.
+
+    The host waits for the number of tokens of each expert. See ``DeviceOps.run_experts``.
+    """
     sum_TN = torch.zeros(x_TN.shape, dtype=torch.float32, device=x_TN.device)
     chosen, weights = experts_TC.flatten(), weights_TC.flatten()
     pairs = chosen.argsort(stable=True)

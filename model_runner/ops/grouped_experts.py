@@ -25,7 +25,10 @@ MOST_PAIRS = 16384
 
 
 def group_experts(x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-    """See ``DeviceOps.run_experts``; of weights that are floats. A row is the same to the last bit in every batch."""
+    """Run the chosen experts by grouped kernels, all at once; weights must be floats.
+
+    A row's result has the same bits in every batch. See ``DeviceOps.run_experts``.
+    """
     gate_up, down = networks.gate_up_proj, networks.down_proj
     weights = ExpertWeights(gate_up.weight, down.weight, gate_up.bias, down.bias)
     sum_TN = torch.empty(x_TN.shape, dtype=torch.float32, device=x_TN.device)

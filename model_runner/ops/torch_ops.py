@@ -19,38 +19,38 @@ class TorchOps(DeviceOps):
     """The reference."""
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """See the base class."""
+        """Return ``x`` normalised by ``RMSNorm.forward``: float32 arithmetic, rounded to the type of ``x``."""
         return norm.forward(x)
 
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """See the base class."""
+        """Add and normalise in separate torch operations. Without ``following``, return ``x`` itself."""
         x_TN.add_(y_TN if after is None else after.forward(y_TN), alpha=scale)
         return x_TN if following is None else following.forward(x_TN)
 
     def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
-        """See the base class."""
+        """Return cosines and sines of ``positions``, computed in float32 and rounded to the activations' type."""
         return rotary.forward(positions)
 
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
-        """See the base class."""
+        """Return rotated queries and keys as new tensors, computed in the activations' type."""
         assert isinstance(rotation, Rotation)
         return rope(q_THD, *rotation), rope(k_TKD, *rotation)
 
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
-        """See the base class."""
+        """Return the gated activation as a new tensor; ``x`` is left as it is."""
         return gate_and_mul(x, activation)
 
     def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """See the base class."""
+        """Run the chosen experts one after another, each over all tokens that chose it."""
         return loop_over_experts(x_TN, networks, experts_TC, weights_TC)
 
     def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
-        """See the base class."""
+        """Return a reason for any ``networks``: the loop over experts reads their token counts on the host."""
         return "without Triton's kernels, experts are looked through on the host"
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """See the base class."""
+        """Update ``input_ids``, then ``req_to_token``, with one torch index operation each."""
         step.input_ids.index_copy_(0, step.last_at, last_tokens.index_select(0, step.last_rows))
         req_to_token[step.token_rows, step.positions] = step.out_cache_loc.to(torch.int32)

@@ -19,13 +19,13 @@ class TritonOps(DeviceOps):
     """On CUDA devices; on a CPU in Triton's interpreter."""
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """See the base class."""
+        """Normalise by one kernel: the rows of [T, N], or each head of [T, H, D]."""
         return (norms.head_norm if x.dim() == 3 else norms.rms_norm)(x, norm.weight, norm.spec)
 
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """See the base class."""
+        """Add and normalise by the fused kernel. Without ``following``, return ``x`` itself."""
         return norms.add_and_norm(
             x_TN,
             y_TN,
@@ -38,29 +38,29 @@ class TritonOps(DeviceOps):
         )
 
     def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
-        """See the base class: cosines and sines in float32, which ``rotate`` does not round."""
+        """Return a float32 table [T, r] of cosines, then sines. ``rotate`` uses it unrounded."""
         return rope.rope_table(rotary.inv_freq, rotary.scale, positions)
 
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
-        """See the base class; overwrites both."""
+        """Rotate queries and keys by one kernel, in place, and return the same tensors."""
         assert isinstance(rotation, Tensor)
         rope.rotate(q_THD, k_TKD, rotation)
         return q_THD, k_TKD
 
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
-        """See the base class."""
+        """Return the gated activation by one kernel, as a new tensor."""
         return activations.gate_and_mul(x, activation)
 
     def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """See the base class; packed weights are multiplied expert by expert."""
+        """Run all chosen experts by grouped kernels; packed weights are multiplied expert by expert instead."""
         run = loop_over_experts if networks.is_packed else group_experts
         return run(x_TN, networks, experts_TC, weights_TC)
 
     def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
-        """See the base class."""
+        """Return a reason for packed weights, which are multiplied expert by expert; None for floats."""
         return "experts with packed weights are looked through on the host" if networks.is_packed else None
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """See the base class: one launch. A step has each place of the table once."""
+        """Update both arrays in one kernel launch. This is safe because a step writes each entry of the table once."""
         places = (step.token_rows, step.positions, step.out_cache_loc)
         table.apply_step(req_to_token, *places, step.input_ids, last_tokens, step.last_at, step.last_rows)

@@ -34,7 +34,10 @@ class Carrier:
         return int(min(answer[0] for answer in answers))
 
     def carry(self, memory: NativeRanks, what: Exchange, exchange: int, count: int) -> None:
-        """See ``cpu_engine/ranks.py``; called by the engine in mid-pass."""
+        """Exchange partial sums or logits in ``memory`` with the other hosts, by torch.distributed.
+
+        The C++ engine calls it within a pass (``Carry`` in ``cpu_engine/ranks.py``), so a failure ends the process.
+        """
         try:
             if what is Exchange.PARTS:
                 self._carry_parts(torch.from_numpy(memory.parts(exchange, count)))

@@ -134,7 +134,10 @@ class LeadRank(HostRanks):
         self._loaded = loaded
 
     def share(self, own: Own) -> Shared:
-        """See the base class."""
+        """Allocate the pool and the exchange memory beside all ranks' weights, and tell the followers how to map them.
+
+        With several hosts, all of them use the smallest number of pages that any has room for.
+        """
         plan, carry = own.plan_pools(self._host_bytes(own.weight_bytes)), None
         if self.place.nodes > 1:
             world = self.join()
@@ -193,7 +196,7 @@ class FollowerRank(HostRanks):
         self._lead = lead
 
     def share(self, own: Own) -> Shared:
-        """See the base class."""
+        """Report this rank's weight bytes to the lead, wait for its ``RankSetup``, and map the memory that it names."""
         self._lead.send(RankLoaded(self.place.rank, own.weight_bytes))
         if self.place.nodes > 1:
             self.join()

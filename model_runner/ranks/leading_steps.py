@@ -34,7 +34,7 @@ class LeadingSteps(StepRunner):
         self._world = lead.join() if place.rank == 0 and place.nodes > 1 else None
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """See the base class."""
+        """Send the step to the other ranks, then launch it here. Only this rank's copy pushes pages to peers."""
         # Pages are pushed by rank 0, which sees every rank's heads.
         own_step = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
         for follower in self._lead.followers:
@@ -44,7 +44,10 @@ class LeadingSteps(StepRunner):
         return super().launch(step, done)
 
     def capture_graphs(self) -> None:
-        """See the base class; the other ranks do it, too, as each pass that is captured has sums of all."""
+        """Have the followers capture their graphs while this rank captures its own.
+
+        All must capture together, because a captured pass contains sums over all ranks.
+        """
         if self._model.engine.graph_sizes:
             for follower in self._lead.followers:
                 follower.send(CaptureGraphs())

@@ -84,14 +84,14 @@ class WholeModel(ModelPart):
         self._is_shared = shares_pools(options)
 
     def group(self, device: torch.device) -> RankGroup:
-        """See the base class."""
+        """Return ``alone``, the group of a single rank: a whole model exchanges nothing."""
         # Imported here: only torch models have one.
         from ..models.group import alone
 
         return alone
 
     def reserve(self, own: Own) -> Reserved:
-        """See the base class."""
+        """Plan the pool beside this process's weights, and allocate its memory if it is on the host and not empty."""
         plan = own.plan_pools(own.weight_bytes)
         nbytes = plan.num_pages * own.page_bytes
         if not self._on_host or not nbytes:

@@ -25,7 +25,7 @@ class _RankPart(ModelPart):
         self.shard: Shard = ranks.shard(spec)
 
     def group(self, device: torch.device) -> RankGroup:
-        """See the base class."""
+        """Meet the other ranks and return their torch.distributed group, for this vocabulary and ``device``."""
         return self._ranks.join().torch_ranks(self._spec.vocab_size, device)
 
 
@@ -38,7 +38,7 @@ class PartInSharedPool(_RankPart):
         self.shares_heads = self.shard.shares_kv_heads
 
     def reserve(self, own: Own) -> Reserved:
-        """See the base class."""
+        """Make or map the host's shared pool; return it with this rank's heads and exchange."""
         plan, region, exchange = self._ranks.share(own)
         return Reserved(plan, region, self._ranks.own_heads(self.shard.whole), exchange)
 
@@ -52,7 +52,7 @@ class PartOnDevice(_RankPart):
         self._device_name = device.name
 
     def reserve(self, own: Own) -> Reserved:
-        """See the base class."""
+        """Return this rank's pool plan, cut to the fewest pages that any rank's device has room for."""
         plan = own.plan_pools(own.weight_bytes)
         pages = self._ranks.agree(plan.num_pages, f"{own.identity} {self._device_name}")
         return Reserved(plan._replace(num_pages=pages))

@@ -21,7 +21,10 @@ class TorchRanks:
         self._columns = [end - begin for begin, end in pairwise(ends)]
 
     def sum(self, part_TN: Tensor) -> Tensor:
-        """See the protocol. Not NCCL's own sums: their order depends on how much there is to add up."""
+        """Gather all parts and add them up in the order of the ranks.
+
+        NCCL's own sums are not used, because their order depends on the number of elements.
+        """
         parts_RTN = self._gather(part_TN)
         total = parts_RTN[0].to(torch.float32, copy=True)
         for rank in range(1, self._size):
@@ -29,13 +32,16 @@ class TorchRanks:
         return total.to(part_TN.dtype)
 
     def join(self, columns: Tensor) -> Tensor:
-        """See the protocol."""
+        """Gather all ranks' columns, padded to the widest, and join them without the padding."""
         padded = torch.nn.functional.pad(columns, (0, max(self._columns) - columns.shape[1]))
         parts = self._gather(padded)
         return torch.cat([parts[rank, :, :width] for rank, width in enumerate(self._columns)], 1)
 
     def meet(self) -> None:
-        """See the protocol; of a device's work, not of the hosts that queue it."""
+        """Queue an exchange that ends when all ranks' devices have reached it.
+
+        With NCCL, the host does not wait for it.
+        """
         self._gather(torch.zeros(1, device=self._device))
 
     def _gather(self, part: Tensor) -> Tensor:

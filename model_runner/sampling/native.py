@@ -60,7 +60,10 @@ class NativeSampler:
         return Sampled(tokens, finite)
 
     def log_sums(self, logits_NV: F32, rows: I64) -> F64:
-        """See ``HostSampler``; the logits of a row are contiguous."""
+        """Compute the sums by the CPU kernels, on the sampler's threads.
+
+        Raises ``IndexError`` for rows that don't exist, and ``ValueError`` unless the logits of a row are contiguous.
+        """
         sums, rows = np.empty(len(rows), dtype=np.float64), np.ascontiguousarray(rows)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits_NV):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(logits_NV)}")

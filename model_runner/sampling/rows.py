@@ -92,7 +92,7 @@ class RowStates(Generic[LastTokens]):
         return bool(self._is_edited[row])
 
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
-        """See ``Penalties``."""
+        """Return the token histories of the penalised rows among ``rows`` [N], each with its index there."""
         return self.penalties.histories(rows, params)
 
 

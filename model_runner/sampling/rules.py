@@ -42,12 +42,15 @@ class TorchRules:
     """Chooses tokens by operations of torch: the ``HostSampler`` of engines without the CPU kernels."""
 
     def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
-        """See ``sample``."""
+        """Choose tokens by the function ``sample``, on tensors that share the arrays' memory."""
         tokens, finite = sample(torch.from_numpy(logits_NV), params, positions)
         return Sampled(tokens.numpy(), finite.numpy())
 
     def log_sums(self, logits_NV: F32, rows: I64) -> F64:
-        """See ``HostSampler``."""
+        """Compute each row's sum as its largest logit minus its largest log-softmax.
+
+        About ``CHUNK_LOGITS`` logits are processed at a time.
+        """
         size = max(1, CHUNK_LOGITS // logits_NV.shape[1])
         sums = np.empty(len(rows), dtype=np.float64)
         for begin in range(0, len(rows), size):

@@ -50,7 +50,7 @@ class _GeneralSteps:
     """Leaves every step to the general way."""
 
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
-        """See ``CommonSteps``."""
+        """Return None for every step, so that the executor computes it part by part."""
         return None
 
 

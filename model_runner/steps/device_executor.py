@@ -78,7 +78,7 @@ class DeviceModel(Protocol):
 
 
 class DeviceExecutor:
-    """See the module."""
+    """Executor of a device that computes beside the host: each call queues its work there and returns."""
 
     def __init__(self, model: DeviceModel, max_reqs: int) -> None:
         self._engine, pools = model.engine, model.pools
@@ -88,7 +88,10 @@ class DeviceExecutor:
         self.req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
         """[R, C]"""
         self.window_pages: Tensor | None = None
-        """See ``ForwardBatch``; stays where it is, as the request table does."""
+        """[P] int32: page of the windowed layers' pool for each page; None if no layer has a window.
+
+        Its address stays the same, as graphs read it there.
+        """
         if pools.num_window_pages:
             pages = pools.num_slots // pools.page_size
             self.window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
@@ -102,23 +105,23 @@ class DeviceExecutor:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """See the protocol. Waiting for the device raises, where it can tell."""
+        """Enter torch's inference mode. Waiting for the device raises within it, if the device can detect that."""
         with torch.inference_mode(), self._device.no_sync():
             yield
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """See the protocol."""
+        """Start each row's state on the host, then the rows in the device's sampler."""
         for init in inits:
             self.rows.start(init)
         if inits:
             self.sampler.start(inits)
 
     def move_slots(self, row: int, start: int, slots: I32) -> None:
-        """See the protocol."""
+        """Upload ``slots`` and queue their write into the device's request table."""
         self.req_to_token[row, start : start + len(slots)] = self._device.upload(slots)
 
     def move_windows(self, pages: I32) -> None:
-        """See the protocol."""
+        """Upload the pairs and queue their write into ``window_pages``; do nothing if no layer has a window."""
         if self.window_pages is not None:
             there = self._device.upload(pages)
             self.window_pages.index_copy_(0, there[:, 0].long(), there[:, 1])
@@ -131,14 +134,20 @@ class DeviceExecutor:
         return None
 
     def prepare(self, plan: StepPlan) -> int | None:
-        """See the protocol."""
+        """Upload the plan's arrays, and queue the writes of its slots and last tokens into the device's tables.
+
+        Return the graph size of a decode step, or None to compute without a graph.
+        """
         size = self.graphs.size_for(len(plan.rows)) if plan.is_decode else None
         self._there = self._arrays.load(plan, size or 0)
         self._ops.enter(self._there, self.req_to_token, self.rows.last_tokens)
         return size
 
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> Tensor:
-        """See the protocol."""
+        """Replay the graph of ``size`` entries, or queue the pass if it is None.
+
+        The logits are float32 unless the sampler reads 16-bit types.
+        """
         logits_LV = self._forward(plan, done) if size is None else self._replay(plan, size)
         return logits_LV if self.sampler.reads_halves else logits_LV.float()
 
@@ -175,7 +184,7 @@ class DeviceExecutor:
         return logits_SV[:count] if everyone else logits_SV.index_select(0, there.logit_indices)
 
     def choose(self, logits_LV: Tensor, plan: StepPlan, params: RowParams) -> Sampled[Tensor]:
-        """See the protocol."""
+        """Queue the device sampler's choice of tokens; queue nothing if no entry samples."""
         if not len(params):
             nothing = torch.empty(0, dtype=torch.int64, device=self._device.torch)
             return Sampled(nothing, nothing.bool())
@@ -184,7 +193,7 @@ class DeviceExecutor:
         return self.sampler.sample(logits_LV[: len(params)], sampled)
 
     def score_samples(self, logits_LV: Tensor, tokens_S: Tensor, wanted: I64, most: int) -> Scored[Tensor]:
-        """See the protocol."""
+        """Queue the scores of the ``wanted`` tokens, with ``most`` alternatives each."""
         logits_NV = logits_LV[: len(tokens_S)]
         if len(wanted) < len(tokens_S):
             at = self._device.upload(wanted)
@@ -192,22 +201,22 @@ class DeviceExecutor:
         return self.sampler.score(logits_NV, tokens_S, most)
 
     def score_prompt(self, logits_NV: Tensor, targets_N: I64, most: int) -> Scored[Tensor]:
-        """See the protocol."""
+        """Upload the targets and queue their scores, with ``most`` alternatives each."""
         return self.sampler.score(logits_NV, self._device.upload(targets_N), most)
 
     def fetch(self, arrays: Sequence[Tensor]) -> HostCopy:
-        """See the protocol."""
+        """Start copies to the host behind the work queued so far. Steps queued later do not delay them."""
         return self._device.fetch(arrays)
 
     def capture_graphs(self) -> None:
-        """See the protocol."""
+        """Capture a graph for each of the engine's ``graph_sizes``; do nothing if it has none."""
         if self._engine.graph_sizes:
             self._arrays.clear()
             with torch.inference_mode():
                 self.graphs.capture(self._padded_batch)
 
     def drop_graphs(self) -> None:
-        """See the protocol."""
+        """Drop the captured graphs. Decode steps queue their kernels one by one until graphs are captured again."""
         self.graphs.drop()
 
     @property

@@ -41,7 +41,7 @@ class _There:
 
 
 class HostExecutor:
-    """See the module."""
+    """Executor of steps that the host computes itself, in NumPy arrays. Each call returns when its work is done."""
 
     def __init__(self, model: Model, max_reqs: int) -> None:
         self._engine = model.engine
@@ -50,46 +50,52 @@ class HostExecutor:
         """[R, C]; its memory is taken as it is first written."""
         pages, has_windows = model.pools.num_slots // model.pools.page_size, bool(model.pools.num_window_pages)
         self.window_pages = np.zeros(pages, dtype=np.int32) if has_windows else None
-        """See ``ForwardBatch``."""
+        """[P] int32: page of the windowed layers' pool for each page; None if no layer has a window."""
         self.common: CommonSteps = ALL_GENERAL
         """Computes common steps, with the weights that the engine has."""
 
     def launching(self) -> AbstractContextManager[object]:
-        """See the protocol."""
+        """Return a context that does nothing: there is no device to wait for."""
         return nullcontext()
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """See the protocol."""
+        """Replace the sampling state of each new request's row."""
         for init in inits:
             self.rows.start(init)
 
     def move_slots(self, row: int, start: int, slots: I32) -> None:
-        """See the protocol."""
+        """Write ``slots`` into the request table at once."""
         self.req_to_token[row, start : start + len(slots)] = slots
 
     def move_windows(self, pages: I32) -> None:
-        """See the protocol."""
+        """Write the pairs of pages into ``window_pages``; do nothing if no layer has a window."""
         if self.window_pages is not None:
             self.window_pages[pages[:, 0]] = pages[:, 1]
 
     def use_weights(self) -> None:
-        """See the protocol."""
+        """Make ``common`` compute with the engine's current weights.
+
+        The old one is dropped first, so that its weights can be freed.
+        """
         # What computes common steps keeps weights alive: it goes before another one is made.
         self.common = ALL_GENERAL
         tables = RequestTables(self.req_to_token, self.rows.last_tokens, self.rows.table, self.window_pages)
         self.common = self._engine.common_steps(tables)
 
     def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
-        """See the protocol."""
+        """Compute the step in one call of the engine, or return None if it has to be computed part by part."""
         return self.common.run(step, done)
 
     def prepare(self, plan: StepPlan) -> None:
-        """See the protocol."""
+        """Fill in the rows' last tokens, and write the step's slots into the request table.
+
+        Return None: the host has no graphs.
+        """
         plan.input_ids[plan.last_at] = self.rows.last_tokens[plan.last_rows]
         self.req_to_token[plan.token_rows, plan.positions] = plan.out_cache_loc
 
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> F32:
-        """See the protocol."""
+        """Return the engine's logits, [L, V] float32. ``size`` is ignored: the host has no graphs."""
         return self._engine.host_logits(
             HostBatch(
                 input_ids=plan.input_ids,
@@ -108,7 +114,7 @@ class HostExecutor:
         )
 
     def choose(self, logits_LV: F32, plan: StepPlan, params: RowParams) -> Sampled[HostArray]:
-        """See the protocol."""
+        """Choose tokens by the engine's sampler, then update last tokens, penalty histories and grammar matchers."""
         rows, positions = plan.sampled_rows, plan.sampled_positions
         logits_SV = logits_LV[: len(rows)]
         chosen = choose_tokens(logits_SV, self.rows, rows, params, positions, self._engine.sampler)
@@ -119,15 +125,15 @@ class HostExecutor:
         return chosen
 
     def score_samples(self, logits_LV: F32, tokens_S: I64, wanted: I64, most: int) -> Scored[HostArray]:
-        """See the protocol."""
+        """Compute the ``wanted`` tokens' float32 log-probabilities in NumPy, with ``most`` alternatives each."""
         return score(logits_LV, wanted, tokens_S[wanted], most, self._engine.sampler)
 
     def score_prompt(self, logits_NV: F32, targets_N: I64, most: int) -> Scored[HostArray]:
-        """See the protocol."""
+        """Compute each target's float32 log-probability in NumPy, with ``most`` alternatives."""
         return score(logits_NV, np.arange(len(targets_N)), targets_N, most, self._engine.sampler)
 
     def fetch(self, arrays: Sequence[HostArray]) -> _There:
-        """See the protocol."""
+        """Return the arrays as a finished copy: they are on the host already."""
         return _There(arrays)
 
     def capture_graphs(self) -> None:

@@ -45,11 +45,11 @@ class AsItIs:
         self.nbytes = page_bytes
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """See the base class."""
+        """Copy the page's bytes unchanged."""
         kept[:] = page
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """See the base class."""
+        """Copy the kept bytes back unchanged."""
         page[:] = kept
 
 
@@ -67,7 +67,7 @@ class Int8:
         self.nbytes = elements + elements // self._block * SCALE_BYTES
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """See the base class."""
+        """Write each block's elements as int8, then all blocks' float32 scales. A block of zeros has the scale 0."""
         values_BE = self._widen(page).reshape(-1, self._block)
         # A block of zeros has no scale; of what is not finite nothing is promised, and the logits' check finds it.
         with np.errstate(invalid="ignore"):
@@ -77,7 +77,7 @@ class Int8:
         kept[self._elements :] = scales_B1.reshape(-1).view(np.uint8)
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """See the base class."""
+        """Multiply each block by its scale, and write the elements in the pool's type."""
         values_BE = kept[: self._elements].view(np.int8).astype(np.float32).reshape(-1, self._block)
         scales_B1 = kept[self._elements :].view(np.float32)[:, None]
         with np.errstate(invalid="ignore"):

@@ -65,7 +65,10 @@ class PrivateWeights:
         self._builder = builder
 
     def open(self, request: PackRequest) -> PackedModel:
-        """See ``WeightsSource``."""
+        """Pack the model into new memory of this process and map it.
+
+        Raises ``InvalidWeights`` if the result is damaged.
+        """
         fd = make_memory()
         try:
             self._builder.build(request, fd)
@@ -87,7 +90,10 @@ class CachedWeights:
         self._private = PrivateWeights(builder)
 
     def open(self, request: PackRequest) -> PackedModel:
-        """See ``WeightsSource``. Packs into private memory if the folder can't be used."""
+        """Map the packed model from the folder; pack it into the folder first if it is missing or damaged.
+
+        If the folder can't be used, log a warning and pack into memory of this process alone.
+        """
         name = request.name()
         begin = time.monotonic()
         try:

@@ -15,5 +15,5 @@ class LocalBuilder:
     threads: int = 1
 
     def build(self, request: PackRequest, fd: int) -> None:
-        """See ``Builder``."""
+        """Load the model with torch in this process, and pack it into ``fd`` on ``threads`` threads."""
         build(request, request.name().key, fd, self.threads)

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class FlashInferAttention(AttentionBackend):
-    """See the module; ``attention/flashinfer/support.py`` has said yes."""
+    """Attention by FlashInfer's paged kernels, for a model that ``support.py`` beside this file accepts."""
 
     is_graph_safe = True
 
@@ -63,7 +63,10 @@ class FlashInferAttention(AttentionBackend):
         self._token_rows: list[Tensor] = []
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Plan FlashInfer's kernels for each kind of layer, by lengths on the host.
+
+        Page numbers are gathered on the device.
+        """
         self._batch = batch
         lens = np.array(batch.starts) + np.array(batch.q_lens)
         indices = paged_indices(lens, self._page_size)
@@ -94,7 +97,10 @@ class FlashInferAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See the base class."""
+        """Store ``k`` and ``v`` in the pool, then run the kernel that was planned for this kind of layer.
+
+        Layer 0 first looks up where the pass writes, so that a captured graph repeats the lookup.
+        """
         if layer == 0:
             # Within the pass, so that a graph looks it up anew.
             self._find_rows()

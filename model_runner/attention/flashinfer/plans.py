@@ -20,7 +20,7 @@ from ...device.base import Device
 from ..layer_kinds import LayerKind
 
 PLAN_BYTES = 8 << 20
-"""As FlashInfer takes by itself."""
+"""Bytes reserved for a plan: as many as FlashInfer reserves by default."""
 TENSOR_CORE_GROUP = 4
 """Query heads that share a KV head: from this many on, decode steps are faster by FlashInfer's prefill kernel."""
 CUDA_CORE_GROUPS = (1, 2, 4, 8)

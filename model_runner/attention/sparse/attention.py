@@ -65,7 +65,10 @@ class DoubleSparsityAttention(TorchAttention):
         self._choosers: list[Choosers] = []
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Plan full attention for prompts and short rows, and sparse attention for the other tokens, in batches.
+
+        A batch gathers at most ``MOST_LANES`` lanes, unless it is a single token.
+        """
         super().plan(batch)
         tokens: list[int] = []
         entries: list[int] = []
@@ -90,7 +93,7 @@ class DoubleSparsityAttention(TorchAttention):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See the base class."""
+        """Store and attend as the torch backend does, then fill in the sparse attention of the tokens that choose."""
         out = super().forward(layer, q, k, v, spec, sinks)
         for choosers in self._choosers:
             chosen = self._run_sparse(layer, choosers, q.index_select(0, choosers.tokens), spec)

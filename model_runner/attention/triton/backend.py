@@ -70,7 +70,7 @@ class _Extends(NamedTuple):
 
 
 class TritonAttention(AttentionBackend):
-    """See the module."""
+    """Attention by our own Triton kernels, for decode steps, prefill chunks and any mix of them."""
 
     is_graph_safe: ClassVar[bool] = True
     reads_whole_pages: ClassVar[bool] = False
@@ -113,7 +113,10 @@ class TritonAttention(AttentionBackend):
         self._slots = self._fixed.slots
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Fill the device's arrays for the decode kernel (one-token entries) and the prefill kernel (longer entries).
+
+        Passes of decodes alone reuse arrays at fixed addresses, up to ``max_entries`` of ``AttentionLimits``.
+        """
         short = [b for b, q_len in enumerate(batch.q_lens) if q_len == 1]
         is_decode = len(short) == len(batch.q_lens)
         room = self._room_for(len(short))
@@ -142,7 +145,7 @@ class TritonAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See the base class."""
+        """Store ``k`` and ``v`` by a kernel, then run the decode kernel and the prefill kernel over their entries."""
         pool, group = self._layers[layer], self._group_of[layer]
         store_kv(k, v, self._slots[group], pool)
         if q.stride(-1) != 1:

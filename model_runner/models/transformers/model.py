@@ -70,7 +70,10 @@ class LayerAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``AttendPaged``; mask and arguments are what the trial pass has seen."""
+        """Attend over the paged KV pool as the layer's ``spec`` says.
+
+        ``mask`` and ``arguments`` are ignored: the trial pass has derived ``spec`` from those that it was given.
+        """
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
         out = self._paged.attend(self._layer, q_THD.to(v.dtype), k_TKD, v_TKD, self._spec)
         return out.view(1, *q_THD.shape).to(q.dtype)
@@ -92,7 +95,7 @@ class NoAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``AttendPaged``."""
+        """Record queries, keys and values as one float32 tensor [T, H D + 2 K D], and return zeros as the attention."""
         self.attended.append(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 1).float())
         return torch.zeros_like(q).transpose(1, 2)
 

@@ -72,7 +72,7 @@ class _Check:
         self._lens = [0] * ROWS
 
     def run(self) -> None:
-        """See ``check_against_eager``."""
+        """Run all checks of this module, in order. Raises ``UnsupportedModel`` at the first that fails."""
         with torch.inference_mode():
             self._check_positions()
             self._check_neighbours()

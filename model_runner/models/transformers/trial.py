@@ -42,7 +42,10 @@ class Recorder:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``AttendPaged``; raises ``UnsupportedModel`` for attention that can't be served."""
+        """Record the layer and its ``AttentionSpec``, and attend under ``mask`` by torch's own attention.
+
+        Raises ``UnsupportedModel`` for attention that can't be served, or if a layer attends twice.
+        """
         if any(layer.module is module for layer in self.layers):
             raise UnsupportedModel("a layer attends twice in a pass")
         spec = _describe(q, k, v, arguments, self._window_of(mask))

@@ -86,11 +86,11 @@ class _ExpertLinear(Linear):
 
     @cached_property
     def weight(self) -> Tensor:
-        """See the base class."""
+        """View of this expert's weight in the stack, [sum(outs), in]."""
         return self._stack.weight[self._expert]
 
     def use_packed(self, weight: PackedWeight, product: Product) -> None:
-        """See the base class."""
+        """Compute with the packed weight from now on, and mark the whole stack as packed."""
         super().use_packed(weight, product)
         self._stack.is_packed = True
 

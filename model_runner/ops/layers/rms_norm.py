@@ -17,7 +17,7 @@ class RMSNorm:
         self.eps = spec.eps
         self._offset = spec.offset
         self.weight = torch.empty(size, dtype=torch.float32, device=device)
-        """As the checkpoint has it."""
+        """Weight [size] as the checkpoint has it, without the family's offset."""
 
     @property
     def scale(self) -> Tensor:

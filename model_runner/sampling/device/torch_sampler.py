@@ -37,12 +37,12 @@ class TorchSampler(DeviceSampler):
         self._edits: tuple[LogitEdit[RowsEdit], ...] = (states.bias, self._penalties, states.early_stop)
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """See the base class."""
+        """Start the penalty counts of the rows on the device. Everything else is in ``RowStates``."""
         for init in inits:
             self._penalties.start(init)
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
-        """See the base class."""
+        """Choose tokens by torch operations. Logit edits change a copy of the logits."""
         params = sampled.params
         edits = find_edits(self._edits, sampled.rows, params, sampled.positions)
         if edits:
@@ -63,7 +63,7 @@ class TorchSampler(DeviceSampler):
         return Sampled(tokens_S, finite_S)
 
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """See the base class."""
+        """Score the rows by torch operations, in chunks of at most ``CHUNK_LOGPROBS`` log-probabilities."""
         return score(logits_NV, targets_N, most)
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:

@@ -58,7 +58,7 @@ class TritonSampler(DeviceSampler):
         self._compile()
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """See the base class."""
+        """Write the rows' parameters to the device's table, and the edits of those rows that have any."""
         rows = np.array([init.row for init in inits], dtype=np.int64)
         for row in rows.tolist():
             if (place := self._places.pop(row, None)) is not None:
@@ -74,7 +74,10 @@ class TritonSampler(DeviceSampler):
             write_edits(self._table, put(places[edited]), *(put(part) for part in join_edits(lists)))
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
-        """See the base class."""
+        """Choose tokens by Triton kernels, for up to ``BATCH`` rows at a time.
+
+        Two kernels run if all of these rows are greedy, else five.
+        """
         count = len(sampled.rows)
         tokens_S = torch.empty(count, dtype=torch.int64, device=logits_SV.device)
         finite_S = torch.empty(count, dtype=torch.bool, device=logits_SV.device)
@@ -86,7 +89,10 @@ class TritonSampler(DeviceSampler):
         return Sampled(tokens_S, finite_S)
 
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """See the base class."""
+        """Score the rows by a Triton kernel, ``BATCH`` at a time.
+
+        More than ``MAX_BEST`` alternatives are left to torch.
+        """
         most = min(most, logits_NV.shape[1])
         if most > MAX_BEST:
             return score(logits_NV, targets_N, most)

@@ -89,7 +89,7 @@ class SparseEdit(RowsEdit, HostEdit):
         """Return what the logits ``old_M`` (float32) at ``places`` become. ``params``: [N]."""
 
     def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
-        """See the base class."""
+        """Change the logits at ``places`` by index, in three steps: gather, compute, scatter."""
         rows_M, ids_M = map(upload, self.places())
         logits_NV[rows_M, ids_M] = self.new_values(logits_NV[rows_M, ids_M], params, upload)
 

@@ -35,12 +35,12 @@ class Bias(LogitEdit["BiasedRows"]):
         self._biases: list[TokenBias | None] = [None] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """See the base class."""
+        """Keep the request's biases of tokens that the vocabulary has. Return whether there are any."""
         self._biases[init.row] = TokenBias.of(init.sampling.logit_bias, self._vocab_size)
         return self._biases[init.row] is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> BiasedRows | None:
-        """See the base class."""
+        """Return the biases of the rows that have any, at every position; None if no row has."""
         found = ((i, self._biases[row]) for i, row in enumerate(rows.tolist()))
         biases = [(i, bias) for i, bias in found if bias is not None]
         return BiasedRows(biases) if biases else None
@@ -57,9 +57,9 @@ class BiasedRows(SparseEdit):
         self._biases = biases
 
     def places(self) -> Places:
-        """See the base class."""
+        """Return each row's biased tokens."""
         return Places.of([(i, bias.ids) for i, bias in self._biases])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """See the base class."""
+        """Return the logits plus their biases."""
         return old_M + upload(np.concatenate([bias.values for _, bias in self._biases]))

@@ -34,7 +34,10 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         self._free: list[int] = []
 
     def start(self, init: RowInit) -> bool:
-        """See the base class."""
+        """Free the counts of the row's last request, and count the new one's history on the device.
+
+        Return False if it has no history: it has no penalties then.
+        """
         self.stop(init.row)
         if init.history is None:
             return False
@@ -59,7 +62,7 @@ class DevicePenalties(LogitEdit["SeenRows"]):
             self._free.append(place)
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> SeenRows | None:
-        """See the base class."""
+        """Return the rows that have counts on the device; None if no row has."""
         at = [i for i, row in enumerate(rows.tolist()) if row in self._places]
         if not at:
             return None

@@ -22,14 +22,17 @@ class EarlyStop(LogitEdit["BannedTokens"]):
         self._stop_ids: list[I64] = [np.empty(0, dtype=np.int64)] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """See the base class."""
+        """Keep the request's stop tokens that the vocabulary has.
+
+        Return whether there are any that ``min_new_tokens`` bans at first.
+        """
         # A client may name stop tokens that the vocabulary does not have.
         known = [token for token in init.stop_ids if 0 <= token < self._vocab_size]
         self._stop_ids[init.row] = np.array(known, dtype=np.int64)
         return bool(known) and init.sampling.min_new_tokens > 0
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> BannedTokens | None:
-        """See the base class."""
+        """Return the stop tokens of rows with fewer than ``min_new_tokens`` output tokens; None if no row has any."""
         too_short = positions - params["prompt_len"] < params["min_new_tokens"]
         found = ((i, self._stop_ids[int(rows[i])]) for i in np.flatnonzero(too_short).tolist())
         banned = [(i, ids) for i, ids in found if len(ids)]
@@ -47,10 +50,10 @@ class BannedTokens(SparseEdit):
         self._places = Places.of(banned)
 
     def places(self) -> Places:
-        """See the base class."""
+        """Return each row's banned tokens."""
         return self._places
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """See the base class."""
+        """Return -inf for each banned token."""
         # Of a number a device would wait for the host's copy.
         return upload(np.full(len(self._places.ids), -np.inf, dtype=np.float32))

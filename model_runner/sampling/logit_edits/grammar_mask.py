@@ -21,14 +21,14 @@ class GrammarMask(LogitEdit["MaskedRows"]):
         self._rows: list[TokenMatcher | None] = [None] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """See the base class."""
+        """Make a matcher that has consumed the request's output so far. Return whether the request has a grammar."""
         grammar = init.sampling.grammar
         output = unpack_i32(init.output)
         self._rows[init.row] = None if grammar is None else self._makes.make(grammar, output)
         return grammar is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> MaskedRows | None:
-        """See the base class."""
+        """Return the matchers of the rows that have a grammar; None if no row has."""
         found = self._found(rows, params)
         return MaskedRows(found, positions) if found else None
 

@@ -64,13 +64,13 @@ class Penalties(LogitEdit["PenalisedRows"]):
         self._histories: list[TokenHistory | None] = [None] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """See the base class."""
+        """Count the tokens of the request's history. Return False if it has none: it has no penalties then."""
         history = None if init.history is None else TokenHistory(unpack_i32(init.history), init.prompt_len)
         self._histories[init.row] = history
         return history is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> PenalisedRows | None:
-        """See the base class."""
+        """Return the histories of the penalised rows; None if there are none."""
         histories = self.histories(rows, params)
         return PenalisedRows(histories) if histories else None
 
@@ -88,7 +88,7 @@ class PenalisedRows(SparseEdit):
         self._histories = histories
 
     def places(self) -> Places:
-        """See the base class."""
+        """Return all distinct tokens of each row's prompt and output."""
         return Places.of([(i, history.ids) for i, history in self._histories])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
