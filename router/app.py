@@ -45,7 +45,10 @@ DEAD_HOST_OPTIONS = [
 
 
 def make_client(options: RouterOptions) -> HttpClient:
-    """Make the client for all requests to instances."""
+    """Make the HTTP client for all requests to instances. It signs them if the options have a ``cluster_secret_file``.
+
+    Raises ``ClusterSecretError`` for a file that can't be used.
+    """
     # An answer is passed on as it is, so it must come uncompressed.
     headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
     keys = RouterKeys.read(options.cluster_secret_file)
@@ -56,10 +59,10 @@ def make_client(options: RouterOptions) -> HttpClient:
 def make_app(
     options: RouterOptions, on_fault: Callable[[BaseException], None], own_admin_key: str | None = None
 ) -> ASGIApp:
-    """Make the application. Its lifespan runs the health checks.
+    """Make the router's ASGI application. Its lifespan runs the health checks.
 
     ``on_fault`` is called when the health checks fail themselves. The states of instances are then no longer true, so
-    it must end the process. ``own_admin_key`` is explained at ``guard``.
+    it must end the process. ``own_admin_key``: the admin key that the router drew at its start, None if it drew none.
     """
     fleet = Fleet(options)
     client = make_client(options)
@@ -130,7 +133,7 @@ def make_routes(
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:
-    """Answer with an error that an endpoint raised on purpose."""
+    """Return the response for a ``RouterError`` of an endpoint: its status, headers, and fields in the API's shape."""
     assert isinstance(exc, RouterError)
     response = json_response(error_shape(request.scope)(exc.fields()), exc.status)
     response.raw_headers.extend(exc.all_headers())
@@ -138,11 +141,17 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
 
 
 async def answer_disconnected(request: Request, exc: Exception) -> Response:
-    """End a request after its client left in the middle of it. Not an error of ours, so no traceback is logged."""
+    """Return an empty response with status 499, because the client left in the middle of its request.
+
+    This is no error of the router, so no traceback is logged. The response reaches only the access log and the metrics.
+    """
     return Response(status_code=CLIENT_GONE)
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
-    """Answer with an error in the path's shape after a fault of the router. The log has the traceback."""
+    """Return a response with status 500, in the error shape of the path's API, after a fault of the router itself.
+
+    Its message refers to the log, which has the traceback.
+    """
     fields = error_fields(500, "the router failed on this request; its log says why", "server_error")
     return json_response(error_shape(request.scope)(fields), 500)

@@ -41,11 +41,15 @@ class CircuitBreaker:
         return self.seconds_left > 0
 
     def succeeded(self) -> None:
-        """Note that the instance served a request. A time that it asked for still holds."""
+        """Note that the instance served a request: reset the count of failures in a row. An open breaker stays open."""
         self._failures = 0
 
     def failed(self, begun_at: float) -> None:
-        """Note that the instance failed a request sent at ``begun_at`` that another one might have served."""
+        """Count a failure of a request that was sent at ``begun_at``, and that another instance might have served.
+
+        From ``FAILURES`` in a row on, each one opens the breaker for twice as long as the one before. A request that
+        was sent before the last counted failure does not count.
+        """
         if begun_at <= self._failed_at:
             return
         self._failures += 1
@@ -54,12 +58,12 @@ class CircuitBreaker:
             self.ask(2.0 ** min(self._failures - FAILURES, 10))
 
     def ask(self, seconds: float) -> None:
-        """Open the breaker for a time that the instance asked for."""
+        """Open the breaker for ``seconds`` from now, ``LONGEST`` at most. A longer time that runs already stays."""
         now = self._clock()
         if self._until <= now:
             self.opened_at = now
         self._until = max(self._until, now + min(seconds, LONGEST))
 
     def forget(self) -> None:
-        """Close the breaker, because the instance was away and came back, perhaps as another process."""
+        """Close the breaker and forget all failures: the instance has come back, perhaps as another process."""
         self._failures, self._until = 0, 0.0

@@ -33,12 +33,12 @@ class ClientAnswer:
         self._opened = False
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the answer's head."""
+        """Set ``started``, and send the answer's head unless ``keep_alive`` has sent one before."""
         self.started = True
         await self._open(status, headers)
 
     async def keep_alive(self, status: int, headers: Headers, comment: bytes) -> None:
-        """Send a comment, and before it a stream's head if it has not been sent yet."""
+        """Send an SSE comment, and before it a stream's head if none has been sent yet. ``started`` stays as it is."""
         await self._open(status, headers)
         await self.write(comment)
 
@@ -47,7 +47,7 @@ class ClientAnswer:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, last: bytes = b"") -> None:
-        """Send the end of the body."""
+        """Send ``last`` as the last bytes of the body, and end the answer."""
         self.finished = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -57,12 +57,16 @@ class ClientAnswer:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send an answer in one go."""
+        """Send a complete answer: its head with a ``content-length``, and its body."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.finish(body)
 
     async def fail(self, error: RouterError) -> None:
-        """Send an error: as the answer, or as an SSE event when the answer has begun."""
+        """Send an error, and end the answer with it.
+
+        If no head has been sent yet, the answer has the error's status and headers. Otherwise it ends with the error as
+        an SSE event, and ``[DONE]``.
+        """
         body = orjson.dumps(self._error_shape(error.fields()))
         if self._opened:
             await self.finish(DATA_PREFIX + body + EVENT_END + DONE_EVENT)
@@ -74,7 +78,7 @@ class ReadyAnswer(ClientAnswer):
     """The answer to a health check that generates a token: the state, not the text."""
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send ``READY`` in place of a successful answer."""
+        """Send ``READY`` in place of a successful answer (2xx). Send any other answer as it is."""
         if 200 <= status < 300:
             headers, body = [JSON_TYPE], READY
         await super().whole(status, headers, body)

@@ -56,14 +56,18 @@ class ClientBodies:
             raise TooManyBodiesError(str(e)) from None
 
     async def parse(self, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
-        """Parse a body; see ``RequestBody.parse``. The caller must hold it, because a large one may wait for others."""
+        """Parse a request's JSON body. One of more than ``LARGE_BYTES`` is parsed on a thread, one body at a time.
+
+        Count it by ``hold`` before, because it may wait for other large ones. ``request_id`` and ``rid_prefix`` become
+        parts of the rid that is drawn if the body has none. Raises ``BadRequestError``.
+        """
         return await self._aside.run(len(raw) > LARGE_BYTES, lambda: RequestBody.parse(raw, request_id, rid_prefix))
 
     @contextlib.contextmanager
     def hold(self, size: int, key: str) -> Iterator[None]:
         """Count a body of ``size`` bytes as held until the block ends. ``key`` is its API key's name, "" without one.
 
-        Raises ``TooManyBodiesError``.
+        Raises ``TooManyBodiesError`` if too few bytes are free, or if they are more than the key's share.
         """
         limit = self._held_limit + (self._held_limit // 8 if size <= SMALL_BYTES else 0)
         free, of_key = limit - self.held - size, self._of[key]

@@ -99,9 +99,11 @@ class Dispatcher:
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def serve(self, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """Answer the client. Raises ``RouterError`` on failure; ``answer.started`` says how far it got.
+        """Serve a client's request by the instances of the fleet, and write their answer into ``answer``.
 
-        Cancelling it drops the request everywhere.
+        A failed attempt is repeated, on other instances if there are any, while ``answer`` has not started. Raises the
+        last attempt's ``RouterError`` on failure; it is not written into ``answer``. Cancelling it ends the request at
+        all instances.
         """
         await self._check_quarantine(request)
         now = asyncio.get_running_loop().time
@@ -156,7 +158,11 @@ class Dispatcher:
                 await self._serve_alone(answering, request, answer)
 
     async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """Note a success. A stream that ended with an error event is none."""
+        """Note that ``target`` served the request: reset its breakers' failure counts, and clear the request.
+
+        A cleared request is no longer suspected of crashing instances. Do nothing if the answer's stream had an error
+        event.
+        """
         if answer.sent_error:
             return
         for instance in legs(target):
@@ -165,7 +171,10 @@ class Dispatcher:
             self._quarantine.clear(await digest_of(request.body.raw))
 
     async def _check_quarantine(self, request: RoutedRequest) -> None:
-        """Raise ``QuarantinedError`` for a request during which instances died again and again."""
+        """Raise ``QuarantinedError`` for a request during which several instances died within ``WINDOW_SECONDS``.
+
+        The router's own probe always passes.
+        """
         if not self._quarantine or request.is_probe:
             return
         if not (deaths := self._quarantine.culprits(await digest_of(request.body.raw))):
@@ -182,7 +191,10 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
-        """Open a leg of ``request``. If the instance dies meanwhile, the request is suspected of being the cause."""
+        """Open a leg: one exchange of ``request`` with ``instance``, which is closed when the block ends.
+
+        If the instance dies meanwhile, the request is recorded as a suspected cause.
+        """
         begun_at = time.monotonic()
         try:
             async with Leg(self._client, self._fleet, instance, self._limits) as leg:
@@ -192,9 +204,11 @@ class Dispatcher:
             raise
 
     def _pause(self, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
-        """Return the seconds before the next attempt; None: there should be none.
+        """Return the seconds to wait before the next attempt; None if there should be no other one.
 
-        An instance that named a time is not asked before that. An overloaded one is not asked again.
+        The next attempt goes to instances outside ``failed`` if there are any. Otherwise it waits as long as an
+        instance asked by ``Retry-After``, if that is within ``seconds_left``. An overloaded instance is not asked
+        again.
         """
         if self._fleet.has_others(failed) or (error.retry_after is None and not error.is_load):
             return RETRY_PAUSE
@@ -208,7 +222,8 @@ class Dispatcher:
         """Choose the instances for a request. Raises ``NoInstanceError`` if there are none.
 
         It waits until ``deadline`` (loop time) while a health check may still find an instance, and on a retry in any
-        case.
+        case. Instances in ``failed``, on which the request has failed, come last. Those in ``tried``, which took part
+        in earlier attempts, come after unused ones.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -244,14 +259,14 @@ class Dispatcher:
             await drop(decode, *({prefill} - self._lingering))
 
     async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: Body) -> None:
-        """Run a prefill's leg to its end. Its answer does not matter, only whether it fails."""
+        """Send ``body`` to a pair's prefill, wait for the end of its answer, and discard it. Raises ``RouterError``."""
         with instance.computing(request.body.prompt_tokens, for_decode=True):
             async with self._leg(instance, request) as leg:
                 await leg.open(request.path, body, request.headers, streams=False)
                 await leg.discard()
 
     async def _serve_alone(self, answering: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
-        """Have one instance compute the prompt and the answer."""
+        """Have one instance compute the prompt and the answer, which goes to the client. Raises ``RouterError``."""
         with answering.instance.computing(request.body.prompt_tokens) as computed:
             # The prompt is computed when the answer begins. An answer that does not stream only shows its end.
             await self._answer_from(answering, request, request.body.raw, answer, computed)
@@ -264,9 +279,10 @@ class Dispatcher:
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the leg that answers the client. ``begun`` is called when the answer begins.
+        """Send ``body`` to the instance that decodes, and pass its answer on to the client. Raises ``RouterError``.
 
-        If the instance hands the request on in the middle of it, the rest comes from the instance that it names.
+        ``begun`` is called when the answer begins. If the instance hands the request on in the middle of it, the rest
+        comes from the instance that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
         ticket = await self._read_leg(answering.instance, request, headers, body, answer, begun)
@@ -299,7 +315,11 @@ class Dispatcher:
         answer: ClientAnswer,
         begun: Callable[[], None],
     ) -> Ticket | None:
-        """Pass an instance's answer on, to its end or up to the point where it goes on elsewhere."""
+        """Pass an instance's answer on to the client.
+
+        Return None at its end, or the ``Ticket`` with which the rest is to be fetched from another instance. ``begun``
+        is called before the first part is sent. Raises ``RouterError``.
+        """
         begun_at = time.monotonic()
         async with self._leg(instance, request) as leg:
             head = await leg.open(request.path, body, headers, streams=request.body.stream)
@@ -341,7 +361,10 @@ class Dispatcher:
             return None
 
     def _let_linger(self, prefill: asyncio.Task[None]) -> None:
-        """Let a prefill's leg end by itself after the client has been served, so that its connection is kept."""
+        """Leave a prefill's task running after the client has been served, so that its connection can be used again.
+
+        It is cancelled after ``LINGER`` seconds. An error of it is only logged.
+        """
         if prefill.done():
             if error := failure_of(prefill):
                 logger.info("a prefill failed after its request was served: %s", error)
@@ -371,7 +394,10 @@ async def raise_crash(*tasks: asyncio.Task[None]) -> None:
 
 
 async def drop(*tasks: asyncio.Task[object]) -> None:
-    """Cancel tasks, all at once, and wait until they have closed their connections. How they end no longer matters."""
+    """Cancel ``tasks``, all at once, and wait until they have closed their connections.
+
+    Their errors are only logged.
+    """
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -381,10 +407,11 @@ async def drop(*tasks: asyncio.Task[object]) -> None:
 
 
 def failure_of(task: asyncio.Task[object]) -> BaseException | None:
-    """Return the error of a task that has ended; None if it succeeded or was cancelled.
+    """Return the error of a task that has ended, a ``RouterError`` without its frames; None if it has none.
 
-    A task keeps its error, and the error's frames, until its result is read. The frames refer back to the task, for
-    example by ``asyncio.Timeout``, and keep the request's body in memory (see ``without_frames``).
+    None also means that it was cancelled. A task keeps its error, and the error's frames, until its result is read. The
+    frames refer back to the task, for example by ``asyncio.Timeout``, and keep the request's body in memory (see
+    ``without_frames``).
     """
     try:
         task.result()
@@ -399,7 +426,10 @@ def failure_of(task: asyncio.Task[object]) -> BaseException | None:
 
 
 def ticket_in(text: bytes, instance: Instance) -> Ticket:
-    """Read where an instance says that a request goes on; raises ``MovedAwayError`` if it makes no sense."""
+    """Parse the ticket by which ``instance`` hands a request on to another one.
+
+    Raises ``MovedAwayError`` if invalid.
+    """
     try:
         return read_ticket(text)
     except ValueError as e:

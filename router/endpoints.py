@@ -54,17 +54,17 @@ class ControlAnswer(NamedTuple):
         return 200 <= self.status < 300
 
     def count(self, name: str) -> int:
-        """Return a number of the answer, 0 if there is none."""
+        """Return the integer of field ``name`` in the answer's JSON, 0 if there is none."""
         value = self.body.get(name) if isinstance(self.body, dict) else None
         return value if isinstance(value, int) else 0
 
     def entries(self, name: str) -> list[dict[str, Any]]:
-        """Return the objects in a list of the answer. The result is empty if there is no such list."""
+        """Return the objects in the list of field ``name`` in the answer's JSON, an empty list if there is none."""
         values = self.body.get(name) if isinstance(self.body, dict) else None
         return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
     def report(self) -> dict[str, Any]:
-        """Describe the answer, ready for JSON."""
+        """Return the answer with its instance's URL and its status, ready for JSON."""
         return {"url": self.instance.url, "status": self.status, "answer": self.body}
 
 
@@ -123,7 +123,7 @@ class ControlEndpoints:
         self._options = options
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while a pair or a worker can serve."""
+        """GET /health: 200 while a pair or a worker can serve. Raises ``NoInstanceError`` otherwise."""
         if self._fleet.can_serve():
             return json_response({"status": "ready"})
         raise NoInstanceError("no healthy prefill-decode pair and no healthy worker")
@@ -133,9 +133,10 @@ class ControlEndpoints:
         return json_response({"status": "alive"})
 
     async def ask_one(self, request: Request) -> Response:
-        """Answer /v1/models, /tokenize and similar with the first healthy instance's answer: all serve the same model.
+        """Answer /v1/models, /tokenize and similar with one healthy instance's answer: all serve the same model.
 
-        If an instance is taken out while it is asked, the next one is asked.
+        Workers are asked first, then decodes, then prefills. The next one is asked only if an instance can't be reached
+        or is taken out meanwhile. Raises ``NoInstanceError``, and ``InstanceSilentError`` if one takes too long.
         """
         body = await self._bodies.read(request) if request.method == "POST" else b""
         with self._bodies.hold(len(body), Caller.of(request.scope).name):
@@ -153,7 +154,10 @@ class ControlEndpoints:
         raise NoInstanceError("no instance is healthy")
 
     async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> ControlAnswer | None:
-        """Ask one question. Return None if the instance is taken out before it answers."""
+        """Pass the client's request on to ``instance``, and return the answer; see ``ask``.
+
+        Return None if health checks find the instance down before it answers.
+        """
         asking = asyncio.create_task(self.ask(instance, request, body, seconds=TEXT_TIMEOUT))
         try:
             while not asking.done() and instance.state is not HealthState.UNHEALTHY:
@@ -173,7 +177,10 @@ class ControlEndpoints:
         return json_response({"role": "router", "router": router, "instances": instances})
 
     async def transfers(self, request: Request) -> Response:
-        """GET /transfers: the hand-overs of every instance. Without any answer: the first refusal, or 503."""
+        """GET /transfers: the hand-overs of all instances that answer.
+
+        If none does, pass on the first 401 or 403, or raise ``NoInstanceError``.
+        """
         asked = await self.ask_all(request)
         answers = [answer for answer in asked if answer.ok and isinstance(answer.body, dict)]
         if not answers:
@@ -185,7 +192,10 @@ class ControlEndpoints:
         return json_response({"open": sum(answer.count("open") for answer in answers), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: abort at all instances. A request of a pair runs on both of its legs and counts once."""
+        """POST /abort_request: abort at all instances. A request of a pair runs on both of its legs and counts once.
+
+        If an instance refuses, the answer is the first refusal; the others have aborted all the same.
+        """
         answers = await self.ask_all(request, await self._bodies.read(request))
         if refused := refusal(answers):
             return refused
@@ -194,7 +204,10 @@ class ControlEndpoints:
         return json_response({"aborted": aborted, "instances": [answer.report() for answer in answers]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """POST /flush_cache: flush all instances. An error if one that is up refuses."""
+        """POST /flush_cache: flush the caches of all instances.
+
+        If an instance that is up refuses, the answer is the first refusal; the others have flushed all the same.
+        """
         answers = await self.ask_all(request)
         if refused := refusal(answers):
             return refused
@@ -204,7 +217,10 @@ class ControlEndpoints:
         )
 
     async def ask_all(self, request: Request, body: bytes = b"") -> list[ControlAnswer]:
-        """Ask all instances; return their answers in the order of the fleet. See ``ask``."""
+        """Pass the client's request on to all instances at once, and return their answers in the order of the fleet.
+
+        Never raises: an instance that gave no answer has one with status 0 and the reason.
+        """
         return await asyncio.gather(*(self.ask(i, request, body) for i in self._fleet.instances))
 
     async def ask(
@@ -216,8 +232,10 @@ class ControlEndpoints:
         seconds: float = QUESTION_TIMEOUT,
         query: str = "",
     ) -> ControlAnswer:
-        """Ask an instance the client's own question. Never raises: the answer reports a failure.
+        """Pass the client's request on to ``instance``, and return its answer.
 
+        Never raises. Status 0 means no answer, and 502 one that can't be passed on; the body has the reason. An
+        instance that health checks found down is not asked. One that can't be reached is reported to the fleet.
         ``seconds`` limits the time. ``query`` is appended to the path, with its question mark.
         """
         if instance.state is HealthState.UNHEALTHY:
@@ -244,7 +262,7 @@ class ControlEndpoints:
 
 
 def content_of(body: bytes) -> Any:
-    """Return an answer's content: JSON that can be written again, or else its text; None if it is empty."""
+    """Return the content of a response's ``body``: JSON that can be written again, or else its text; None if empty."""
     try:
         content = orjson.loads(body) if body else None
         # orjson reads more levels than it writes. A body with fewer brackets cannot have too many.
@@ -256,15 +274,16 @@ def content_of(body: bytes) -> Any:
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return when the client has left, or its answer is complete."""
+    """Wait until the client has left, or its answer is complete. Messages with parts of the request are dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def refusal(answers: list[ControlAnswer]) -> Response | None:
-    """Return the answer to a client if an instance refused its order, or none was reached; None if it was executed.
+    """Return the response with the first refusal of an order among the instances' ``answers``; None if all executed it.
 
-    An instance that is down has nothing to abort and nothing to flush.
+    Instances that gave no answer do not count: one that is down has nothing to abort and nothing to flush. Raises
+    ``NoInstanceError`` if none gave an answer.
     """
     reached = [answer for answer in answers if answer.status]
     if not reached:
@@ -276,7 +295,7 @@ def refusal(answers: list[ControlAnswer]) -> Response | None:
 
 
 def answer_of(answer: ControlAnswer) -> Response:
-    """Make the response to the client from one instance's answer."""
+    """Make the response to the client from an instance's answer: its status, its content as JSON, its other headers."""
     response = json_response(answer.body, answer.status)
     response.raw_headers.extend(without_type(answer.headers))
     return response

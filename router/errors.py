@@ -48,7 +48,7 @@ class RouterError(Exception):
         return error_fields(self.status, self.message, self.kind, code=self.code)
 
     def all_headers(self) -> Headers:
-        """Return ``headers``, with the missing ones that the API promises for this status."""
+        """Return ``headers``, and those that the API promises for this status (``Retry-After``) if they are missing."""
         given = {name for name, _ in self.headers}
         promised = [(name.lower().encode(), value.encode()) for name, value in error_headers(self.status).items()]
         return [*self.headers, *(header for header in promised if header[0] not in given)]
@@ -180,7 +180,10 @@ class InstanceAnsweredError(RouterError):
 
 
 def error_of(status: int, body: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:
-    """Return the error for an instance's error response: ``InstanceCrashedError`` if one of its processes died."""
+    """Make the error for an instance's error response: ``InstanceCrashedError`` if one of its processes died.
+
+    ``where`` names the instance in messages. ``headers`` are those of the response.
+    """
     answered = InstanceAnsweredError(status, body, where, headers)
     if status == 503 and answered.code == INSTANCE_FAILED:
         return InstanceCrashedError(f"{where}: {answered.message}")

@@ -51,7 +51,7 @@ Target = Pair | Instance
 
 
 def _queued(target: Target) -> tuple[int, int]:
-    """Return what a request would wait for there: prompt tokens before its own, and answers beside it."""
+    """Return what a new request at ``target`` would wait for: prompt tokens before its own, and requests beside it."""
     prefill, decode = target if isinstance(target, Pair) else (target, target)
     return prefill.prompt_tokens, decode.in_flight
 
@@ -104,11 +104,11 @@ class Fleet:
         return [i for i in healthy if i not in left_out] if left_out else healthy
 
     def can_serve(self) -> bool:
-        """Return whether some instance can serve a request now."""
+        """Return whether a worker, or a prefill and a decode, are healthy, so that a request can be served now."""
         return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
     def has_others(self, failed: Collection[Instance]) -> bool:
-        """Return whether instances can serve that are in rotation and not among ``failed``."""
+        """Return whether a worker, or a prefill and a decode, are in rotation and not among ``failed``."""
         fresh = {role for role in Role for i in self.in_rotation(role) if i not in failed}
         return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
 
@@ -118,16 +118,17 @@ class Fleet:
         return next(iter(known or [i for i in self.instances if i.url == url]), None)
 
     def undecided(self) -> bool:
-        """Return whether a health check under way may still find an instance."""
+        """Return whether a health check that is still to end may find an instance that can serve."""
         return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
     def pick(
         self, request: RequestBody, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
     ) -> Target | None:
-        """Choose the instances that serve ``request``; return None while none can.
+        """Choose the pair or the single instance that serves ``request``; return None while none can.
 
-        ``failed`` are instances that it failed on before. ``tried`` are instances that took part in earlier attempts.
-        They come after others, because the earlier attempt may still be ending there, under the same name.
+        ``failed`` are instances on which the request has failed before. ``tried`` are instances that took part in
+        earlier attempts. They come after others, because the earlier attempt may still be ending there, with the same
+        rid.
         """
         prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
         fresh_prefills, fresh_decodes, fresh_workers = (
@@ -152,7 +153,11 @@ class Fleet:
         return Pair(prefill, self._policies[Role.DECODE].choose(decodes, request))
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
-        """Record the state of an instance, and wake all tasks in ``wait_change``."""
+        """Record the state of an instance and the reason for it. A change wakes all tasks in ``wait_change``.
+
+        When an instance becomes unhealthy, all healthy ones are checked now. When it has recovered, its circuit breaker
+        is closed.
+        """
         if instance.state is not state:
             level = logging.INFO if state is HealthState.HEALTHY else logging.WARNING
             logger.log(level, "%s is %s: %s", instance, state, reason)
@@ -167,14 +172,17 @@ class Fleet:
         instance.reason = reason
 
     def _ask_others(self, gone: Instance) -> None:
-        """Check all other healthy instances now: one of them may have taken over the role of the one that is gone."""
+        """Have all healthy instances but ``gone`` checked now: one of them may have taken over its role."""
         for other in self.instances:
             if other is not gone and other.state is HealthState.HEALTHY:
                 other.asked_again = True
                 other.check_now.set()
 
     def answered_again(self, instance: Instance) -> None:
-        """Note the end of the check that was requested for an instance, and wake all tasks in ``wait_change``."""
+        """Note that the check requested by ``asked_again`` of ``instance`` has ended.
+
+        Wake all tasks in ``wait_change``.
+        """
         instance.asked_again = False
         self.role_changed()
 
@@ -184,12 +192,15 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def report_failure(self, instance: Instance, reason: str) -> None:
-        """Note that a request found an instance dead. It gets no requests until a check, started now, has passed."""
+        """Note that a request found an instance dead. It gets no requests until a check, which starts now, has passed.
+
+        ``reason`` is shown as the reason for its state.
+        """
         instance.failures += 1
         if instance.state is HealthState.HEALTHY:
             self.set_state(instance, HealthState.UNKNOWN, reason)
         instance.check_now.set()
 
     async def wait_change(self) -> None:
-        """Return when any instance's state has changed."""
+        """Wait until the state or the role of an instance changes, or a requested check has ended."""
         await self._changed.wait()

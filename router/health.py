@@ -49,7 +49,7 @@ class HealthMonitor:
         self._hang_timeout = options.hang_timeout
 
     async def run(self) -> None:
-        """Check every instance until cancelled."""
+        """Check every instance at intervals, and record its state in the fleet. Ends only when it is cancelled."""
         async with asyncio.TaskGroup() as group:
             for instance in self._fleet.instances:
                 group.create_task(self._watch(instance))
@@ -88,8 +88,9 @@ class HealthMonitor:
                     await instance.check_now.wait()
 
     async def _check(self, instance: Instance) -> tuple[str | None, bool]:
-        """Return what is wrong with the instance (None: nothing), and whether it hangs, so that its requests won't end.
+        """Ask the instance's ``/health`` once, and take in what it reports.
 
+        Return what is wrong with the instance (None: nothing), and whether it hangs, so that its requests won't end.
         Raises ``TimeoutError`` if it does not answer in time.
         """
         answers = instance.answers
@@ -113,9 +114,9 @@ class HealthMonitor:
 
 
 def _read_report(body: bytes) -> HealthReport:
-    """Read what an instance reports about itself.
+    """Parse the body of an instance's ``/health``.
 
-    The result is empty unless it is a pdserve of this version. An invalid pace is left out.
+    If only the pace in it is invalid or missing, the report has none. The report is empty if the rest is invalid, too.
     """
     try:
         return decode(_REPORT, body, MAX_REPORT_BYTES)

@@ -54,7 +54,7 @@ class ReportedPace(Pace, frozen=True, forbid_unknown_fields=False):
     """A ``Pace`` in a report. The instance may be of another version, so other fields are ignored."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for numbers that can't be true."""
+        """Raise ``ValueError`` for a negative number, and for a time above ``MAX_MS``."""
         times = (self.token_ms, self.decode_ms, self.stream_ms, self.budget_ms)
         if self.max_tokens < 0 or not all(0 <= ms <= MAX_MS for ms in times):
             raise ValueError("a pace out of bounds")
@@ -64,7 +64,7 @@ class ReportedIdentity(Identity, frozen=True, forbid_unknown_fields=False):
     """An ``Identity`` in a report. Other fields are ignored."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for names that are too long, and for a port that is none."""
+        """Raise ``ValueError`` for a text longer than ``MAX_NAME``, and for a port out of range."""
         if any(len(name) > MAX_NAME for name in (self.epoch, self.role, self.bootstrap_host)):
             raise ValueError("a name that is too long")
         if self.bootstrap_port is not None and not 1 <= self.bootstrap_port <= 65535:
@@ -81,7 +81,10 @@ class Asked(Protocol):
     """A request that the instance has; see ``Leg``."""
 
     def give_up(self, since: float, reason: str) -> None:
-        """Fail because the instance hangs, unless it sent something for this request after ``since`` (monotonic)."""
+        """Let the request fail with ``reason``, because its instance hangs.
+
+        Do nothing if the instance sent something for this request after ``since`` (``time.monotonic()``).
+        """
 
 
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.WORKER}
@@ -140,10 +143,10 @@ class Instance:
 
     @property
     def bootstrap_address(self) -> tuple[str, int]:
-        """Address at which decodes ask for this prefill's KV.
+        """Host and port at which decodes ask for this prefill's KV.
 
-        The options win over the instance's own report. An exception is a loopback address, which means another host to
-        a decode on another host.
+        The port of the options comes before the one that the instance reports. The reported host is used if the options
+        give no port, or a loopback URL, which would mean another host to a decode elsewhere.
         """
         report = self.report
         knows_better = self.bootstrap_port is None or is_loopback(self.host)
@@ -152,13 +155,16 @@ class Instance:
 
     @property
     def token_ms(self) -> float | None:
-        """Estimated time per token of one more request there, with the requests since its report. None: unknown."""
+        """Estimated milliseconds per output token of one more request at this instance; None: unknown.
+
+        It is the instance's own estimate, corrected for requests that came and went since then.
+        """
         pace = self.report.pace
         return None if pace is None else self._since(pace, pace.token_ms)
 
     @property
     def decode_ms(self) -> float | None:
-        """Estimate like ``token_ms``, without prompts in between."""
+        """Estimated milliseconds per output token of one more request, without prompts in between; None: unknown."""
         pace = self.report.pace
         return None if pace is None else self._since(pace, pace.decode_ms)
 
@@ -166,16 +172,16 @@ class Instance:
         return max(0.0, reported_ms + pace.stream_ms * (self.answers - self._answers_at_report))
 
     def has_room_of(self, other: Instance) -> bool:
-        """Return whether requests may become as long here as at ``other``."""
+        """Return whether requests may become as long here as at ``other``; False if either is unknown."""
         mine, others = self.report.pace, other.report.pace
         return mine is not None and others is not None and mine.max_tokens >= others.max_tokens
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether one more request there would get its tokens well within the ITL budget.
+        """Whether one more request at this instance would get its tokens well within the ITL budget.
 
         It is true as well if decode steps alone take the smaller part of the budget. Then prompts take the time, and
-        they would do so elsewhere.
+        they would do so elsewhere. It is also true if no estimate or no budget is known.
         """
         pace, token_ms, decode_ms = self.report.pace, self.token_ms, self.decode_ms
         if pace is None or token_ms is None or decode_ms is None or not pace.budget_ms:
@@ -183,9 +189,10 @@ class Instance:
         return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
     def learn(self, report: HealthReport, answers: int | None = None) -> str | None:
-        """Take in an instance's report about itself; return why it cannot play its role, None if it can.
+        """Record an instance's report about itself; return why it cannot play its role, None if it can.
 
-        ``answers`` is the number of its answers when it was asked. None: the number of now.
+        The instance takes the role that it reports. If it was started anew, its circuit breaker is closed. ``answers``:
+        what the field ``answers`` was when the report was asked for. None: its value now.
         """
         if report.epoch and self.report.epoch and report.epoch != self.report.epoch:
             logger.info("%s has been started anew", self)
@@ -204,10 +211,10 @@ class Instance:
         return None
 
     def _take_role(self, before: HealthReport) -> None:
-        """Take over the role that the instance reports.
+        """Set the role by the instance's report, or by the options if it reports none. ``before``: the previous report.
 
-        An instance that reports "unified" can be either leg of a pair. It keeps the role that the options give it,
-        unless it had another one before.
+        An instance that reports "unified" can be either leg of a pair. It keeps its role, unless it reported "prefill"
+        or "decode" before. Then it becomes a worker.
         """
         role = ROLES.get(self.report.role, self.named)
         if role is Role.WORKER and before.role not in ("prefill", "decode"):
@@ -218,7 +225,10 @@ class Instance:
 
     @contextmanager
     def computing(self, tokens: int, *, for_decode: bool = False) -> Iterator[Callable[[], None]]:
-        """Count a prompt as waiting here until the block ends, or until the yielded function is called."""
+        """Count a prompt of ``tokens`` as waiting here until the block ends, or the yielded function is called.
+
+        ``for_decode``: the prompt's KV goes to another instance, which decodes.
+        """
         waiting = tokens
 
         def done() -> None:

@@ -38,7 +38,7 @@ request by default (``--max-logprobs-per-request``) is about an eighth of it."""
 
 
 def is_comment(events: bytes) -> bool:
-    """Return whether these are only SSE comments. Then the prompt still waits, and may be computed elsewhere."""
+    """Return whether ``events`` are only SSE comments. Then the prompt still waits, and may be computed elsewhere."""
     return events.startswith(b":") and b"data:" not in events
 
 
@@ -92,7 +92,10 @@ class Leg:
             raise gone from None
 
     def give_up(self, since: float, reason: str) -> None:
-        """Fail with ``reason``, because the instance hangs and has sent nothing for this request after ``since``."""
+        """Cancel the task of this request, because the instance hangs. Its block ends with ``InstanceCrashedError``.
+
+        Do nothing if the instance sent more than comments after ``since`` (``time.monotonic()``).
+        """
         if self._given_up or self._task is None or self._spoke_at > since:
             return
         self._given_up = f"{self.instance} hangs: {reason}"
@@ -133,7 +136,7 @@ class Leg:
         return answer
 
     def _renew_while_alive(self, deadline: asyncio.Timeout) -> None:
-        """Keep ``deadline`` at ``unseen`` seconds after the instance was last seen alive."""
+        """Keep ``deadline`` at ``LegLimits.unseen`` seconds after the instance was last seen alive."""
         if deadline.expired():
             return
         loop, seconds = asyncio.get_running_loop(), self._limits.unseen
@@ -143,7 +146,7 @@ class Leg:
         self._renewal = loop.call_later(seconds / 2, self._renew_while_alive, deadline)
 
     async def read_all(self) -> bytes:
-        """Read the whole answer, because the request can be retried elsewhere until its end.
+        """Wait for the whole answer and return its body. The request can be retried elsewhere until its end.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError`` or ``AnswerTooLongError``.
         """
@@ -158,7 +161,7 @@ class Leg:
             raise self._broken(exc) from exc
 
     async def discard(self) -> None:
-        """Wait for the answer's end, and keep nothing of it. Raises as ``read_all``."""
+        """Wait for the answer's end, and keep nothing of it. Raises ``InstanceGoneError``, ``InstanceSilentError``."""
         try:
             while await self._begun.read():
                 self.instance.heard_at = time.monotonic()
@@ -166,9 +169,9 @@ class Leg:
             raise self._broken(exc) from exc
 
     async def next_events(self) -> bytes:
-        """Return the next whole SSE events, b"" at the end. An answer that breaks off never leaves half an event.
+        """Wait for the next SSE events, and return them, always whole; b"" at the end of the answer.
 
-        Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+        Raises ``InstanceGoneError`` or ``InstanceSilentError``, and drops half an event, if the answer breaks off.
         """
         try:
             while data := await self._begun.read():
@@ -181,7 +184,10 @@ class Leg:
         return part + EVENT_END if part else b""
 
     def _hear(self, data: bytes) -> None:
-        """Note that data arrived. A comment only shows that the instance is alive, not that the request gets on."""
+        """Note that ``data`` arrived. A comment only shows that the instance is alive, not that the request gets on.
+
+        Raises ``InstanceSilentError`` if there were only comments for too long.
+        """
         now = self.instance.heard_at = time.monotonic()
         if not is_comment(data):
             self._patience, self._spoke_at = self._limits.idle, now

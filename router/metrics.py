@@ -38,7 +38,7 @@ class RouterMetrics:
         self.relayed_bytes = 0
 
     def observe(self, record: AccessRecord, seconds: float) -> None:
-        """Count a request that was answered after ``seconds``."""
+        """Count the times and bytes of a request answered after ``seconds``, if it generated text with status 200."""
         generates = record.facts is not None and record.facts.at_router is AtRouter.GENERATE
         if not generates or record.status != 200:
             return
@@ -48,7 +48,7 @@ class RouterMetrics:
             self.first_token.observe(record.first_byte_at - record.started)
 
     async def page(self, request: Request) -> Response:
-        """GET /metrics."""
+        """GET /metrics: the router's metrics in Prometheus' text format."""
         return await self._page.answer()
 
     async def targets(self, request: Request) -> Response:
@@ -64,7 +64,7 @@ class RouterMetrics:
 
 
 def _each(value: Callable[[Instance], float]) -> Callable[[RouterMetrics], Labelled]:
-    """Make a function that reads ``value`` of each instance."""
+    """Make a function that reads ``value`` of each instance, labelled by the instance's URL and role."""
     return lambda metrics: {(i.url, i.role.value): value(i) for i in metrics.fleet.instances}
 
 

@@ -159,7 +159,10 @@ class RouterOptions(RoutingOptions, RouterTargets, AccessOptions, LogOptions):
     )
 
     def check(self) -> None:
-        """Raise ``RouterOptionsError`` when these options can't route anything."""
+        """Raise ``RouterOptionsError`` if an option is invalid, or if the options leave nothing to route to.
+
+        The files of keys and of the cluster secret are read for it.
+        """
         parse_prefill(self.prefill)
         for url in [*self.decode, *self.worker]:
             check_url(url)
@@ -213,7 +216,10 @@ def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:
 
 
 def check_url(url: str) -> str:
-    """Return the URL without a trailing slash; raises ``RouterOptionsError`` unless it is ``http://HOST[:PORT]``."""
+    """Return the URL without a trailing slash.
+
+    Raises ``RouterOptionsError`` unless it is ``http://HOST[:PORT]``, or the same with ``https``.
+    """
     wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
     try:
         parts = urlsplit(url)

@@ -49,7 +49,11 @@ class RouterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the signals that end it while serving."""
+        """Handle the signals that end the server while the block runs.
+
+        SIGTERM lets running answers finish. SIGINT, SIGHUP or a second signal end the server at once. Signals that were
+        ignored at the start stay ignored.
+        """
         loop = asyncio.get_running_loop()
         ignore_stray_signals()
         handled = [STOP, *unignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))]
@@ -71,7 +75,7 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
     def end_on_fault(self, error: BaseException) -> None:
-        """End with status 1: a part of the router that nothing works without has failed."""
+        """End the server at once with status 1, because a part that it needs has failed with ``error``."""
         logger.critical("the router is broken and ends", exc_info=error)
         self.failed = self.should_exit = self.force_exit = True
 
@@ -123,9 +127,10 @@ def run_router(options: RouterOptions) -> int:
 
 @contextlib.contextmanager
 def own_key(options: RouterOptions) -> Iterator[str | None]:
-    """Draw an admin key for this router, and yield it; None if it was given one, or has no cluster secret.
+    """Draw an admin key for this router, and yield it. Its file exists until the block ends.
 
-    Without the secret, instances would not accept the router's orders.
+    Yield None if the options name an admin key or no cluster secret, or if no folder can be made. Without the secret,
+    instances would not accept the router's orders.
     """
     if options.cluster_secret_file is None or read_keys(options).has_admin:
         yield None

@@ -46,9 +46,10 @@ class Quarantine:
         return bool(self._deaths)
 
     def record(self, digest: bytes, url: str, begun_at: float) -> None:
-        """Note that the instance at ``url`` died while it had the request, which it was sent at ``begun_at``.
+        """Note that the instance at ``url`` died while it had this request, which it was sent at ``begun_at``.
 
-        Several requests with the same body that an instance had at the same time see one death.
+        ``digest``: of the request's body. Several requests with the same body that an instance had at the same time see
+        one death.
         """
         deaths = self._recent(digest)
         if any(death.url == url and death.at >= begun_at for death in deaths):
@@ -59,11 +60,11 @@ class Quarantine:
             self._deaths.popitem(last=False)
 
     def clear(self, digest: bytes) -> None:
-        """Note that the request was served, so it is harmless."""
+        """Note that the request with this ``digest`` was served, so it is harmless: forget the deaths during it."""
         self._deaths.pop(digest, None)
 
     def culprits(self, digest: bytes) -> list[Death]:
-        """Return the deaths that quarantine the request, an empty list if it is not quarantined."""
+        """Return the deaths for which the request with this ``digest`` is quarantined, an empty list if it is not."""
         deaths = self._recent(digest)
         if not deaths:
             self._deaths.pop(digest, None)

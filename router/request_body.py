@@ -112,7 +112,7 @@ class RequestBody:
         )
 
     def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:
-        """Make the bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid if the client gave none.
+        """Make the bodies for ``prefill`` and any decode, with new rooms (hand-over ids), and a rid if there is none.
 
         The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill never streams, because
         only its status matters, and a plain answer shows an error in the status. ``signature`` signs the address and
@@ -140,7 +140,7 @@ class RequestBody:
         return PairBodies(self._with(patch | for_prefill), self._with(patch | {"bootstrap_leg": "decode"}))
 
     def _with(self, patch: dict[str, Any]) -> list[bytes | memoryview]:
-        """Return pieces: ``raw``, and the fields of ``patch`` after its own.
+        """Return the body with the fields of ``patch`` added at its end, in pieces that form one JSON object.
 
         ``raw`` is not copied, because it may be 32 MiB long. If a name occurs twice, instances take the last field.
         """
@@ -149,7 +149,7 @@ class RequestBody:
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Decode JSON. Raises ``BadRequestError`` for what is none, or no object."""
+    """Decode a JSON object as ``kind``. Raises ``BadRequestError`` if ``data`` is not valid JSON, or no object."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError:
@@ -168,7 +168,8 @@ def _check_utf8(raw: bytes) -> None:
 def without_bootstrap_fields(raw: bytes) -> bytes:
     """Return ``raw`` without its ``bootstrap_…`` fields; the same object if there are none, which is the common case.
 
-    Raises ``BadRequestError`` for anything but a JSON object.
+    A body without such names or escapes is not parsed. For others, raises ``BadRequestError`` if ``raw`` is no JSON
+    object or has more than ``MAX_STRINGS`` strings.
     """
     # A name may be spelled with escapes.
     if not _contains(raw, BOOTSTRAP_PREFIX.encode()) and not _contains(raw, b"\\u00"):
@@ -186,7 +187,7 @@ def _contains(data: bytes, part: bytes) -> bool:
 
 
 def _strings(data: bytes) -> int:
-    """Count the strings of JSON. Those that end in a backslash may count half."""
+    """Count the strings in JSON ``data``, field names included. Those that end in a backslash may count half."""
     return (data.count(b'"') - data.count(b'\\"')) // 2
 
 
@@ -225,7 +226,7 @@ class _Prompt(NamedTuple):
 
 
 def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
-    """Return the prompts of a batch; none if they are not all of one kind."""
+    """Return the prompts in a JSON list: texts if ``are_texts``, else lists; none if an entry is of another kind."""
     try:
         return (
             msgspec.json.decode(data, type=list[str]) if are_texts else msgspec.json.decode(data, type=list[_AnyList])
@@ -235,7 +236,7 @@ def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
 
 
 def _chat_tokens(messages: msgspec.Raw) -> int:
-    """Estimate the tokens of a chat. Roles and field names count as well."""
+    """Estimate the tokens of a chat's messages, 0 if they are no list. Roles and field names count as well."""
     return _text_tokens(messages) if bytes(memoryview(messages)[:1]) == b"[" else 0
 
 
@@ -249,12 +250,15 @@ def _text_tokens(value: msgspec.Raw) -> int:
 
 
 def draw_room() -> int:
-    """Draw a room. 0 means "nothing has landed" to other servers with this protocol, so it is never drawn."""
+    """Draw a room, the random id of a hand-over: 1 to 2**63 - 1.
+
+    0 is never drawn. To other servers with this protocol it means that no KV has arrived.
+    """
     return secrets.randbits(ROOM_BITS) or 1
 
 
 def draw_rid(request_id: str) -> str:
-    """Draw a name for an attempt at request ``request_id``. The name contains that id.
+    """Draw a random rid for an attempt at request ``request_id``. It contains that id, if there is one.
 
     The id alone would not do: clients reuse it in retries, and so does this router.
     """

@@ -25,7 +25,7 @@ class RetryBudget:
         self._after_load = RETRIES_AFTER_LOAD
 
     def take(self, error: RouterError) -> bool:
-        """Return whether the request may be sent again after ``error``, and take that from the budget."""
+        """Return whether the request may be sent again after ``error``, and take one retry from the budget."""
         if not error.retryable:
             return False
         if isinstance(error, InstanceUnreachableError):
@@ -42,12 +42,12 @@ class RetryBudget:
 
 
 def legs(target: Target) -> tuple[Instance, ...]:
-    """Return the instances that an attempt goes to."""
+    """Return the instances that serve a request at ``target``: both of a pair, or the one."""
     return tuple(target) if isinstance(target, Pair) else (target,)
 
 
 def blamed(error: RouterError, target: Target) -> set[Instance]:
-    """Return which of the instances that an attempt went to are better avoided by the next one."""
+    """Return the instances of ``target`` that the next attempt should avoid after ``error``; the set may be empty."""
     if error.blames_no_instance:
         return set()
     at_fault = {instance for instance in legs(target) if instance.url == error.url}
@@ -55,9 +55,10 @@ def blamed(error: RouterError, target: Target) -> set[Instance]:
 
 
 def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
-    """Count a failed attempt in the circuit breakers of the instances ``at_fault``.
+    """Count a failed attempt, sent at ``begun_at``, in the circuit breakers of the instances ``at_fault``.
 
-    Errors of the client, load (429), and failures that health checks see as well do not count.
+    If the instance sent ``Retry-After``, its breaker opens for that time. Errors of the client, load (429), and
+    failures that health checks see as well do not count.
     """
     for instance in at_fault:
         if error.retry_after is not None:

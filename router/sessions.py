@@ -49,7 +49,10 @@ class SessionEndpoints:
         return await self._first(request, await self._bodies.read(request))
 
     async def restore(self, request: Request) -> Response:
-        """POST /kv/restore: restore a session at the first instance that has it."""
+        """POST /kv/restore: restore a session at the first instance that has it.
+
+        Raises ``BadRequestError`` for a stream.
+        """
         body = await self._bodies.read(request)
         with self._bodies.hold(len(body), Caller.of(request.scope).name):
             streams = (await self._bodies.parse(body)).stream
@@ -102,7 +105,10 @@ class SessionEndpoints:
         return answer_of(done[0])
 
     async def _first(self, request: Request, body: bytes, query: str = "") -> Response:
-        """Return the answer of the first instance that knows the session or request. Ends when the client leaves."""
+        """Ask healthy instances one after the other, and return the first answer that another one can't better.
+
+        Without one, it is a refusal. If the client leaves, it ends with an empty response of status 499.
+        """
         work = asyncio.create_task(self._ask_in_turn(request, body, query))
         left = asyncio.create_task(until_disconnect(request.receive))
         try:
@@ -128,6 +134,6 @@ class SessionEndpoints:
         return answer_of(refused)
 
     def _in_order(self) -> list[Instance]:
-        """Return the healthy instances; those that answer clients come first."""
+        """Return the healthy instances: workers first, then decodes, then prefills."""
         order = (Role.WORKER, Role.DECODE, Role.PREFILL)
         return sorted(self._fleet.healthy(), key=lambda instance: order.index(instance.role))

@@ -26,7 +26,7 @@ else:
 
 
 def make_policy(name: str) -> Policy:
-    """Return a new policy object."""
+    """Make a new policy object of the class that ``POLICIES`` has for ``name``; its module is imported now."""
     module, cls = POLICIES[name].split(".")
     policy: type[Policy] = getattr(import_module(f".{module}", __package__), cls)
     return policy()

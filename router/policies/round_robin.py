@@ -16,7 +16,7 @@ class RoundRobinPolicy(Policy):
         self._chosen = 0
 
     def choose(self, candidates: Sequence[Instance], request: RequestBody) -> Instance:
-        """Return the next of ``candidates``."""
+        """Return one of ``candidates``; each call returns the one after that of the call before, in a circle."""
         chosen = candidates[self._chosen % len(candidates)]
         self._chosen += 1
         return chosen
