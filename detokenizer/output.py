@@ -63,20 +63,20 @@ class PlainOutput(Output):
     __slots__ = ()
 
     def advance(self, item: ReqTokens) -> ReqText:
-        """See ``Output``."""
+        """Decode all tokens of the item in one call. The result has no finish: there are no stop strings."""
         return ReqText(item.rid, self._decoder.decode(item.token_ids), item.token_ids, meta=item.meta)
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode all tokens in one call. ``matched`` is None, as there are no stop strings."""
         return DecodedText(self._decoder.decode(token_ids), len(token_ids))
 
     def read_each(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode tokens one at a time, to count the characters that each completed. ``matched`` is None."""
         texts = [self._decoder.decode([token_id]) for token_id in token_ids]
         return DecodedText("".join(texts), len(token_ids), chars=[len(text) for text in texts])
 
     def flush(self) -> Released:
-        """See ``Output``: what the decoder held back."""
+        """Return the text that the decoder held back. ``matched`` is None, as there are no stop strings."""
         return Released(self._decoder.flush())
 
 
@@ -91,21 +91,21 @@ class ReasonedOutput(PlainOutput):
 
     @property
     def reasoning(self) -> ReasoningReport | None:
-        """See ``Output``."""
+        """Return whether the prompt ended within reasoning, and the number of reasoning tokens so far."""
         return self._watch.report
 
     def advance(self, item: ReqTokens) -> ReqText:
-        """See ``Output``."""
+        """Decode an item. The result has a reasoning report only if the item is the request's first one."""
         text = self.read(item.token_ids).text
         report = self.reasoning if item.init is not None else None
         return ReqText(item.rid, text, item.token_ids, meta=item.meta, reasoning=report)
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode tokens in one call once the reasoning is over, and until then one at a time to find its end."""
         return super().read(token_ids) if self._watch.is_over else self.read_each(token_ids)
 
     def read_each(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode tokens one at a time, count the characters of each, and look for the end of the reasoning."""
         texts = []
         for token_id in token_ids:
             texts.append(self._decoder.decode([token_id]))
@@ -126,11 +126,14 @@ class StoppableOutput(Output):
 
     @property
     def reasoning(self) -> ReasoningReport | None:
-        """See ``Output``."""
+        """Return the state of the reasoning so far; None for a format without reasoning."""
         return self._watch.report
 
     def advance(self, item: ReqTokens) -> ReqText:
-        """See ``Output``. Each item has a meta in case it ends the request; a stream needs only the first one."""
+        """Decode an item up to a stop string. A match gives the result a finish, and drops the tokens after it.
+
+        Otherwise only the request's first item passes on its meta and a reasoning report.
+        """
         piece = self.read_each(item.token_ids)
         if piece.matched is not None:
             finish = FinishReason(FinishType.STOP, piece.matched)
@@ -141,11 +144,14 @@ class StoppableOutput(Output):
         return ReqText(item.rid, piece.text, item.token_ids, meta=item.meta, reasoning=self.reasoning)
 
     def read(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode tokens one at a time, as ``read_each`` does: each of them may complete a stop string."""
         return self.read_each(token_ids)
 
     def read_each(self, token_ids: Sequence[int]) -> DecodedText:
-        """See ``Output``."""
+        """Decode tokens one at a time, up to the one that completes a stop string, and count the characters of each.
+
+        The counts include text that is held back because it may begin a stop string.
+        """
         texts, chars = [], []
         for token_id in token_ids:
             text = self._decoder.decode([token_id])
@@ -159,7 +165,10 @@ class StoppableOutput(Output):
         return DecodedText("".join(texts), len(chars), None, chars)
 
     def flush(self) -> Released:
-        """See ``Output``."""
+        """Return the text held back by the decoder and by the search for stop strings.
+
+        The decoder's text may still complete a stop string, which ends the text before it.
+        """
         released = self._matcher.feed(self._decoder.flush(), may_match=self._may_match)
         if released.matched is not None:
             return released

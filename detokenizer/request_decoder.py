@@ -84,7 +84,10 @@ class ByteDecoders(DecoderFactory):
         self._with_shown: dict[tuple[str, ...], list[bytes]] = {(): self._without_special}
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
-        """See ``DecoderFactory``."""
+        """Make a ``ByteDecoder`` and feed it the prompt's tail, where the output's first character may begin.
+
+        Skipped special tokens have no bytes in it, apart from those in ``shown``.
+        """
         pieces = self._pieces_with(shown) if skip_special_tokens else self._all
         decoder = ByteDecoder(pieces, self._table.strip_first_space, self._table.errors)
         decoder.decode(prompt_tail.tolist())
@@ -105,7 +108,7 @@ class ByteDecoders(DecoderFactory):
         return found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See ``DecoderFactory``."""
+        """Return the token's entry of the byte table, special tokens included; b"" for ids beyond the table."""
         return self._all[token_id] if token_id < len(self._all) else b""
 
 
@@ -121,7 +124,10 @@ class ByteDecoder(RequestDecoder):
         self._strip_space = strip_first_space
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See ``RequestDecoder``."""
+        """Join the tokens' bytes and return the text that is complete; an incomplete character waits for the next call.
+
+        Ids beyond the table give no text. The text's first space is dropped if the byte table says so.
+        """
         pieces = self._pieces
         # A model's output layer may be padded: ids beyond the vocabulary have no text.
         data = self._pending + b"".join([pieces[i] for i in token_ids if i < len(pieces)])
@@ -140,14 +146,17 @@ class ChainDecoders(DecoderFactory):
         self._chain = chain
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
-        """See ``DecoderFactory``."""
+        """Make a ``ChainDecoder``, and feed it the prompt's tail if the decoding steps give text token by token.
+
+        If a step needs all tokens, the decoder begins without the prompt's tail.
+        """
         decoder = ChainDecoder(self._chain, LeftOut(self._tokenizer, skip_special_tokens, shown))
         if self._chain.is_divided:
             decoder.decode(prompt_tail.tolist())
         return decoder
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See ``DecoderFactory``."""
+        """Return the token's text in UTF-8, decoded by itself. Special tokens are included."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
@@ -176,12 +185,12 @@ class ChainDecoder(RequestDecoder):
         self._left_out = left_out
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See ``RequestDecoder``."""
+        """Return the text that the decoding steps release for these tokens, less the tokens that are left out."""
         tokens = [self._token(token_id) for token_id in token_ids if token_id not in self._left_out]
         return "".join([self._stream.feed(token or "") for token in tokens])
 
     def flush(self) -> str:
-        """See ``RequestDecoder``."""
+        """End the decoding steps and return the text that they held back, which may be all of it."""
         return self._stream.end()
 
 
@@ -192,12 +201,15 @@ class CleaningDecoders(DecoderFactory):
         self._factory = factory
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
-        """See ``DecoderFactory``. The prompt is as the client has it, so only the output is cleaned up."""
+        """Wrap a decoder of the inner factory, and clean up only the text of its output.
+
+        The prompt's tail is context alone: the client already has the prompt as it is.
+        """
         decoder = self._factory.start(prompt_tail, skip_special_tokens=skip_special_tokens, shown=shown)
         return CleaningDecoder(decoder)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See ``DecoderFactory``."""
+        """Return the token's bytes as the inner factory does, without clean-up."""
         return self._factory.token_bytes(token_id)
 
 
@@ -211,11 +223,11 @@ class CleaningDecoder(RequestDecoder):
         self._cleanup = TextCleanup(CLEANUP)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See ``RequestDecoder``."""
+        """Clean up the new text of the inner decoder. A space at which a clean-up may begin is held back."""
         return "".join(self._cleanup.feed(self._decoder.decode(token_ids)))
 
     def flush(self) -> str:
-        """See ``RequestDecoder``."""
+        """Return the inner decoder's last text and the text held back here, both cleaned up."""
         return "".join([*self._cleanup.feed(self._decoder.flush()), *self._cleanup.end()])
 
 
@@ -226,14 +238,17 @@ class WindowDecoders(DecoderFactory):
         self._tokenizer = tokenizer
 
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> RequestDecoder:
-        """See ``DecoderFactory``."""
+        """Make a ``WindowDecoder`` with the prompt's tail as its first context.
+
+        Special tokens that are skipped and not ``shown`` are left out of its window.
+        """
         left_out = LeftOut(self._tokenizer, skip_special_tokens, shown)
         # Special tokens that are left out are not decoded at all.
         read = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens and not shown)
         return WindowDecoder(read, left_out, prompt_tail.tolist())
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See ``DecoderFactory``."""
+        """Return the token's text in UTF-8, decoded by itself. Special tokens are included."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
@@ -255,7 +270,7 @@ class WindowDecoder(RequestDecoder):
         self._shown = self._certain_length(self._text())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See ``RequestDecoder``."""
+        """Decode the window again with each token and return the new text. Holds back up to three U+FFFD at its end."""
         return "".join([self._decode_token(token_id) for token_id in token_ids])
 
     def _decode_token(self, token_id: int) -> str:
