@@ -39,5 +39,5 @@ class DrainFeature(Feature):
             log.info("drained")
 
     def problem(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return that the instance is draining, once a ``Drain`` message has come; None before."""
         return "the instance is draining" if self._scheduler.draining else None

@@ -57,19 +57,19 @@ class HandoverFeature(Feature):
         return 0.0 if self._has_freed() else limit / 1000
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``disaggregation``: ports, peers and counts of hand-overs; None if this instance exchanges no KV."""
         return {"disaggregation": self._handovers.info()}
 
     def metrics(self, now: float) -> list[Family]:
-        """See ``Feature``."""
+        """Return the metrics of hand-overs, migrations and peers; none if this instance exchanges no KV."""
         return self._handovers.metrics()
 
     def problem(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return why other instances can't find this prefill instance; None if they can, and for other roles."""
         return self._handovers.membership.problem(now)
 
     def warning(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return that hanging peers keep KV memory of ended hand-overs unusable, or None."""
         return self._handovers.warning(now)
 
     @answers(TransfersReq)

@@ -22,7 +22,7 @@ class Watchdog(Feature):
         self._timeout = timeout
 
     def problem(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return that the oldest step under way has lasted longer than ``timeout`` seconds, or None."""
         since = self._in_flight_since()
         if since is not None and now - since > self._timeout:
             return f"the model worker has been busy with one step for {now - since:.0f} s"

@@ -59,5 +59,5 @@ class IdleCheck(Feature):
             gc_control.collect_if_due()
 
     def seconds_left(self, now: float) -> float:
-        """See ``Feature``."""
+        """Return ``INTERVAL`` if steps have run since the last periodic check, otherwise infinity."""
         return math.inf if self._scheduler.counters.steps == self._checked_step else INTERVAL

@@ -62,13 +62,16 @@ class KVHashing(Feature):
         self._memory.on_hashed(event, now)
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``kv_debug``: counts of pages remembered, compared and found wrong; None without ``--kv-debug``."""
         return {"kv_debug": self._debug.info()}
 
     def metrics(self, now: float) -> list[Family]:
-        """See ``Feature``."""
+        """Return the metrics of the hash comparisons; none without ``--kv-debug``."""
         return self._debug.metrics()
 
     def warning(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return how many hashes of KV differed, and the last request concerned; None if none did.
+
+        Differences after recomputing a page don't count.
+        """
         return self._debug.problem or None

@@ -95,7 +95,10 @@ class MemorySaver(Feature):
         return f"memory was given back ({', '.join(self.released)}); {PATHS[False]} takes it again"
 
     def seconds_left(self, now: float) -> float:
-        """See ``Feature``."""
+        """Return the seconds that a release still waits for running requests or for peers.
+
+        0 means that its deadline has passed. Infinity means that no deadline is set.
+        """
         return max(0.0, self._until - now)
 
     @answers(MemoryReq)
@@ -153,11 +156,11 @@ class MemorySaver(Feature):
         self._answer(order, RefusedAnswer(503, changed.error) if changed.error else done)
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``memory``: its state, the tags that are released now, and why other tags can't be released."""
         return {"memory": {"state": self.state, "released": self.released, "unreleasable": self._kept}}
 
     def metrics(self, now: float) -> list[Family]:
-        """See ``Feature``."""
+        """Return ``pdserve_memory_released``: 1 for each kind of memory that is released now, 0 for the others."""
         return read(METRICS, self)
 
     def _meant(self, order: MemoryReq) -> list[MemoryTag]:

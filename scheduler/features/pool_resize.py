@@ -58,11 +58,14 @@ class PoolResize(Feature):
         return None if self._order is None else self._order.max_total_tokens
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``memory.resizing_to``: the size in tokens that a resize under way aims at; None without a resize."""
         return {"memory": {"resizing_to": self.aim}}
 
     def seconds_left(self, now: float) -> float:
-        """See ``Feature``."""
+        """Return the seconds until a resize that waits for requests is given up.
+
+        0 means that its deadline has passed. Infinity means that no resize waits for requests.
+        """
         return max(0.0, self._until - now)
 
     @answers(ResizeReq)

@@ -70,11 +70,11 @@ class PressureMeter(Feature):
             self._retractions, self._at = count, now
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``pressure``: the current level, ``none``, ``some`` or ``high``."""
         return {"pressure": self.level(now)}
 
     def metrics(self, now: float) -> list[Family]:
-        """See ``Feature``."""
+        """Return ``pdserve_kv_pressure``: 1 for the current level and 0 for the other two."""
         return read(METRICS, self.level(now))
 
     def level(self, now: float) -> Pressure:

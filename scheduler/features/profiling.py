@@ -83,7 +83,10 @@ class Profiling(Feature):
             self._end("time limit", now)
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``profile``: the state, and folder, cause of the end and error of the current or last profile.
+
+        Before the first profile it has only the state.
+        """
         last = self._result
         if last is None:
             return {"profile": {"state": self.state}}

@@ -24,18 +24,18 @@ class TierFeature(Feature):
         self._tiers.on_event(event, now)
 
     def seconds_left(self, now: float) -> float:
-        """See ``Feature``."""
+        """Return the seconds until the KV store's next deadline or retry; infinity if there is none, or no store."""
         seconds = self._tiers.store.timeout(now)
         return math.inf if seconds is None else seconds
 
     def status(self, now: float) -> dict[str, Any]:
-        """See ``Feature``."""
+        """Return ``tiers``: pages in host memory, the store's state and counts; None for an instance without tiers."""
         return {"tiers": self._tiers.info()}
 
     def metrics(self, now: float) -> list[Family]:
-        """See ``Feature``."""
+        """Return the metrics of the host tier and the KV store; none for an instance without tiers."""
         return self._tiers.metrics()
 
     def warning(self, now: float) -> str | None:
-        """See ``Feature``."""
+        """Return that the KV store is silent, paused after failures or refuses pages; None if it works or is unused."""
         return self._tiers.store.problem(now) or None
