@@ -58,7 +58,7 @@ class HostMemory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def view(self) -> memoryview:
-        """See ``Region``."""
+        """Return a new writable view of all bytes of ``memory``, without a copy."""
         return self.memory[:]
 
 
