@@ -111,7 +111,7 @@ class KVManager:
         return not BACKENDS[self._options.disaggregation_transfer_backend].pins_pool
 
     def warning(self, now: float) -> str | None:
-        """See ``Handovers``."""
+        """Return that hanging peers keep KV memory of ended incoming hand-overs unusable, or None."""
         return self.receivers.warning(now)
 
     def add(self, req: Req, where: Bootstrap, now: float) -> None:
@@ -130,32 +130,41 @@ class KVManager:
         self.receivers.cancel(req, reason)
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """See ``Handovers``."""
+        """Start to migrate request ``ask.rid`` to the instance at bootstrap address ``ask.host:ask.port``.
+
+        The outbox gets the answer when the migration has succeeded or failed. A failure is answered with 409.
+        """
         self.moves_out.migrate(ask, now)
 
     def on_finished(self, req: Req) -> None:
-        """See ``Handovers``."""
+        """Offer the KV of the request's output to the prefill that computed its prompt, if ``return_kv`` is set."""
         if self._options.return_kv:
             self.moves_out.returns.give_back(req)
 
     def move_all(self, to: list[tuple[str, int]]) -> None:
-        """See ``Handovers``."""
+        """Set the bootstrap addresses to which all requests migrate, in rotation. Later ticks start the migrations.
+
+        An empty list starts no more migrations.
+        """
         self.moves_out.move_all(to)
 
     def take_computed_pages(self, req: Req) -> SendPages | None:
-        """See ``Handovers``."""
+        """Return the pages of an outgoing prompt that the worker pushes after the step that is about to be sent.
+
+        None while no further page is complete, or the decode has not asked for the KV. Pins the request's memory.
+        """
         return self.senders.pushes.take_computed_pages(req)
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """See ``Handovers``."""
+        """Send the first token to the decode; if the decode has not asked for the KV yet, keep the token until then."""
         self.senders.pushes.on_prompt_computed(req, token, logprob)
 
     def on_first_token(self, req: Req, now: float) -> None:
-        """See ``Handovers``."""
+        """Adjust the placement policy's estimates by the actual TTFT of a request that was placed by an estimate."""
         self._policy.on_first_token(req, now)
 
     def pinned(self) -> list[KVHold]:
-        """See ``Handovers``."""
+        """Return the pinned memory of senders, receivers and outgoing migrations: transfers may still access it."""
         return self.senders.pinned() + self.receivers.pinned() + self.moves_out.rooms.pinned()
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
@@ -212,12 +221,12 @@ class KVManager:
         }
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
-        """See ``Handovers``."""
+        """Return a JSON-ready dict for each open hand-over and migration of both directions. ``now`` sets their age."""
         sides = (self.senders, self.receivers, self.moves_out.rooms, self.moves_in)
         return [room for side in sides for room in side.info(now)]
 
     def metrics(self) -> list[Family]:
-        """See ``Handovers``."""
+        """Return the metrics of senders, receivers, placement decisions, store fetches, migrations and peers."""
         return [
             *read(SENT_METRICS, self.senders),
             *read(RECEIVED_METRICS, self.receivers),

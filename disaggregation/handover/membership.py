@@ -26,7 +26,10 @@ class InstanceMembership:
         self._peers = peers
 
     def register(self) -> None:
-        """See ``Membership``."""
+        """Register with this instance's own bootstrap server, or update the registration there with the current role.
+
+        Does nothing while the instance is closed or draining.
+        """
         if self._peers.closed is not None or self._scheduler.draining:
             return  # the bootstrap server refuses a withdrawn registration for ever
         worker = self._scheduler.worker
@@ -44,45 +47,54 @@ class InstanceMembership:
         self._network.register(registration)
 
     def withdraw(self) -> None:
-        """See ``Membership``."""
+        """Remove the registration at the bootstrap server for good. Connected peers stay connected."""
         self._network.withdraw()
 
     def close(self, reason: str) -> None:
-        """See ``Membership``."""
+        """Suspend the registration and disconnect all peers. New peers are turned away until ``open``.
+
+        ``reason`` goes to the log and into errors of requests that need a peer. Data links may go down later.
+        """
         self._network.pause()
         self._peers.close(reason)
 
     @property
     def is_closed(self) -> bool:
-        """See ``Membership``."""
+        """Whether ``close`` was called and the data links to all disconnected peers are down."""
         return self._peers.closed is not None and not self._peers.table.lingering
 
     def open(self) -> None:
-        """See ``Membership``."""
+        """Accept peers again after ``close``, and register anew unless the instance is draining."""
         if self._peers.closed is not None:
             self._peers.closed = None
             self.register()
 
     def problem(self, now: float) -> str | None:
-        """See ``Membership``."""
+        """Return why a prefill instance's registration has expired; None while it is valid, and for other roles."""
         # Other instances must find a prefill instance; every other role can serve without a registration.
         return self._network.lost(now) if self._scheduler.role == "prefill" else None
 
     def found_at(self) -> tuple[str, int] | None:
-        """See ``Membership``."""
+        """Return the advertised host, "" without one, and the port of this instance's own bootstrap server.
+
+        None before that server listens.
+        """
         port = self._network.bootstrap_port
         return None if port is None else (self._options.advertise_host or "", port)
 
     def refusal(self) -> Refusal | None:
-        """See ``Membership``."""
+        """Return None: an instance with peers takes requests with a hand-over."""
         return None
 
     def names_here(self, where: Bootstrap) -> bool:
-        """See ``Membership``."""
+        """Return whether ``where`` has this instance's bootstrap port and a host that is certainly this one.
+
+        Such hosts are the one it listens on, the advertised one, and addresses that stay on the machine.
+        """
         if where.port != self._network.bootstrap_port:
             return False
         return where.host in (self._options.host, self._options.advertise_host) or means_this_host(where.host)
 
     def may_mean_here(self, where: Bootstrap) -> bool:
-        """See ``Membership``."""
+        """Return whether ``where`` has this instance's bootstrap port, whatever its host is."""
         return where.port == self._network.bootstrap_port

@@ -55,13 +55,13 @@ class PeerDispatcher:
         self._down.append(on_down)
 
     def on_message(self, peer: Peer, message: Any, now: float) -> None:
-        """See ``PeerOwner``."""
+        """Pass the message to the first side that claims its hand-over, else to the last side with its type."""
         *others, last = self._handlers[type(message)]
         side = next((side for side in others if side.claims(message.handover)), last)
         side.handle(peer, message, now)
 
     def on_gone(self, peer: Peer) -> None:
-        """See ``PeerOwner``."""
+        """Notify all sides that a peer has ended, in order of registration. It may still write until ``on_down``."""
         for on_gone in self._gone:
             on_gone(peer)
 
@@ -71,7 +71,7 @@ class PeerDispatcher:
             on_down(peer)
 
     def on_too_long(self, peer: Peer, message: Message) -> None:
-        """See ``PeerOwner``."""
+        """Pass a message that was not sent to the handler registered for its type. Ignores types without a handler."""
         # All other messages have limits of their own.
         if type(message) in self._too_long:
             self._too_long[type(message)](peer, message)

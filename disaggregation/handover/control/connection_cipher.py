@@ -74,7 +74,10 @@ class PlainCipher:
         self.greeting = greeting()
 
     def greeted(self, theirs: bytes) -> None:
-        """See ``Cipher``. Two ends without a secret greet alike."""
+        """Compare the other end's greeting with this end's. Two ends without a cluster secret send equal greetings.
+
+        Raises ``ProtocolBroken`` if they differ.
+        """
         if theirs != self.greeting:
             raise ProtocolBroken(
                 "it has a cluster secret, and this instance none: start both with the same --cluster-secret-file"

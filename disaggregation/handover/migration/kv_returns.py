@@ -105,5 +105,5 @@ class KVReturns:
         log.debug("its KV is not given back: %s", reason, extra={"rid": move.req.rid})
 
     def on_over(self, move: Migration) -> None:
-        """See ``MigrationOwner``."""
+        """Remove the KV return from the open ones, which makes room for another below their maximum number."""
         self._returns.remove(move)

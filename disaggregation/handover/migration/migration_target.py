@@ -156,7 +156,10 @@ class MigrationTarget:
         """Do nothing: the lookup of its prompt was counted where it came in."""
 
     def landed(self, receiver: KVReceiver, there: Timing, now: float) -> None:
-        """See ``KVConsumer``."""
+        """Send ``MoveReady`` to the source of an arriving request: its KV is complete and verified here.
+
+        If the KV of a finished request came back, keep it in the prefix cache and end its request instead.
+        """
         req = receiver.req
         req.computed = receiver.length
         arrival = self._by_req(req)
@@ -170,7 +173,10 @@ class MigrationTarget:
         self._scheduler.leave(req, ReqState.MOVED)
 
     def lost(self, receiver: KVReceiver, status: int, reason: str, now: float) -> None:
-        """See ``KVConsumer``."""
+        """Drop the arriving request because its KV will not come, and send ``MoveRefused`` to its source.
+
+        A migrating request continues at the source. Does nothing if the request is no arrival any more.
+        """
         arrival = self._by_req(receiver.req)
         if arrival is not None:
             self._forget(arrival, reason, tell=True)

@@ -54,7 +54,7 @@ class Completion(Enum):
     POLLED = "polled"
     """Only calls of ``progress`` find it, so these must be repeated while writes are under way."""
     DRIVEN = "driven"
-    """As ``POLLED``, and data moves only during calls of ``progress``."""
+    """Only calls of ``progress`` move data and find the end of a write, so they must be repeated until then."""
 
 
 class Capabilities(NamedTuple):

@@ -94,7 +94,10 @@ class CudaDriver:
             raise RegionError(f"cuda_ipc can't use GPU {ordinal}: {e}") from e
 
     def export(self, address: int, nbytes: int) -> Export:
-        """See the protocol."""
+        """Return the IPC handle of the allocation around ``address``, and the offset of ``address`` in it, in bytes.
+
+        Raises ``RegionError`` if CUDA can't export it, or if ``nbytes`` bytes extend beyond the allocation.
+        """
         base, size, handle = c_uint64(), c_size_t(), _Handle()
         try:
             with self._current():
@@ -111,7 +114,10 @@ class CudaDriver:
         return Export(bytes(handle), address - base.value)
 
     def why_not(self, device: bytes) -> str:
-        """See the protocol."""
+        """Return why this GPU can't write the memory of the GPU with UUID ``device``, or "" if it can.
+
+        Reasons: that GPU is not visible to this process, has no peer access, or the driver fails.
+        """
         if device == self.device:
             return ""
         try:
@@ -136,7 +142,10 @@ class CudaDriver:
         return ""
 
     def open(self, handle: bytes) -> int:
-        """See the protocol."""
+        """Map a peer's allocation by its 64-byte CUDA IPC handle, and return its address in this process.
+
+        Raises ``LinkLost`` if the handle has another length or the driver can't map it.
+        """
         if len(handle) != HANDLE_BYTES:
             raise LinkLost(f"the peer's handle has {len(handle)} bytes, not {HANDLE_BYTES}")
         address = c_uint64()
@@ -147,12 +156,15 @@ class CudaDriver:
         return address.value
 
     def shut(self, address: int) -> None:
-        """See the protocol."""
+        """Unmap the allocation at an address that ``open`` returned. Raises ``LinkLost`` if the driver can't."""
         with self._lost("the peer's GPU memory can't be unmapped"), self._current():
             self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, pieces: Sequence[DeviceCopy]) -> Any:
-        """See the protocol; the ticket is an event."""
+        """Queue the copies on this driver's own stream, and return a CUDA event recorded after them.
+
+        ``is_done`` takes this event as its ticket. Raises ``LinkLost`` if the driver rejects a copy.
+        """
         event = c_void_p()
         with self._lost("the GPU did not take a copy"), self._current():
             for target, source, nbytes in pieces:
@@ -162,7 +174,10 @@ class CudaDriver:
         return event
 
     def is_done(self, ticket: Any) -> bool:
-        """See the protocol."""
+        """Return whether the CUDA event ``ticket`` has completed, without waiting.
+
+        Destroys the completed event: don't ask again after True. Raises ``LinkLost`` if a copy failed.
+        """
         with self._lost("a copy of the GPU's failed"), self._current():
             code = self._library.cuEventQuery(ticket)
             if code == NOT_READY:
@@ -172,7 +187,7 @@ class CudaDriver:
         return True
 
     def close(self) -> None:
-        """See the protocol: the stream, and our hold of the context."""
+        """Destroy the stream and release the device's primary context. Raises ``LinkLost`` if the driver fails."""
         with self._lost("the GPU can't be let go of"):
             with self._current():
                 self._call("cuStreamDestroy_v2", self._stream)

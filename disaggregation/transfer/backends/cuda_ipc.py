@@ -48,7 +48,10 @@ COPY_NAP_SECONDS = 2e-5
 
 
 class CudaIpcBackend(SocketBackend):
-    """See the module; ``host`` means nothing here."""
+    """Transfer backend that copies KV pages from GPU to GPU on one host, by CUDA IPC. ``host`` is not used.
+
+    It can't revoke a writer's access: ``LinkDown`` waits until the writer unmaps the pool or ends.
+    """
 
     name = "cuda_ipc"
     # What an honest writer asks for is held against the grants; one that doesn't ask is not held up.

@@ -197,7 +197,10 @@ class _Copies:
         return ticket
 
     def has_landed(self, write: Any) -> bool:
-        """See ``write_requests.Mover``."""
+        """Return whether the copies with ticket ``write`` are complete, and forget the ticket once they are.
+
+        Raises ``LinkLost`` if the driver reports a failed copy.
+        """
         if not self._driver.is_done(write):
             return False
         self._tickets.remove(write)

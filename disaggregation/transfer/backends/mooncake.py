@@ -59,7 +59,10 @@ _LIBRARY = _load()
 
 
 class MooncakeBackend(LeasedBackend):
-    """See the module."""
+    """Transfer backend that writes KV pages with Mooncake's transfer engine over TCP, between IPv4 hosts.
+
+    Each link has an engine of its own on either side.
+    """
 
     name = "mooncake"
 

@@ -60,7 +60,10 @@ _LIBRARY, _ERRORS = _load()
 
 
 class NixlBackend(LeasedBackend):
-    """See the module."""
+    """Transfer backend that writes KV pages with NIXL over UCX. Pools may be in host or device memory.
+
+    Data moves only during calls of ``progress``.
+    """
 
     name = "nixl"
     can = Capabilities(completion=Completion.DRIVEN)

@@ -39,7 +39,10 @@ SHORT_BYTES = 128 << 10
 
 
 class ShmBackend(StreamBackend):
-    """See the module; ``host`` means nothing here."""
+    """Transfer backend that copies KV pages through shared memory between processes of one host. ``host`` is not used.
+
+    Pools on a device are sent over the Unix socket instead. Otherwise ``LinkDown`` waits until the writer unmaps.
+    """
 
     name = "shm"
     can = Capabilities(revokes=False, completion=Completion.AT_ONCE)

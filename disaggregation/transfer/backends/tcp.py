@@ -22,7 +22,10 @@ BUFFER_BYTES = 4 << 20
 
 
 class TcpBackend(StreamBackend):
-    """See the module; ``host`` is the address to listen on, and to be reached at unless ``advertise_host`` is."""
+    """Transfer backend that sends KV pages over TCP connections, between any two hosts.
+
+    ``host`` is the address to listen on. Peers dial ``advertise_host`` if it is set, otherwise the listening address.
+    """
 
     name = "tcp"
     can = Capabilities(checks_grants=True)

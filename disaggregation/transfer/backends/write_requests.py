@@ -83,7 +83,10 @@ class WriteRequestReader(ABC):
         return any(batch.writer == writer for batch in self._begun.values())
 
     def stalled_at(self) -> float | None:
-        """See ``Link.stalled_at``."""
+        """Return the ``time.monotonic()`` at which the link counts as stalled, or None while the writer owes nothing.
+
+        It owes something while a batch waits for a grant, or may be written and is not reported as written.
+        """
         owes = self._ungranted or self._is_waiting_for_writer
         return self._link.stream.last_progress + self._stall_seconds if owes else None
 
@@ -208,7 +211,10 @@ class WriteRequestWriter(ABC):
         self._link.stream.read([memoryview(self._note)], self._on_note)
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        """See ``OutgoingLink.write``."""
+        """Ask the pool's owner for leave to write a batch of pages, and return the handle of the write.
+
+        Bytes move once the owner's leave arrives. Raises ``BadPages`` if the batch has too many pages or bytes.
+        """
         group = self._groups[pages.group]
         total = len(pages.dst) * group.piece_bytes(pages.layers)
         if len(pages.dst) > MAX_PAGES or total > MAX_BATCH_BYTES:
