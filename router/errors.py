@@ -175,7 +175,7 @@ class InstanceAnsweredError(RouterError):
         self._parsed = parsed
 
     def fields(self) -> dict[str, Any]:
-        """Return the instance's own fields if it answered with an error that can be read, and ours otherwise."""
+        """Return the fields of the instance's error, or new ones made by the router if they could not be parsed."""
         return super().fields() if self._parsed is None else {"status": self.status, **self._parsed}
 
 

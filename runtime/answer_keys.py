@@ -23,7 +23,7 @@ class AnswerKeys:
         return (nonce + self._mac(nonce)).hex()
 
     def is_genuine(self, key: str) -> bool:
-        """Return whether ``draw`` made this key."""
+        """Return whether ``draw`` made this key, here or in a process with the same secret."""
         try:
             raw = bytes.fromhex(key)
         except ValueError:

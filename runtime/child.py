@@ -55,11 +55,14 @@ class ChildContext(Generic[Options]):
     zmq_ctx: zmq.Context[Any]
 
     def address(self, channel: str) -> str:
-        """Return the address of one of the instance's channels."""
+        """Return the ZMQ address (``ipc://…``) of the instance's channel of this name."""
         return ipc_address(self.run_dir, channel)
 
     def report_ready(self, info: dict[str, float] | None = None) -> None:
-        """Tell the supervisor that this process can serve."""
+        """Tell the supervisor that this process can serve.
+
+        ``info``: seconds that parts of its start took, for the log.
+        """
         # On a busy machine, to connect can take longer than senders usually linger. A supervisor that never hears of
         # this process ends the instance at its startup timeout, though it serves. When it is gone, so is this process.
         sender = Sender(self.zmq_ctx, self.address("supervisor"), linger_ms=-1)
@@ -75,9 +78,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def start_child(argv: list[str], options_type: type[Options]) -> ChildContext[Options]:
-    """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``.
+    """Set up this process as a child of the supervisor, and return what it needs to run.
 
-    ``options_type`` has the sections that the process reads.
+    ``argv[1]`` is the path of its ``ChildSpec``, which is deleted because it has keys. The process gets its title, its
+    log and its protection of memory. It dies with its parent, and ignores the signals that the parent acts on.
+    ``options_type`` has the sections of options that the process reads. Call it first in ``main``.
     """
     path = Path(argv[1])
     spec = msgspec.json.decode(path.read_bytes(), type=ChildSpec)

@@ -27,7 +27,7 @@ def is_own_program() -> bool:
 
 
 def drop_current_directory() -> None:
-    """Take the current directory out of ``sys.path``, unless PYTHONPATH names it.
+    """Take the current directory out of ``sys.path``, unless PYTHONPATH names it. If it was deleted, change to ``/``.
 
     An empty entry of PYTHONPATH means the current directory, too. It is hardly ever written on purpose, but left by
     ``PYTHONPATH=$PYTHONPATH:/folder`` if the variable was empty. It is dropped for this process and for its children.
@@ -61,7 +61,10 @@ def open_closed_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Start Python again in UTF-8 mode if the locale's encoding is another, and never fail to print a character."""
+    """Start this program again in Python's UTF-8 mode if the locale's encoding is another; that call does not return.
+
+    Otherwise, have standard output and error write escapes for characters that they can't encode.
+    """
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):

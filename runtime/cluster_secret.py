@@ -59,7 +59,10 @@ class RouterKeys(KeyRing):
 
     @classmethod
     def read(cls, path: str | None) -> RouterKeys | None:
-        """Read a file of router keys as ``load`` does; None without one."""
+        """Read a file of router keys, or of the secrets that they are derived from; return None if ``path`` is None.
+
+        Raises ``ClusterSecretError``.
+        """
         return cls.load(path) if path is not None else None
 
     @classmethod
@@ -74,7 +77,7 @@ class RouterKeys(KeyRing):
         return cls([bytes.fromhex(line.removeprefix(ROUTER_KEY).decode()) for line in given])
 
     def text(self) -> str:
-        """Return the contents of a router's key file."""
+        """Return the contents of a file with these keys, one per line, as ``load`` reads it."""
         return "".join(f"{ROUTER_KEY.decode()}{key.hex()}\n" for key in self._secrets)
 
 
@@ -83,7 +86,10 @@ class ClusterSecret(KeyRing):
 
     @classmethod
     def read(cls, path: str | None) -> ClusterSecret | None:
-        """Read a file of secrets, None without one; raises ``ClusterSecretError``."""
+        """Read a file of cluster secrets; return None if ``path`` is None.
+
+        Raises ``ClusterSecretError``, also for a file of router keys.
+        """
         if path is None:
             return None
         lines = _lines(OPTION, path)
@@ -100,14 +106,17 @@ class ClusterSecret(KeyRing):
 
 
 def inherited_descriptors(*paths: str | None) -> tuple[int, ...]:
-    """Return the open descriptors that ``paths`` name. A child process must inherit them to read the files."""
+    """Return the numbers N of those ``paths`` that are ``/proc/self/fd/N``.
+
+    A child process must inherit these to read them.
+    """
     return tuple(int(found[1]) for path in paths if path and (found := INHERITED.fullmatch(path)))
 
 
 def read_key_ring(option: str, path: str | None) -> KeyRing | None:
-    """Read a file of one secret a line that ``option`` names, two at most; None without one.
+    """Read a file with one or two secrets, one per line; return None if ``path`` is None.
 
-    Raises ``ClusterSecretError``.
+    ``option`` names it in errors. Raises ``ClusterSecretError``.
     """
     return None if path is None else KeyRing(_secrets(option, path, _lines(option, path)))
 
@@ -165,9 +174,10 @@ class OnceOnly:
         return self._count
 
     def is_first(self, signature: str | bytes, made: float, now: float) -> bool:
-        """Record a fresh signature that was ``made`` then, and return whether it is new. Times are Unix times.
+        """Record a signature that was made at Unix time ``made``, and return whether it was not recorded before.
 
-        Raises ``TooManySignatures``.
+        Check before that it is fresh at Unix time ``now``. Raises ``TooManySignatures`` if ``MAX_REMEMBERED`` are
+        recorded.
         """
         here = self._monotonic()
         self._forget(here)
@@ -206,13 +216,13 @@ class BootstrapSignature:
         self._used = OnceOnly(monotonic)
 
     def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
-        """Sign these fields at Unix time ``now``."""
+        """Return the signature of a request's bootstrap fields, made at Unix time ``now``."""
         return _signature(self._keys[0], f"{now:.0f}", host, port, room)
 
     def problem(self, signature: str, host: Any, port: Any, room: Any, now: float) -> str | None:
-        """Return why ``signature`` is not valid for these fields; None if it is. It is valid only once.
+        """Return why ``signature`` is not valid for these fields at Unix time ``now``; None if it is.
 
-        Raises ``TooManySignatures``.
+        It is valid once, within ``FRESH_SECONDS`` of its time; None records it as used. Raises ``TooManySignatures``.
         """
         made = signature.partition(".")[0]
         if not any(hmac.compare_digest(signature, _signature(key, made, host, port, room)) for key in self._keys):
@@ -223,7 +233,10 @@ class BootstrapSignature:
 
 
 def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
-    """Parse the addresses in the value of ``option``; raises ``ValueError`` for a part that is not HOST:PORT."""
+    """Parse comma-separated addresses HOST:PORT, the value ``text`` of ``option``, into pairs of host and port.
+
+    The set is empty if ``text`` is None. Hosts are in lower case and without brackets. Raises ``ValueError``.
+    """
     found = set()
     for item in filter(None, (part.strip() for part in (text or "").split(","))):
         host, separator, port = item.rpartition(":")

@@ -17,10 +17,11 @@ VARIABLES = {"--api-key": API_KEY_VARIABLE}
 
 
 def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
-    """Read the options in YAML file ``path``, keyed by flag name without dashes. Absent (null) ones are left out.
+    """Read the options in YAML file ``path``, keyed by flag name without dashes.
 
-    ``flags`` are the names that exist ("--page-size"). Keys may be written "page-size" or "page_size".
-    Raises ``CycloptsError`` if the file is not a mapping of those.
+    Options with the value null are left out. ``flags`` are the names that exist ("--page-size"). Keys may be written
+    "page-size" or "page_size". Raises ``CycloptsError`` if the file can't be read, is no mapping, or has an unknown or
+    repeated key.
     """
     import yaml  # takes longer than a start without a file should
 
@@ -48,9 +49,10 @@ def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
 
 
 def apply_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give every argument that the command line left out its value: from its variable, or from the ``--config`` file.
+    """Set every argument that the command line left out, from its environment variable or from the ``--config`` file.
 
-    Variables are for what must not be seen among a process's arguments, and is in no file either.
+    A variable sets what must not be seen among a process's arguments, and is in no file either. Raises
+    ``CycloptsError``.
     """
     for flag, variable in VARIABLES.items():
         argument, value = arguments.get(flag, default=None), os.environ.get(variable)

@@ -149,14 +149,14 @@ class DisaggregationOptions(AccessOptions):
 
     @property
     def default_bootstrap_port(self) -> int:
-        """Port of a request that names no bootstrap port."""
+        """Bootstrap port that is meant by a request without one: the option's, or 8998."""
         return (
             DEFAULT_BOOTSTRAP_PORT if self.disaggregation_bootstrap_port is None else self.disaggregation_bootstrap_port
         )
 
     @property
     def own_bootstrap_port(self) -> int:
-        """Where this instance's bootstrap server listens; 0: at any free port."""
+        """Port on which this instance's bootstrap server listens; 0: any free port, as always on a decode."""
         if self.disaggregation_mode == "prefill":
             return self.default_bootstrap_port
         return 0 if self.disaggregation_mode == "decode" else self.disaggregation_bootstrap_port or 0

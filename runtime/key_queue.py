@@ -23,7 +23,7 @@ class KeyQueue(Generic[T]):
         self._items.setdefault(key, deque()).append(item)
 
     def pop(self) -> T:
-        """Remove and return the next item. Raises ``KeyError`` if the queue is empty."""
+        """Remove and return the oldest item of the next key, round robin. Raises ``KeyError`` if the queue is empty."""
         if not self._items:
             raise KeyError("the queue is empty")
         key = next(iter(self._items))
@@ -34,7 +34,7 @@ class KeyQueue(Generic[T]):
         return item
 
     def remove(self, key: str, item: T) -> None:
-        """Remove ``item`` of ``key``, which must be there."""
+        """Remove ``item`` of ``key`` from the queue. Raises ``KeyError`` or ``ValueError`` if it is not there."""
         items = self._items[key]
         items.remove(item)
         if not items:

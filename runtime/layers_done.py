@@ -34,14 +34,14 @@ class LayersDone:
 
     @property
     def count(self) -> int:
-        """Layers ``[0, count)`` are there; may exceed their number."""
+        """Number of layers with keys and values in the pool, asked now; a huge number when the pass has ended."""
         while self._marks and self._marks[0].has_come():
             self._marked = self._marks.popleft().layers
         return max(self._count.value, self._marked)
 
     @property
     def address(self) -> int:
-        """Where the kernels count: an int64."""
+        """Address of an int64 to which the CPU kernels write the number of finished layers."""
         return ctypes.addressof(self._count)
 
     def advance(self, count: int) -> None:
@@ -49,14 +49,21 @@ class LayersDone:
         self._count.value = count
 
     def launched(self, count: int) -> None:
-        """Note that layers ``[0, count)`` were computed, or launched on a device; there, every few are marked."""
+        """Note that layers ``[0, count)`` were computed or, with a ``mark``, launched on a device.
+
+        In the second case, ``mark`` is called after every ``MARKED_LAYERS`` layers. They count once the device has
+        reached the mark.
+        """
         if self.mark is None:
             self.advance(count)
         elif count % MARKED_LAYERS == 0:
             self._marks.append(_Mark(count, self.mark()))
 
     def mark_by(self, mark: Callable[[], Callable[[], bool]]) -> None:
-        """Have layers counted when a device has computed them; see ``mark``."""
+        """Count layers from now on only when a device has computed them.
+
+        ``mark`` queues an event on the device, and returns a function that tells whether the device has reached it.
+        """
         self.mark = mark
 
     def finish(self) -> None:
@@ -70,10 +77,10 @@ class NotCounted:
     address = None
 
     def launched(self, count: int) -> None:
-        """Do nothing."""
+        """Do nothing: the layers of this pass are not counted."""
 
     def mark_by(self, mark: Callable[[], Callable[[], bool]]) -> None:
-        """Do nothing."""
+        """Do nothing: the layers of this pass are not counted, so none is marked."""
 
 
 PassProgress = LayersDone | NotCounted

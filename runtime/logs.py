@@ -32,12 +32,12 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname).1s [{process}] %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format the line, without the traceback that may follow."""
+        """Format a record as one line, with its request's id if it has one. A traceback is not part of it."""
         line, rid = printable(super().formatMessage(record)), rid_of(record)
         return f"{line} rid={shown(rid)}" if rid else line
 
     def formatException(self, ei: Any) -> str:
-        """Return a traceback without control characters but its line ends."""
+        """Return a traceback of several lines, with escapes in place of control characters."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -76,15 +76,16 @@ def printable(text: str) -> str:
 
 
 def rid_of(record: logging.LogRecord) -> str:
-    """Return the id of the request that a record is about, "" for none."""
+    """Return the id of the request that a record is about: the record's own, or the running task's; "" for none."""
     return str(getattr(record, "rid", "") or REQUEST_ID.get())
 
 
 def configure_logging(process: str, level: str, log_format: LogFormat = "text", *, never_blocks: bool = False) -> None:
-    """Log as ``process`` from ``level`` on; SIGUSR2 prints every thread's stack beside it.
+    """Log records of ``level`` and above to standard error. Lines name ``process``; SIGUSR2 prints all threads' stacks.
 
-    ``never_blocks`` is for processes that write directly to the user's terminal or pipe, which may not be read. The
-    supervisor's children do not need it, because the supervisor reads their output.
+    With ``never_blocks``, lines are dropped rather than waited for when standard output or error is not read. That is
+    for processes that write directly to the user's terminal or pipe. The supervisor's children do not need it, because
+    the supervisor reads their output.
     """
     formatter = JsonFormatter(process) if log_format == "json" else TextFormatter(process)
     if never_blocks:

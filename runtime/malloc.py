@@ -16,8 +16,9 @@ MAX_KEPT = 8 * 2**20
 
 
 def return_freed_memory() -> None:
-    """Have glibc return freed memory to the kernel: blocks of ``LARGE_BLOCK`` bytes, and a heap's end of ``MAX_KEPT``.
+    """Have glibc return memory to the kernel when it is freed, from now on.
 
+    Blocks of ``LARGE_BLOCK`` bytes or more are returned at once. So is the free end of a heap above ``MAX_KEPT`` bytes.
     By default, glibc raises the first limit to the largest block ever freed, up to 32 MiB, and keeps twice as much. So
     a process that parsed one large body keeps its memory. The model worker does not call this, because its steps take
     and free megabytes all the time. With another C library nothing happens.
@@ -29,7 +30,10 @@ def return_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Give what is free in the heap back to the kernel: worth a walk through it behind large things that are over."""
+    """Return the free memory inside glibc's heap to the kernel now. With another C library nothing happens.
+
+    It walks through the heap, so it is worth its time only after large objects were freed.
+    """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

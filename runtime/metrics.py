@@ -42,22 +42,34 @@ Metrics: TypeAlias = tuple[Metric[Owner], ...]
 def counter(
     name: str, help: str, read: Callable[[Owner], Values | None], *labels: str, note: str = ""
 ) -> Metric[Owner]:
-    """Declare a value that never falls; ``name`` ends in ``_total``."""
+    """Declare a counter, a metric that never falls. ``name`` ends in ``_total``.
+
+    ``read`` takes its value from the owner, or a mapping from values of ``labels`` to values. None: it is not shown.
+    """
     return Metric(MetricInfo(MetricKind.COUNTER, name, help, labels), read, note)
 
 
 def gauge(name: str, help: str, read: Callable[[Owner], Values | None], *labels: str, note: str = "") -> Metric[Owner]:
-    """Declare a value that rises and falls."""
+    """Declare a gauge, a metric that rises and falls.
+
+    ``read`` takes its value from the owner, or a mapping from values of ``labels`` to values. None: it is not shown.
+    """
     return Metric(MetricInfo(MetricKind.GAUGE, name, help, labels), read, note)
 
 
 def histogram(name: str, help: str, read: Callable[[Owner], Histogram], *, note: str = "") -> Metric[Owner]:
-    """Declare values counted by size; ``name`` ends in their unit."""
+    """Declare a histogram, values counted by size. ``name`` ends in their unit.
+
+    ``read`` takes it from the owner, and a copy of it is shown.
+    """
     return Metric(MetricInfo(MetricKind.HISTOGRAM, name, help), lambda owner: read(owner).copy(), note)
 
 
 def read(table: Metrics[Owner], owner: Owner | None) -> list[Family]:
-    """Read every metric of ``table`` from ``owner``. Without an owner there are none."""
+    """Read every metric of ``table`` from ``owner``, without those that have no value now.
+
+    If ``owner`` is None, return [].
+    """
     if owner is None:
         return []
     values = ((metric.info, metric.read(owner)) for metric in table)
@@ -65,5 +77,5 @@ def read(table: Metrics[Owner], owner: Owner | None) -> list[Family]:
 
 
 def one_of(value: str, states: Iterable[str]) -> Labelled:
-    """Return 1 for ``value`` and 0 for the other ``states``."""
+    """Return a gauge's values by state: 1 for the state ``value`` and 0 for the other ``states``."""
     return {state: int(state == value) for state in states}

@@ -59,7 +59,7 @@ class Heading(NamedTuple):
 
 
 def section(title: str, order: int) -> Callable[[type[Section]], type[Section]]:
-    """Put the options that a dataclass declares under the heading ``title``. Headings are sorted by ``order``."""
+    """Make a class decorator that puts a dataclass's options under the heading ``title``. ``order`` sorts headings."""
 
     def mark(cls: type[Section]) -> type[Section]:
         cls.heading = Heading(title, order)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def heading_of(options: type, name: str) -> Heading:
 
 
 def flag(name: str) -> str:
-    """Return the flag of the option ``name``."""
+    """Return the command-line flag of the option ``name``: "--page-size" for "page_size"."""
     return "--" + name.replace("_", "-")
 
 

@@ -28,7 +28,7 @@ CHUNK = 1 << 16
 
 
 def dropped_note(lines: int) -> str:
-    """Say that lines were dropped."""
+    """Return a line that says that ``lines`` lines were dropped."""
     return f"{lines} lines were not written here: this output was not read in time"
 
 
@@ -51,7 +51,10 @@ class NeverBlocking(io.RawIOBase):
         atexit.register(self.drain, EXIT_SECONDS)
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Have ``data``, whole lines, written later; drop it if too much waits already."""
+        """Leave ``data``, whole lines, to the writing thread, and return its length; never wait.
+
+        It is dropped and counted if too many bytes wait already.
+        """
         copy = bytes(data)
         with self._changed:
             # After a drop, room is made first: one note for many lines, not one for each.
@@ -64,16 +67,16 @@ class NeverBlocking(io.RawIOBase):
         return len(copy)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all is written, at most ``seconds``; returns whether it is."""
+        """Wait until all waiting bytes are written or failed, for at most ``seconds``; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, seconds)
 
     def writable(self) -> bool:
-        """Say that one can write."""
+        """Return True: the stream can be written."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor: for libraries that write to it themselves."""
+        """Return the file descriptor, for libraries that write to it themselves. Such writes may block."""
         return self._fd
 
     def isatty(self) -> bool:
@@ -123,7 +126,11 @@ def _write(fd: int, data: bytes) -> bool:
 
 
 def never_block(name: str, note: Callable[[int], str] = dropped_note) -> None:
-    """Replace ``sys.stdout`` or ``sys.stderr`` by one that never blocks, unless it is one already."""
+    """Replace ``sys.stdout`` or ``sys.stderr`` (``name``: "stdout" or "stderr") by a stream that never blocks.
+
+    ``note`` formats the line that tells how many lines were dropped. Nothing happens if the stream never blocks
+    already, or is closed (None).
+    """
     stream = getattr(sys, name)
     if stream is None or isinstance(stream.buffer, NeverBlocking):
         return
@@ -134,9 +141,9 @@ def never_block(name: str, note: Callable[[int], str] = dropped_note) -> None:
 
 
 def copy_to_stderr(source: IO[bytes], prefix: str = "") -> None:
-    """Copy what arrives to standard error until the source ends, each line after ``prefix``.
+    """Copy what arrives from ``source`` to standard error until it ends, each line after ``prefix``.
 
-    Goes on reading if standard error fails: the writers at the other end must never wait.
+    It goes on reading if standard error fails, because the writers at the other end must never wait.
     """
     start = prefix.encode()
     with source:

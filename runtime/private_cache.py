@@ -23,7 +23,10 @@ SEAL = ".sha256"
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be made again, after the XDG base directory specification."""
+    """Return the user's folder for files that can be made again (XDG base directory specification).
+
+    It may be missing.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "pdserve"
 
@@ -57,7 +60,7 @@ def publish(made: Path, path: Path) -> None:
 
 
 def publish_sealed(made: Path, path: Path) -> None:
-    """Publish ``made`` at ``path``, with its digest beside it."""
+    """Move the finished file ``made``, of the same file system, to ``path``, with its SHA-256 in a file beside it."""
     seal = _seal_of(made)
     seal.write_text(_digest(made), encoding="ascii")
     # The digest first: a file without one counts as damaged, and is made again.
@@ -66,7 +69,10 @@ def publish_sealed(made: Path, path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether the file ``path`` has the bytes that were published."""
+    """Return whether the file ``path`` has the SHA-256 that ``publish_sealed`` wrote beside it. The whole file is read.
+
+    Return False if one of the two files is missing.
+    """
     try:
         return _seal_of(path).read_text(encoding="ascii", errors="replace") == _digest(path)
     except FileNotFoundError:

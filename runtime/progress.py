@@ -27,7 +27,10 @@ class ProgressLog:
         self._begin = self._logged_at = clock()
 
     def advance(self, amount: int) -> None:
-        """Count ``amount`` more. The caller logs the end, because it knows the result."""
+        """Count ``amount`` more, and log the percentage if ``EVERY_SECONDS`` have passed since the last line.
+
+        The end is not logged here: the caller logs it, because it knows the result.
+        """
         self._done += amount
         now = self._clock()
         if now - self._logged_at < EVERY_SECONDS or self._done >= self._total:

@@ -10,5 +10,8 @@ FLAGS = ("-P", "-X", "utf8")
 
 
 def python_command(*words: str, python: str | Path | None = None) -> list[str]:
-    """Return the command for ``words``, like ``"-m", MODULE``; ``python``: another interpreter than this one."""
+    """Return the command line that runs Python with ``FLAGS`` and then ``words``, like ``"-m", MODULE``.
+
+    ``python``: path of another interpreter than this process's.
+    """
     return [str(python or sys.executable), *FLAGS, *words]

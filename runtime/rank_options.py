@@ -44,7 +44,7 @@ class RankOptions(DisaggregationOptions):
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks on each host."""
+        """Number of ranks on each host."""
         return max(self.tp_size // max(self.nnodes, 1), 1)
 
     def problems(self) -> Iterator[str]:

@@ -23,27 +23,27 @@ class RankPlace:
 
     @property
     def local_size(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on each host."""
         return self.size // self.nodes
 
     @property
     def node(self) -> int:
-        """Number of the rank's host."""
+        """Number of the rank's host, from 0."""
         return self.rank // self.local_size
 
     @property
     def local(self) -> int:
-        """Number of the rank on its host."""
+        """Number of the rank among those on its host, from 0."""
         return self.rank % self.local_size
 
     @property
     def first(self) -> int:
-        """The host's lead."""
+        """Number of the first rank on this rank's host, which leads the others."""
         return self.node * self.local_size
 
     @property
     def followers(self) -> range:
-        """The host's other ranks."""
+        """Numbers of the ranks on this rank's host but the first."""
         return range(self.first + 1, self.first + self.local_size)
 
 

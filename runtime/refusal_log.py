@@ -35,7 +35,10 @@ class RefusalLog:
         self.total = 0
 
     def add(self, reason: str) -> None:
-        """Count a refusal; ``reason`` may contain untrusted text."""
+        """Count a refusal, and log ``reason`` unless there were too many lines lately.
+
+        It may contain untrusted text.
+        """
         self.total += 1
         now = self._clock()
         if now >= self._until:
@@ -65,7 +68,10 @@ class LogQuota(logging.Filter):
         self._dropped = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged."""
+        """Return whether the record is to be logged.
+
+        The first one after a flood gets a note of how many were dropped.
+        """
         now = self._clock()
         if now >= self._until:
             if self._dropped:
@@ -79,7 +85,7 @@ class LogQuota(logging.Filter):
 
 
 def limit_foreign_logs() -> None:
-    """Give those loggers a quota that write a traceback for whatever a connection does to them."""
+    """Limit the log lines of uvicorn and asyncio, which write a traceback for whatever a connection does to them."""
     for name in ("uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(f, LogQuota) for f in logger.filters):

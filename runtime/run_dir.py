@@ -43,13 +43,13 @@ class RunDir:
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Delete the folder, and what is in it."""
+        """Delete the folder with all that is in it, and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def remove_stale_run_dirs() -> None:
-    """Delete the run directories of this user's servers that were killed too hard to remove their own."""
+    """Delete this user's run directories that no living server has locked: their servers were killed."""
     for path in run_dir_parent().glob(f"{RUN_DIR_PREFIX}*-*"):
         # Another server that starts at this moment may have removed it; a living one holds the lock.
         with suppress(OSError):

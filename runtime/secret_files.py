@@ -15,7 +15,7 @@ OPTIONS = (
 
 
 def warn_of_exposed_files(options: object) -> None:
-    """Log a line for each such file that ``options``, those of a server or router, name."""
+    """Log a warning for each file with keys or secrets that ``options`` name and that other users can read or write."""
     for name in OPTIONS:
         path = getattr(options, name, None)
         if path is not None and (problem := exposure(path)):

@@ -45,13 +45,16 @@ def handle_signals(
 
 
 def ignore_stray_signals() -> None:
-    """Let signals that are meant for other programs do nothing."""
+    """Ignore the signals in ``STRAY``, which are meant for other programs and would end this one."""
     for number in STRAY:
         signal.signal(number, signal.SIG_IGN)
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore what the parent acts on for this process; ``STOP`` is left."""
+    """Ignore SIGINT, SIGTERM and SIGHUP, on which the parent acts, and stray signals.
+
+    ``STOP`` and ``FAILED`` stay as they are.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *STRAY):
         signal.signal(number, signal.SIG_IGN)
 

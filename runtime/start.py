@@ -15,7 +15,7 @@ from .signals import leave_signals_to_parent
 
 
 def main() -> None:
-    """Become the process that the arguments name."""
+    """Import the module that the first argument names, and run its ``main``, with the rest of the arguments."""
     leave_signals_to_parent()
     with uncollected():
         module = import_module(sys.argv.pop(1))

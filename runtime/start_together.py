@@ -28,12 +28,12 @@ POLL_SECONDS = 0.0002
 
 
 def adopt_orphans(yes: bool) -> None:
-    """Make this process the parent of its descendants' orphans from now on, or no longer."""
+    """Make this process the parent of its descendants' orphans from now on (``yes``), or no longer."""
     prctl(PR_SET_CHILD_SUBREAPER, yes)
 
 
 def fork_orphan() -> bool:
-    """Fork a process that is the supervisor's child. Return whether this is it."""
+    """Fork a process that becomes a child of the supervisor. Return True in it, and False in the calling process."""
     between = os.fork()
     if between:
         os.waitpid(between, 0)
@@ -47,7 +47,10 @@ def fork_orphan() -> bool:
 
 
 def main() -> None:
-    """Start the processes that the arguments name; in each of them, run it."""
+    """Start a process for each module and spec in the arguments, and report its pid.
+
+    Each runs its module's ``main``.
+    """
     leave_signals_to_parent()
     started, *words = sys.argv[1:]
     for number, (module, spec) in enumerate(zip(words[::2], words[1::2], strict=True)):

@@ -21,7 +21,7 @@ class BackendOptions(Protocol):
 
     @property
     def kv_staging_size(self) -> float | None:
-        """Gigabytes of host memory between the pool of a GPU and a backend."""
+        """Gigabytes of host memory between the pool of a GPU and a backend; None: the default."""
 
 
 def _nothing(options: BackendOptions) -> Iterator[str]:

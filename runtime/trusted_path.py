@@ -26,7 +26,7 @@ def distrust(state: os.stat_result) -> str:
 
 
 def foreign(state: os.stat_result) -> str:
-    """Return an error if a folder or file belongs neither to this user nor to root; "" if it does."""
+    """Return why a folder or file is not to be trusted: it belongs to another user than this one or root. "" if not."""
     if state.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {state.st_uid}, not to {os.geteuid()} who runs this server"
     return ""

@@ -37,10 +37,10 @@ def read_api_key(file: Path | None) -> str | None:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """Make the headers with the key."""
+    """Return the HTTP headers that carry ``api_key``, an empty dict if it is None."""
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def decoder_says(error: UndeclaredMessage) -> str:
-    """Return the decoder's description of what is wrong with an answer."""
+    """Return the decoder's description of what is wrong with an answer, in printable characters."""
     return shown(str(error.__cause__ or error))

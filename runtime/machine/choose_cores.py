@@ -24,12 +24,15 @@ class ComputeCores(NamedTuple):
 
     @property
     def best_node(self) -> int:
-        """The one with the most cores, the first of several."""
+        """NUMA node with the most cores; the first one if there are several."""
         return max(self.nodes, key=lambda node: len(self.nodes[node]))
 
 
 def compute_cores(machine: Machine) -> ComputeCores:
-    """Choose the cores for threads among those that ``machine`` allows; at least one."""
+    """Choose cores for compute threads: one of each physical core that ``machine`` allows, at least one.
+
+    Efficiency cores are left out if there are others.
+    """
     notes = [f"{len(machine.allowed)} allowed"]
     first = frozenset(cpu for cpu in machine.allowed if cpu == min(machine.siblings[cpu] & machine.allowed))
     if siblings := len(machine.allowed) - len(first):
@@ -48,5 +51,5 @@ def within_quota(threads: int, quota: float | None) -> int:
 
 
 def quota_note(quota: float) -> str:
-    """Describe a quota for a line of the start-up log."""
+    """Describe a CPU quota, in cores, for a line of the start-up log."""
     return f"a CPU quota of {quota:g} core{'s' * (quota != 1)}"

@@ -56,7 +56,7 @@ def cpuset(tree: SystemTree) -> frozenset[int] | None:
 
 
 def memory_limits(tree: SystemTree) -> list[MemoryLimit]:
-    """Return the memory limit of each group that has one."""
+    """Return the memory limit of each control group around this process that has one, and the use of each, in bytes."""
     limits = []
     for group in _groups(tree, "memory"):
         names = ("memory.max", "memory.current") if group.is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -16,7 +16,7 @@ class Memory(NamedTuple):
 
 
 def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immutable
-    """Return the memory of the host, or of the tightest of the control groups around this process."""
+    """Return total and free memory in bytes: the host's, or less if a control group around this process allows less."""
     lines = (line.split() for line in (tree.proc / "meminfo").read_text().splitlines())
     kib = {fields[0].rstrip(":"): int(fields[1]) for fields in lines}
     total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024

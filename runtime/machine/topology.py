@@ -31,7 +31,10 @@ class Machine(NamedTuple):
 
 
 def read_machine(affinity: Iterable[int] | None = None, tree: SystemTree = SystemTree()) -> Machine:  # noqa: B008
-    """Read the machine from ``tree``, as a process with ``affinity`` (default: this one's) sees it."""
+    """Read from ``tree`` which cores this process may use, of which kinds they are, and its CPU quota.
+
+    ``affinity``: numbers of the cores on which it may run; None: as the kernel says.
+    """
     allowed = frozenset(os.sched_getaffinity(0) if affinity is None else affinity)
     # The kernel keeps the affinity within the cpuset. But it may show the host's files to a container. A cpuset without
     # any of our cores is not ours.
@@ -61,7 +64,7 @@ def _slow(allowed: frozenset[int], tree: SystemTree) -> frozenset[int]:
 
 
 def _nodes(allowed: frozenset[int], tree: SystemTree) -> dict[int, frozenset[int]]:
-    """Return the allowed cores by node. A kernel that knows no nodes has one."""
+    """Return the allowed cores by NUMA node. All are in node 0 if the kernel's nodes do not have all of them."""
     files = (tree.sys / "devices/system/node").glob("node[0-9]*/cpulist")
     found = {int(file.parent.name.removeprefix("node")): allowed & _list(file) for file in files}
     nodes = {node: cores for node, cores in sorted(found.items()) if cores}

@@ -69,7 +69,7 @@ class AccessRecord:
 
     @staticmethod
     def of(scope: Scope) -> AccessRecord:
-        """Return the request that is answered through ``scope``."""
+        """Return the record of the request that is answered through ``scope``."""
         return cast(AccessRecord, scope[SCOPE_KEY])
 
     @property
@@ -79,18 +79,24 @@ class AccessRecord:
 
     @property
     def label(self) -> str:
-        """The path in metrics: one label for all that do not exist."""
+        """Label of the path in metrics; ``OTHER`` for all paths that do not exist."""
         return self.facts.label if self.facts is not None else OTHER
 
     def name(self, rid: str) -> None:
-        """Set the engine's name of the request, for the log. It becomes the request's id if the client gave none."""
+        """Set ``rid``, the engine's name of the request, for the log.
+
+        It becomes the request's id if the client gave none.
+        """
         self.rid = rid
         REQUEST_ID.set(rid)
         if not self.has_own_id and FIT_ID.fullmatch(rid.encode()):
             self.request_id = rid
 
     def on_send(self, message: Message) -> None:
-        """Note that a message of the answer is sent."""
+        """Note status, first byte and size of the answer from an ASGI message, and add headers to the answer's head.
+
+        The headers are the request's id and those in ``headers``. The message is changed in place.
+        """
         if message["type"] == "http.response.body":
             # A comment that keeps a stream alive is not yet its answer.
             if not self.first_byte_at and not message.get("body", b"").startswith(b":"):
@@ -117,7 +123,7 @@ class AccessCounts:
         self.in_flight = 0
 
     def by_labels(self) -> Labelled:
-        """Return the answers with the values of the labels ``method``, ``path`` and ``status``."""
+        """Return the numbers of answers by the values of the labels ``method``, ``path`` and ``status``."""
         return {(method, path, str(status)): count for (method, path, status), count in self.responses.items()}
 
 
@@ -198,7 +204,7 @@ class AccessLog:
 
 
 def access_line(record: AccessRecord, seconds: float) -> str:
-    """Make the line of a request in the access log. Characters that would break the line are replaced."""
+    """Make the line of a request that took ``seconds`` for the access log. Unprintable characters are replaced."""
     asked = f'{shown(record.client)} "{shown(record.method)} {shown(record.path)}"'
     line = f"{asked} {record.status} {seconds:.3f}s{_words(record.details)}"
     if record.rid not in ("", record.request_id):

@@ -41,7 +41,7 @@ def get(
     is_poll: bool = False,
     starts_work: bool = False,
 ) -> PathFacts:
-    """Declare a path for GET. See ``PathFacts``."""
+    """Declare a path that is served for GET. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, GET, endpoint, does, at_router, access, is_poll=is_poll, starts_work=starts_work)
 
 
@@ -55,12 +55,12 @@ def post(
     rid_prefix: str = "",
     ends_work: bool = False,
 ) -> PathFacts:
-    """Declare a path for POST. See ``PathFacts``."""
+    """Declare a path that is served for POST. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, POST, endpoint, does, at_router, access, rid_prefix=rid_prefix, ends_work=ends_work)
 
 
 def delete(path: str, endpoint: str, does: str, at_router: AtRouter, access: Access = USER) -> PathFacts:
-    """Declare a path for DELETE. See ``PathFacts``."""
+    """Declare a path that is served for DELETE. The arguments are fields of ``PathFacts``."""
     return PathFacts(path, DELETE, endpoint, does, at_router, access)
 
 

@@ -23,7 +23,7 @@ class Aside:
         self._thread = ThreadPoolExecutor(1, "large-bodies")
 
     async def run(self, is_large: bool, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns. It runs on the thread if ``is_large``, else here."""
+        """Run ``work`` and return its result. It runs on the thread, after earlier work, if ``is_large``, else here."""
         if not is_large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

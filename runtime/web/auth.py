@@ -120,9 +120,10 @@ class ApiKeyAuth:
         return self._keys.caller(headers, routers_sign=routers_sign)
 
     def _needs_admin(self, access: Access, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether a request needs the admin key here. A router without keys leaves shown keys to the instances.
+        """Return whether a request needs the admin key at this server.
 
-        It refuses admins' orders that show none, since every instance would.
+        A router without keys of its own leaves the client's key to the instances. It refuses only orders of admins that
+        come without a key, since every instance would refuse them.
         """
         if self._is_router and not self._keys:
             return access is Access.ADMIN and not any(name in KEY_HEADERS for name, _ in headers)
@@ -135,11 +136,15 @@ class ApiKeyAuth:
         return send if proof is None else _with_header(send, (PROOF_HEADER, proof))
 
     def _named(self, name: str) -> Caller:
-        """Return the caller that a router names after it has checked the key."""
+        """Return the caller for the key name in a request that a router has signed. The router has checked the key."""
         return Caller(ADMIN, is_admin=True) if name == ADMIN else Caller(name, is_admin=False)
 
     def _headers(self, headers: list[tuple[bytes, bytes]], caller: Caller) -> list[tuple[bytes, bytes]]:
-        """Return the headers without a key name of the client's own. A router names every caller but the admin."""
+        """Return the request's headers for the application: without a name of a key that the client has set itself.
+
+        A router adds the name of every caller but the admin. It replaces the client's key by the admin key, or leaves
+        it out if it signs its requests.
+        """
         headers = [header for header in headers if header[0] != KEY_NAME_HEADER]
         if not self._is_router:
             return headers
@@ -158,7 +163,7 @@ class ApiKeyAuth:
 
 
 def _target(scope: Scope) -> bytes:
-    """Return the request's target as it came."""
+    """Return the path and query of the request as they were sent, undecoded."""
     path: bytes = scope["raw_path"]
     return path + b"?" + scope["query_string"] if scope["query_string"] else path
 
@@ -173,7 +178,10 @@ def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
 
 
 def _with_digest(receive: Receive, digest: bytes) -> Receive:
-    """Take the body only if it is the one that was signed: for another, the client seems to be gone before its end."""
+    """Make a ``receive`` that compares the body with its signed SHA-256, ``digest``.
+
+    If they differ, the client seems to disconnect before the last part of the body.
+    """
     seen = sha256()
 
     async def receive_checked() -> Message:

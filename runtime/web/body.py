@@ -84,7 +84,7 @@ class Uploads:
         """Bytes of complete bodies that wait for a parser."""
 
     async def read(self, request: Request, limit: int) -> bytes:
-        """Read a body of JSON.
+        """Read a request's body of JSON, of at most ``limit`` bytes.
 
         Raises ``BodyEncoded``, ``BodyTooLarge`` or ``UploadDropped`` before all of it is read, and ``TooManyValues``
         and ``ClientDisconnect``.
@@ -149,7 +149,7 @@ async def _has_too_many(body: bytes, values: int) -> bool:
 
 
 async def _has_too_many_containers(body: bytes) -> bool:
-    """Return whether there are too many containers outside of strings: text of code has many brackets."""
+    """Return whether there are more than ``MAX_CONTAINERS`` lists and objects. Brackets in strings do not count."""
     containers = start = within = 0
     while start < len(body):
         end = start + STEP
@@ -169,9 +169,10 @@ async def _has_too_many_containers(body: bytes) -> bool:
 
 
 async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:
-    """Read a body. ``on_part`` is called with the length of each part as it arrives.
+    """Read a request's body of at most ``limit`` bytes.
 
-    Raises ``BodyEncoded`` and ``BodyTooLarge`` before reading all of it, and ``ClientDisconnect``.
+    ``on_part`` is called with the length of each part as it arrives. Raises ``BodyEncoded`` and ``BodyTooLarge`` before
+    reading all of it, and ``ClientDisconnect``.
     """
     encoding = request.headers.get("content-encoding", "").strip()
     if encoding.lower() not in ("", "identity"):

@@ -21,7 +21,7 @@ MAX_HEAD_BYTES = 16 << 10
 
 
 def bounded_protocol() -> type[H11Protocol]:
-    """Make the protocol of one server. Its connections are counted together."""
+    """Make uvicorn's protocol class for one server. All its connections are counted together."""
     waiting: dict[_Bounded, None] = {}
 
     class BoundedServerProtocol(_Bounded):
@@ -55,7 +55,10 @@ class _Bounded(H11Protocol):
             self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP. If it is in a body, the request is running, and its own answer may not follow."""
+        """Refuse what is no HTTP, and close the connection. ``msg``: the body of the 400.
+
+        If a request is running, it is ended. If its answer has begun, the connection is closed without a 400.
+        """
         if self.cycle is not None:
             self.cycle.disconnected = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -64,7 +67,7 @@ class _Bounded(H11Protocol):
             self.transport.close()
 
     def end(self) -> None:
-        """Drop the connection, whatever it was about to say."""
+        """Abort the connection. What it has still to send is lost."""
         self._forget()
         if not self.transport.is_closing():
             self.transport.abort()

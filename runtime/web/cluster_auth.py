@@ -61,7 +61,10 @@ class Signed(NamedTuple):
 
 
 async def digest_of(body: Sequence[bytes | memoryview]) -> bytes:
-    """Return the digest of a request's body. Long ones are hashed on a thread: 16 MiB take 20 ms."""
+    """Return the SHA-256 of a request's body in hexadecimal digits.
+
+    Long ones are hashed on a thread: 16 MiB take 20 ms.
+    """
     if sum(map(len, body)) <= INLINE_BYTES:
         return _digest(body)
     return await asyncio.to_thread(_digest, body)
@@ -79,33 +82,39 @@ class ClusterAccess(ABC):
 
     @abstractmethod
     async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
-        """Return what ``signatures`` needs to know of a request's body."""
+        """Return the digest of a request's body that ``signatures`` is given; b"" if requests are not signed."""
 
     @abstractmethod
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
-        """Have a new connection's server prove by ``ask`` that it belongs to the cluster."""
+        """Call ``ask`` if a new connection's server has to prove that it belongs to the cluster.
+
+        ``ask`` sends the challenge, checks the proof by the client that it is given, and raises if that fails.
+        """
 
     @abstractmethod
     def signatures(
         self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
     ) -> Sequence[tuple[bytes, bytes]]:
-        """Return the headers that sign a request to the instance ``epoch``."""
+        """Return the headers that sign a request to the instance ``epoch``, none if requests are not signed.
+
+        ``target``: the path and query. ``digest``: what ``digest`` returned for the body.
+        """
 
 
 class OpenCluster(ClusterAccess):
     """Access to servers without a cluster secret: nothing is proven or signed."""
 
     async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
-        """Return "", without reading the body."""
+        """Return b"", without reading the body: requests are not signed."""
         return b""
 
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
-        """Ask for no proof."""
+        """Do nothing: no proof is asked for."""
 
     def signatures(
         self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
     ) -> Sequence[tuple[bytes, bytes]]:
-        """Return no headers."""
+        """Return no headers: requests are not signed."""
         return ()
 
 
@@ -122,7 +131,7 @@ class ClusterClient(ClusterAccess):
         """Where each epoch was found first."""
 
     async def digest(self, body: Sequence[bytes | memoryview]) -> bytes:
-        """Return the body's digest."""
+        """Return the SHA-256 of the body in hexadecimal digits."""
         return await digest_of(body)
 
     async def prove(self, ask: Callable[[ClusterClient], Awaitable[None]]) -> None:
@@ -132,18 +141,18 @@ class ClusterClient(ClusterAccess):
     def signatures(
         self, epoch: bytes, method: str, target: str, headers: Headers, digest: bytes
     ) -> Sequence[tuple[bytes, bytes]]:
-        """Return the header of ``sign`` for a request that is sent now."""
+        """Return the one header that signs the request, with the present time."""
         return (self.sign(epoch, method, target, headers, digest, time.time()),)
 
     @staticmethod
     def challenge() -> bytes:
-        """Draw a new challenge."""
+        """Draw a random challenge of ``CHALLENGE_CHARS`` hexadecimal digits."""
         return secrets.token_hex(CHALLENGE_CHARS // 2).encode()
 
     def proven(self, challenge: bytes, proof: bytes | None, url: str) -> bytes | None:
-        """Return the epoch of the instance at ``url`` that gave ``proof``.
+        """Return the epoch of the instance at ``url`` that gave ``proof`` in answer to ``challenge``.
 
-        None if it does not know the secret, or belongs to another address.
+        None if the proof shows no knowledge of the secret, or if the instance belongs to another address.
         """
         epoch, port, *macs = [*(proof or b"")[:MAX_PROOF_BYTES].split(b"."), b"", b""]
         expected = [_mac(key, challenge, epoch, port) for key in self._proof_keys]
@@ -166,7 +175,7 @@ class ClusterClient(ClusterAccess):
     ) -> tuple[bytes, bytes]:
         """Make the header that signs a request to the instance ``epoch``, at Unix time ``now``.
 
-        ``digest`` is that of its body, by ``digest_of``.
+        ``target``: the path and query. ``digest``: of the body, by ``digest_of``.
         """
         signed = b".".join((b"%.0f" % now, secrets.token_hex(8).encode(), digest))
         mac = _mac(self._key, signed, epoch, method.encode(), target.encode(), _caller(headers))
@@ -190,7 +199,7 @@ class OpenServer:
     def check(
         self, signature: bytes, method: str, target: bytes, headers: Headers, now: float, *, only_reads: bool = False
     ) -> Signed | str:
-        """Raise ``AssertionError``: ``signature`` finds none to check."""
+        """Raise ``AssertionError``: this server never has a signature to check."""
         raise AssertionError("a server without a cluster secret checks no signature")
 
 
@@ -218,7 +227,7 @@ class ClusterServer(OpenServer):
         self._used = OnceOnly(monotonic)
 
     def proof(self, headers: Headers) -> bytes | None:
-        """Return the answer to the challenge in a request's ``headers``, None if there is none."""
+        """Return the proof in answer to the challenge in ``headers`` of a request, None if they have no valid one."""
         for name, value in headers:
             if name == CHALLENGE_HEADER and len(value) == CHALLENGE_CHARS and value.isalnum():
                 macs = (_mac(key, value, self._epoch, self._port) for key in self._proof_keys)
@@ -232,9 +241,9 @@ class ClusterServer(OpenServer):
     def check(
         self, signature: bytes, method: str, target: bytes, headers: Headers, now: float, *, only_reads: bool = False
     ) -> Signed | str:
-        """Return the contents of a ``signature``, or why it is invalid. It is valid once, except if it ``only_reads``.
+        """Return the contents of a ``signature``, or a message that says why it is invalid at Unix time ``now``.
 
-        Raises ``TooManySignatures``.
+        It is valid once, or any number of times if the request ``only_reads``. Raises ``TooManySignatures``.
         """
         signed, _, given = signature.rpartition(b".")
         fields, caller = signed.split(b"."), _caller(headers)

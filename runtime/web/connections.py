@@ -40,7 +40,7 @@ class ServerConnection(Protocol):
 
 
 def network_of(address: str) -> str:
-    """Return the address of a client, or the network where an IPv6 host has more than one."""
+    """Return the network to which a client's address counts: its /64 for IPv6, else the address itself."""
     if ":" not in address:
         return address
     try:
@@ -70,7 +70,7 @@ class Connections:
 
     @classmethod
     def of_process(cls, files_each: int) -> Connections:
-        """Allow as many connections as the limit on open files permits.
+        """Make the counts for this process's server, with as many connections as its limit on open files permits.
 
         ``files_each`` is the number of files of a connection, including those opened to serve it.
         """
@@ -78,19 +78,22 @@ class Connections:
         return cls(max(FEWEST, (files - RESERVED_FILES) // files_each))
 
     def opened(self, connection: ServerConnection) -> None:
-        """Note a new connection. It waits, or is ended if all others serve requests."""
+        """Note a new connection, which waits for a request.
+
+        If there are too many, a waiting one is ended, perhaps this one.
+        """
         self._open.add(connection)
         self.wait(connection)
         while len(self._open) > self._most:
             self._end_longest(f"{self._most} are open, as the limit on open files (ulimit -n) allows")
 
     def closed(self, connection: ServerConnection) -> None:
-        """Forget a closed connection."""
+        """Remove a closed connection from all counts."""
         self._open.discard(connection)
         self.serve(connection)
 
     def wait(self, connection: ServerConnection) -> None:
-        """Note that a connection waits for a request from now on."""
+        """Note that a connection waits for a request from now on. If too many wait, one of them is ended."""
         self.serve(connection)
         self._waiting.setdefault(connection.network, {})[connection] = 0
         self.waiting += 1
@@ -98,7 +101,7 @@ class Connections:
             self._end_longest(f"{self._max_waiting} wait for a request")
 
     def serve(self, connection: ServerConnection) -> None:
-        """Note that a connection no longer waits."""
+        """Note that a connection no longer waits for a request. Its bytes of a head are no longer counted."""
         network = self._waiting.get(connection.network)
         if network is None or (held := network.pop(connection, None)) is None:
             return
@@ -108,7 +111,10 @@ class Connections:
             del self._waiting[connection.network]
 
     def hold(self, connection: ServerConnection, size: int) -> None:
-        """Count ``size`` more bytes of an incomplete head. If all heads have too many, the longest one is ended."""
+        """Count ``size`` more bytes of an incomplete head.
+
+        If all heads together are too long, the longest one's connection ends.
+        """
         network = self._waiting.get(connection.network, {})
         if connection not in network:
             return

@@ -28,7 +28,7 @@ ERROR_TYPES = {
 
 
 def without_frames(error: E) -> E:
-    """Return ``error`` without the frames of itself and of its causes.
+    """Drop the frames of ``error`` and of its causes, in place, and return ``error``.
 
     A frame may refer back to the error by a task or a variable. Then they keep each other in memory, and with them a
     body of up to 32 MiB, until the garbage collector runs. When it runs depends on the number of objects, not on their
@@ -44,7 +44,7 @@ def without_frames(error: E) -> E:
 
 
 def error_type(status: int) -> str:
-    """Return the ``type`` of an error with this status. OpenAI's is the same for 400, 401, 404 and 405."""
+    """Return the ``type`` of an error with this HTTP status. OpenAI's is the same for 400, 401, 404 and 405."""
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
@@ -53,7 +53,8 @@ def error_fields(
 ) -> dict[str, Any]:
     """Return the fields of an error: message, type, param, code, status. ``param`` names the offending field.
 
-    ``status`` is needed for an error in the middle of a stream, which has no other status.
+    ``kind`` becomes the type; None: the usual type and code of the status. ``status`` is needed for an error in the
+    middle of a stream, which has no other status.
     """
     return {
         "message": message,
@@ -70,12 +71,12 @@ def plain_error(error: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_body(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:
-    """Make the body of an error that belongs to no path, in the usual shape."""
+    """Make the body of an error that belongs to no path, in OpenAI's shape: ``{"error": {…}}``."""
     return plain_error(error_fields(status, message, code=code))
 
 
 def error_status(error: dict[str, Any]) -> int:
-    """Return the status of an ``error`` object; other servers have it in ``code``. 500 if there is none."""
+    """Return the HTTP status in an ``error`` object. Other servers have it in ``code``. Return 500 if there is none."""
     for name in ("status", "code"):
         status = error.get(name)
         if isinstance(status, int) and 400 <= status <= 599:

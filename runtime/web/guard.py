@@ -50,9 +50,9 @@ def guard(
 ) -> ASGIApp:
     """Return ``app`` behind the access log and every check that comes before a request is read.
 
-    ``on_end`` is called after each request with its duration in seconds. ``epoch``: of an instance. ``own_admin_key``:
-    the key that the server drew at its start; it counts where ``options`` name no admin's. Raises ``KeyFileError``,
-    ``ClusterSecretError``, and ``ValueError`` for an address that is none.
+    ``on_end`` is called after each request with its duration in seconds. ``epoch``: id of this start of an instance, ""
+    for a router. ``own_admin_key``: admin key that the server drew at its start, which counts only if ``options`` have
+    none. Raises ``KeyFileError``, ``ClusterSecretError``, and ``ValueError`` for an invalid address of a proxy.
     """
     is_router, secret = server is Server.ROUTER, None
     if not is_router:

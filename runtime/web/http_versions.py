@@ -79,7 +79,7 @@ class BeforeContinue:
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the head of a request without its request for another protocol."""
+    """Return the head of a request, ready to be parsed again, without its request to upgrade to another protocol."""
     headers = list(headers)
     tokens = [token.strip() for name, value in headers if name == b"connection" for token in value.split(b",")]
     kept = [header for header in headers if header[0] not in HOP_BY_HOP]

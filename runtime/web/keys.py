@@ -48,7 +48,7 @@ class Caller(NamedTuple):
 
     @staticmethod
     def of(scope: Scope) -> Caller:
-        """Return the sender of the request ``scope``."""
+        """Return the sender of the request ``scope``; ``ANYBODY`` if no key was checked."""
         return cast(Caller, scope.get(SCOPE_KEY, ANYBODY))
 
 
@@ -65,7 +65,7 @@ class _Unnamed:
 
     @cached_property
     def caller(self) -> Caller:
-        """The user of this key. Takes as long as ``_digest_name`` the first time."""
+        """The sender with this key. Making its name takes some 50 ms the first time."""
         caller = Caller(_digest_name(self._key), is_admin=self._is_admin)
         self.is_named = True
         return caller
@@ -113,7 +113,7 @@ class Keys:
 
     @property
     def has_admin(self) -> bool:
-        """Whether one of the keys that were given is an admin's."""
+        """Whether the options gave an admin key, or a single key, which is then also the admin's."""
         return self.admin is not None or len(self.users) + len(self.unnamed) == 1
 
     def with_own_admin(self, key: str) -> Keys:
@@ -122,7 +122,7 @@ class Keys:
 
     @property
     def are_several(self) -> bool:
-        """Whether there may be several users. A router acts for each of its own with the admin key."""
+        """Whether there may be several users: several keys, or a router that names its users with the admin key."""
         return len(self.users) + len(self.unnamed) > 1 or self.admin is not None
 
     def takes_long(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -135,8 +135,9 @@ class Keys:
     def caller(self, headers: Iterable[tuple[bytes, bytes]], *, routers_sign: bool = False) -> Caller | None:
         """Return the sender by the key in ``headers``; None if a key is required and there is no valid one.
 
-        The admin may name a user, because that only restricts the request. With ``routers_sign``, routers authenticate
-        by other means, so a request without a key is not a router's.
+        A router may name the user that it passes the request on for. It needs the admin key for that, or no key if the
+        server asks for none. ``routers_sign``: routers sign their requests instead, so one without a key is not a
+        router's.
         """
         given, speaks_for = _shown(headers)
         found = None if self.has_users else ANYBODY
@@ -202,7 +203,10 @@ def read_keys(options: KeyOptions) -> Keys:
 
 
 def check_keys(options: KeyOptions) -> None:
-    """Raise ``KeyFileError`` for keys that can't be used, and where other hosts could use the server without any."""
+    """Raise ``KeyFileError`` for keys that can't be used, and if other hosts could use the server without a key.
+
+    ``--no-keys`` allows the latter.
+    """
     if not (read_keys(options).has_users or options.no_keys or is_loopback(options.host)):
         raise KeyFileError(
             f"--host {options.host} lets every client that reaches it use this server: ask for keys (--api-key-file), "
@@ -272,7 +276,7 @@ class KeyLine(NamedTuple):
     key: str
 
     def error(self, message: str) -> KeyFileError:
-        """Make the error for a wrong line."""
+        """Make, but do not raise, the error for this line; ``message`` comes after the line's file and number."""
         return KeyFileError(f"{self.where}: {message}")
 
 

@@ -50,7 +50,10 @@ SEND_SECONDS = 60.0
 
 
 def limited_protocol(send_seconds: float, connections: Connections) -> type[LimitedProtocol]:
-    """Make the protocol of one server. Its ``connections`` are counted together."""
+    """Make uvicorn's protocol class for one server. All its connections are counted in ``connections``.
+
+    ``send_seconds``: time after which a client that accepts nothing of its answer is disconnected.
+    """
 
     class LimitedServerProtocol(LimitedProtocol):
         _send_seconds = send_seconds
@@ -60,7 +63,7 @@ def limited_protocol(send_seconds: float, connections: Connections) -> type[Limi
 
 
 def _last_words(status: int, reason: str, message: str) -> bytes:
-    """Make a whole answer that ends its connection."""
+    """Make the bytes of a whole HTTP response with an error, which announces that the connection is closed."""
     body = orjson.dumps(error_body(status, message))
     head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -173,9 +176,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch()
 
     def _feed(self, data: bytes) -> None:
-        """Parse ``data``. A request that asks for another protocol, which nothing here speaks, is read without asking.
+        """Parse ``data``.
 
-        Java's HttpClient asks with every first request; httptools would skip the body.
+        A request to upgrade to another protocol is served as plain HTTP/1, because no other is spoken here. Java's
+        HttpClient asks with every first request; httptools would skip the body.
         """
         try:
             self.parser.feed_data(data)
@@ -256,7 +260,10 @@ class LimitedProtocol(HttpToolsProtocol):
         raise TooMuch
 
     def _refuse(self, last_words: bytes = HEAD_TOO_LONG) -> None:
-        """End the connection. An error in an answer, or before that of an earlier request, would be garbage."""
+        """Send ``last_words``, a whole error response, and close the connection.
+
+        It is aborted without them if they would end up in an answer, or before an earlier request's answer.
+        """
         if self._answering:
             if self._phase is not ConnectionPhase.BODY or self.pipeline or self.cycle.response_started:
                 self.transport.abort()
@@ -278,7 +285,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._limit = None
 
     def _watch(self) -> None:
-        """Start the time limit of the phase that a read ended in: most requests come in one read and need no timer."""
+        """Start the time limit of the present phase, if it has one and none runs.
+
+        It is called after each read, because most requests come in one read and need no timer.
+        """
         if self._limit is None and self._phase is not ConnectionPhase.IDLE and not self.transport.is_closing():
             self._body_bytes = 0
             seconds = HEAD_SECONDS if self._phase is ConnectionPhase.HEAD else BODY_SECONDS

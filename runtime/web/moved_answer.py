@@ -74,5 +74,5 @@ def read_ticket(data: bytes) -> Ticket:
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """Return the first header of this name, None if there is none."""
+    """Return the value of the first header with this ``name``, None if there is none."""
     return next((value for known, value in headers if known == name), None)

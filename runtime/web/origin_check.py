@@ -65,7 +65,10 @@ class Cors(CORSMiddleware):
         self._table = table
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer preflights without a key, because browsers send none with them."""
+        """Serve a request.
+
+        Preflights are answered here, without asking for a key, because browsers send none with them.
+        """
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
             headers = Headers(scope=scope)
             if "origin" in headers and "access-control-request-method" in headers:
@@ -99,7 +102,7 @@ class OriginGuard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer before any part of the body is read."""
+        """Pass a request on, or answer it with 403 before any part of its body is read."""
         problem = self._problem(scope["headers"]) if scope["type"] == "http" else None
         if problem is None:
             await self._app(scope, receive, send)

@@ -21,9 +21,9 @@ FILE_NAME = "admin-key"
 
 
 def draw_own_admin_key(options: KeyOptions, run_dir: Path) -> Path | None:
-    """Write a new key into ``run_dir`` and log its file, which is returned; do nothing if ``options`` name an admin's.
+    """Draw an admin key, write it to a file in ``run_dir``, log the file's path, and return the path.
 
-    Raises ``KeyFileError`` and ``OSError``.
+    Return None and do nothing if ``options`` give an admin key. Raises ``KeyFileError`` and ``OSError``.
     """
     if read_keys(options).has_admin:
         return None
@@ -36,7 +36,7 @@ def draw_own_admin_key(options: KeyOptions, run_dir: Path) -> Path | None:
 
 
 def own_admin_key(run_dir: Path) -> str | None:
-    """Return the key that was drawn there, None if there is none."""
+    """Return the admin key that ``draw_own_admin_key`` wrote into ``run_dir``, None if there is none."""
     try:
         return (run_dir / FILE_NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:

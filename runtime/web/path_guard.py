@@ -25,7 +25,7 @@ class PathGuard:
         self._table = table
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, or say why not without reading its body."""
+        """Pass the request on, or answer with 404, 405 or OPTIONS' 204 without reading its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -52,7 +52,7 @@ class PathGuard:
 def error_answer(
     scope: Scope, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Make an error of the HTTP front itself, in the shape of the path of ``scope``."""
+    """Make the response for an error of the HTTP front itself, in the error shape of the path of ``scope``."""
     body = orjson.dumps(error_shape(scope)(error_fields(status, message, code=code)))
     return Response(body, status, {**(headers or {}), **error_headers(status)}, media_type="application/json")
 

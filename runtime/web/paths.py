@@ -85,7 +85,7 @@ class PathFacts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the endpoint."""
+        """Name of the endpoint, the part after the colon in ``endpoint``."""
         return self.endpoint.partition(":")[2]
 
     @property
@@ -132,7 +132,10 @@ class PathTable:
         return next((facts for prefix, facts in self._prefixes if path.startswith(prefix) and path != prefix), None)
 
     def canonical(self, facts: PathFacts, path: str) -> str:
-        """Return a ``path`` that ``find`` found as an application's routes know it."""
+        """Return the request path ``path``, with the ``facts`` that ``find`` returned, as routes are spelled.
+
+        Slashes at its end are removed unless it has a parameter.
+        """
         return path if "{" in facts.path else facts.path
 
 

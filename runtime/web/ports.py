@@ -10,7 +10,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Open the listening socket of an HTTP front; raises ``OSError`` if the port is taken or the name is unknown."""
+    """Open a TCP socket that listens on ``port`` of ``host`` (0: a free port).
+
+    ``backlog``: maximum connections that wait to be accepted. Raises ``OSError`` if the port is taken or the name is
+    unknown.
+    """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # asyncio sends at once (TCP_NODELAY) on connections of a socket that is TCP's by name; uvloop on all.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -19,7 +19,7 @@ from ...messages.metrics import Family, Histogram, MetricInfo, MetricKind, Value
 
 
 def exposed(families: Iterable[Family], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the client library's form of ``families``; ``labels`` are added to every sample."""
+    """Convert ``families`` to the metrics of Prometheus' client library; ``labels`` are added to every sample."""
     return [_metric(family.info, family.values, labels) for family in families]
 
 

@@ -40,7 +40,7 @@ class RequestLimit:
         self._running: Counter[LimitClass] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, or refuse it before its body is read."""
+        """Serve the request, or answer it with 503 before its body is read."""
         load = self._load(scope) if scope["type"] == "http" else LimitClass.FREE
         if load is LimitClass.FREE:
             await self._app(scope, receive, send)

@@ -24,7 +24,10 @@ KEEP_ALIVE_IDLE_SECONDS, KEEP_ALIVE_INTERVAL_SECONDS, KEEP_ALIVE_PROBES = 30, 10
 
 
 def limit_socket(transport: asyncio.BaseTransport, send_seconds: float) -> None:
-    """Set the kernel's limits on a client's connection, as far as this system has them."""
+    """Set the kernel's limits on a client's connection, as far as this system has them.
+
+    The kernel closes it if the client takes nothing for ``send_seconds``, or its host does not answer TCP's probes.
+    """
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -57,19 +60,22 @@ class SendLimit:
         self._unchanged = 0
 
     def start(self) -> None:
-        """Watch the transport until it has sent what it has."""
+        """Watch the transport until it has sent what it has to send; nothing happens if it is watched already."""
         if self._timer is None and (size := self._transport.get_write_buffer_size()):
             self._waiting_bytes, self._unchanged = size, 0
             self._timer = self._loop.call_later(self._interval, self._check)
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the transport."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def reset(self) -> None:
-        """Abort, and have the kernel drop what it holds, too: it would wait for the client as long again."""
+        """Abort the transport, and have the kernel drop what it has still to send to the client.
+
+        Otherwise the kernel would wait for the client as long again.
+        """
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             with contextlib.suppress(OSError):

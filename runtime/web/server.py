@@ -24,9 +24,9 @@ class ConnectionOptions(Protocol):
 
 
 def server_config(app: ASGIApp, options: ConnectionOptions, *, files_each: int = 1, **settings: Any) -> uvicorn.Config:
-    """Make the settings that router and instance share, with further ``settings`` of uvicorn's.
+    """Make the uvicorn settings that router and instance share, with further ``settings`` of uvicorn's.
 
-    ``Connections`` explains ``files_each``.
+    ``files_each``: number of files that a connection takes, including those opened to serve it.
     """
     return uvicorn.Config(
         app,
@@ -50,11 +50,11 @@ class ChildServer(uvicorn.Server):
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve on ``sockets``."""
+        """Start to serve on ``sockets``, and then call ``on_started``."""
         await super().startup(sockets)
         self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
+        """Do nothing: the process's signal handlers stay as they are."""
         yield

@@ -25,7 +25,7 @@ class StreamedAnswer:
         self._finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> str:
-        """Take in what came; returns the text that is new."""
+        """Record ``chunk``, and return the text that it adds to the answer; reasoning is not part of it."""
         if chunk.text or chunk.reasoning:
             self._last_at = self._clock()
             if not self._has_begun:
@@ -38,7 +38,7 @@ class StreamedAnswer:
         return chunk.text
 
     def summary(self) -> str:
-        """Describe the answer: numbers of tokens, time to the first, tokens per second, its end, and its phases."""
+        """Describe the answer in one line: token counts, time to first token, tokens/s, its end, and its phases."""
         return ", ".join([*self._counts(), *self._speed(), *self._end(), *self._phases()])
 
     def _counts(self) -> list[str]:

@@ -72,7 +72,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def own_timing(self) -> TimingReport | None:
-        """The ``timing`` of a pdserve server, or None."""
+        """The ``timing`` of a pdserve server; None if there is none, or another server's."""
         try:
             return msgspec.convert(self.timing, TimingReport | None)
         except msgspec.ValidationError:

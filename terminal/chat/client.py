@@ -56,7 +56,10 @@ class ChatClient:
     """A server, one question at a time. ``close`` it."""
 
     def __init__(self, url: str, api_key: str | None, sampling: dict[str, Any]) -> None:
-        """Connect to ``url``. ``sampling`` has fields for every body, like "temperature"."""
+        """Make a client of the server at ``url``; it connects with the first question.
+
+        ``sampling`` has fields for every body, like "temperature".
+        """
         self._url = url
         self._has_key = api_key is not None
         self._sampling = sampling
@@ -80,7 +83,10 @@ class ChatClient:
         return models[0].id
 
     def stream(self, model: str, messages: list[ChatTurn]) -> Generator[Chunk, None, None]:
-        """Ask, and give each chunk as it comes; raises ``ChatError``, also in the middle of an answer."""
+        """Ask ``model`` to answer the conversation ``messages``, and yield each chunk as it comes.
+
+        Raises ``ChatError``, also in the middle of an answer. Closing the generator ends the answer at the server.
+        """
         body = {
             "model": model,
             "messages": [message._asdict() for message in messages],
@@ -134,10 +140,10 @@ class ChatClient:
 
 
 def events(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of each server-sent event, which is one line. Comments and other fields are left out.
+    """Yield the data of each server-sent event in the body's ``parts``. An event's data is one line.
 
-    Lines are split here, because a client library also splits at characters that JSON may contain (U+2028). Raises
-    ``ChatError`` for a line without an end.
+    Comments and other fields are left out. Lines are split here, because a client library also splits at characters
+    that JSON may contain (U+2028). Raises ``ChatError`` for a line without an end.
     """
     rest = b""
     for part in parts:
@@ -148,6 +154,6 @@ def events(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def error_text(body: bytes) -> str:
-    """Return the message in an error's body, in one line."""
+    """Return the message in the body of an error response, or the body's text if it has none, in one line."""
     error = parse_error(body)
     return shown(str(error["message"])) if error else shown(body.decode(errors="replace").strip()) or "no reason given"

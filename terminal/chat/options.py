@@ -44,7 +44,7 @@ class ChatOptions:
     api_key_file: Path | None = None
 
     def check(self) -> None:
-        """Raise ``ChatOptionsError`` when these options can't work."""
+        """Raise ``ChatOptionsError`` for a value that is out of range, or a URL that is none."""
         try:
             check_server_url(self.url)
         except AccessError as e:

@@ -71,7 +71,7 @@ def _edit_lines() -> None:
 
 
 def _typed_line() -> str | None:
-    """Read a line that the user types; None for Ctrl-D. Raises ``KeyboardInterrupt``."""
+    """Read a line that the user types, after a prompt. Return None for Ctrl-D, and "" for Ctrl-C."""
     try:
         return input(PROMPT)
     except EOFError:
@@ -83,5 +83,5 @@ def _typed_line() -> str | None:
 
 
 def _next_line() -> str | None:
-    """Read the next line of standard input; None at its end."""
+    """Read the next line of standard input, with its line end; None at the end of the input."""
     return sys.stdin.readline() or None

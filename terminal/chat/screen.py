@@ -53,9 +53,9 @@ class Screen:
         self._line_is_open = self._reasons = False
 
     def note(self, text: str) -> None:
-        """Show a note beside the answers."""
+        """Show a note beside the answers, dimmed, on a line of its own."""
         self._notes.print(text.translate(CONTROLS), style="dim", markup=False)
 
     def error(self, text: str) -> None:
-        """Show an error, with what to do about it."""
+        """Show ``text``, an error with what to do about it, on a line of its own."""
         self._notes.print(f"pdserve chat: {text.translate(CONTROLS)}", style="red", markup=False)

@@ -45,9 +45,9 @@ class ChatSession:
         self._turns: list[ChatTurn] = []
 
     def run(self, read_line: ReadLine) -> End:
-        """Talk until ``read_line`` gives None or "/exit". Unless the session ``goes_on``, an error ends it as well.
+        """Talk until ``read_line`` returns None or "/exit", and return how the conversation ended.
 
-        Raises ``KeyboardInterrupt`` unless it ``goes_on``.
+        Unless ``goes_on`` was set, an error ends it as well, and Ctrl-C raises ``KeyboardInterrupt``.
         """
         while True:
             try:
@@ -66,7 +66,10 @@ class ChatSession:
                 self._screen.show_interrupt()
 
     def _take(self, line: str) -> bool:
-        """Do what ``line`` says; False: leave. Raises ``ChatError``."""
+        """Obey a command, or ask the model and show its answer; return False if ``line`` is a command to leave.
+
+        Raises ``ChatError``.
+        """
         text = line.strip()
         if text.startswith("//") or (text and not text.startswith("/")):
             self._ask(text.removeprefix("/") if text.startswith("//") else text)

@@ -11,7 +11,7 @@ from .finding import Finding, ok
 
 
 def look_at_backends() -> Iterator[Finding]:
-    """Try to import every backend."""
+    """Try to import every transfer backend, and yield which ones can be loaded and which are not installed."""
     usable, missing = [], []
     for name, spec in BACKENDS.items():
         try:

@@ -58,7 +58,10 @@ def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noq
 
 
 def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
-    """Examine the number of connections of a process. ``limits`` are soft and hard; by default, this process's."""
+    """Examine the limit on open files, and so on a router's connections.
+
+    ``limits`` are soft and hard; by default, this process's.
+    """
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     options = WorkerOptions()
     wanted = FILES_A_REQUEST * (options.max_running_requests + options.max_queued_requests)

@@ -24,7 +24,7 @@ BUILD = f"python -m {MODULE}"
 
 
 def look_at_kernels() -> Iterator[Finding]:
-    """Examine the level of the CPU kernels, and the origin of their library."""
+    """Examine which level of the CPU kernels would be used, and whether their library is built and can be loaded."""
     try:
         level = choose_level()
     except BuildError as e:

@@ -45,9 +45,9 @@ ADVICE = {
 
 
 def look_at_model(path: str, has_kernels: bool, revision: str | None = None) -> Iterator[Finding]:
-    """Examine the model that ``path`` and ``revision`` name.
+    """Examine the model that ``path`` and ``revision`` name. Nothing is downloaded.
 
-    ``has_kernels`` says whether a GGUF's blocks can be served as they are.
+    ``has_kernels`` says whether the CPU kernels can be used. Then a GGUF's blocks are served as they are.
     """
     try:
         source = resolve_model(path, revision=revision, download=False)
@@ -88,7 +88,7 @@ def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
 
 
 def page_bytes(spec: ModelSpec, page_size: int) -> int:
-    """Return the bytes of a KV page."""
+    """Return the bytes of a KV page of ``page_size`` tokens, all layers included, with KV as bfloat16."""
     return spec.num_layers * page_size * spec.kv_elements * VALUE_BYTES
 
 

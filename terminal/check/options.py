@@ -45,7 +45,7 @@ class CheckOptions:
     json: bool = False
 
     def check(self) -> None:
-        """Raise ``CheckOptionsError`` when these options can't work."""
+        """Raise ``CheckOptionsError`` for an invalid URL or port, or an option without the one that it belongs to."""
         if self.revision is not None and self.model_path is None:
             raise CheckOptionsError("--revision is of a hub model: name it with --model-path")
         if self.url is not None:

@@ -26,7 +26,10 @@ class ListeningProcess(NamedTuple):
 
 
 def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator[Finding]:
-    """Examine each of ``ports``, given with its usual listener (or "")."""
+    """Examine whether each of ``ports`` of the loopback address is free.
+
+    They are given with the usual listener, or "".
+    """
     for port, usual in ports.items():
         name = f"{port} ({usual})" if usual else str(port)
         try:

@@ -32,7 +32,10 @@ SERVER_SECONDS = 20.0
 
 
 def run_check(options: CheckOptions) -> int:
-    """Look and print; returns the exit code: 0, 1 where there is a problem, 2 for a bad option."""
+    """Run all probes and print what they find; return the exit code.
+
+    It is 0, 1 if there is a problem, or 2 for a bad option.
+    """
     try:
         probes = list(choose_probes(options))
     except AccessError as e:
@@ -54,7 +57,7 @@ def run_check(options: CheckOptions) -> int:
 
 
 def choose_probes(options: CheckOptions) -> Iterator[Probe]:
-    """Yield the probes to run, in this order; raises ``AccessError``."""
+    """Yield the probes that ``options`` ask for, in the order in which they run; raises ``AccessError``."""
     yield Probe("python", look_at_python)
     yield Probe("packages", look_at_packages)
     yield Probe("torch", look_at_torch)
@@ -75,7 +78,7 @@ def choose_probes(options: CheckOptions) -> Iterator[Probe]:
 
 
 def as_json(findings: list[Finding]) -> str:
-    """Format the worst level and every finding for programs."""
+    """Format all findings and the worst level among them as JSON, for programs."""
     order = list(Level)
     worst = max((finding.level for finding in findings), key=order.index, default=Level.OK)
     content = {
@@ -93,7 +96,7 @@ class _Lines:
         self._console = Console(file=out, highlight=False, soft_wrap=True)
 
     def show(self, findings: list[Finding]) -> None:
-        """Print them."""
+        """Print each finding on a line, and its advice below."""
         for finding in findings:
             line = Text.assemble((f"{finding.level:<8}", STYLES[finding.level]), f" {finding.topic:<14} {finding.text}")
             self._console.print(line)
@@ -101,7 +104,7 @@ class _Lines:
                 self._console.print(Text(f"{'':<24}{finding.advice}", style="dim"))
 
     def sum_up(self, findings: list[Finding]) -> None:
-        """Print the last line."""
+        """Print the last line, with the numbers of problems and warnings among ``findings``."""
         count: Callable[[Level], int] = [finding.level for finding in findings].count
         problems, warnings = count(Level.PROBLEM), count(Level.WARNING)
         self._console.print(f"\n{_number(problems, 'problem')}, {_number(warnings, 'warning')}")

@@ -31,7 +31,7 @@ class Unanswered(Exception):
 
 
 def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
-    """Examine the server at ``url``."""
+    """Examine the health of the server or router at ``url``, and what it reports about itself and its instances."""
     headers = key_headers(api_key)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
@@ -54,7 +54,7 @@ def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
 
 
 def error_message(response: httpx.Response) -> str:
-    """Return the message of an error response."""
+    """Return the message of an error response, or its status if it has none."""
     error = parse_error(response.content)
     return shown(str(error["message"])) if error else f"status {response.status_code}"
 
@@ -77,7 +77,7 @@ def ask(http: httpx.Client, path: str) -> httpx.Response:
 
 
 def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
-    """Judge the body of ``/server_info``."""
+    """Judge ``body``, the answer of the server or router at ``url`` to GET /server_info."""
     try:
         report = decode(msgspec.json.Decoder(ServerReport), body, MAX_BYTES)
         if report.router is None:
@@ -97,7 +97,7 @@ def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
 
 
 def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
-    """Judge an instance of a router."""
+    """Judge an instance by what a router reports about it."""
     name = f"{instance.role} {instance.url}"
     if instance.state == "unhealthy":
         yield problem(instance.role, f"{instance.url} is unhealthy: {shown(instance.reason)}", "Its log says more.")
@@ -115,7 +115,7 @@ def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
 
 
 def judge_instance(url: str, info: InstanceReport) -> Iterator[Finding]:
-    """Judge an instance's report about itself."""
+    """Judge the report of the instance at ``url`` about itself, its peers included."""
     topic = info.role
     level = f", kernels at level {info.machine.kernel_level}" if info.machine.kernel_level else ""
     yield ok(
@@ -136,7 +136,7 @@ def judge_instance(url: str, info: InstanceReport) -> Iterator[Finding]:
 
 
 def judge_handovers(url: str, info: InstanceReport) -> Iterator[Finding]:
-    """Judge an instance's hand-overs and peers."""
+    """Judge the counts of failed hand-overs and the states of the peers that the instance at ``url`` reports."""
     report = info.disaggregation
     assert report is not None
     failed = report.sent.failed + report.received.failed

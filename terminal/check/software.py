@@ -18,7 +18,7 @@ INSTALL = "pip install --upgrade pdserve brings what it needs; constraints.txt n
 
 
 def look_at_python() -> Iterator[Finding]:
-    """Examine the interpreter."""
+    """Examine whether pdserve works with the version of this Python."""
     asked = metadata(PACKAGE)["Requires-Python"]
     text = f"{platform.python_version()} ({sys.executable})"
     if SpecifierSet(asked).contains(platform.python_version(), prereleases=True):

@@ -56,7 +56,10 @@ class _Request(NamedTuple):
     """Digest of the body, for servers of a cluster."""
 
     def head(self, server: _Server, more: SentHeaders = ()) -> bytes:
-        """Return the head as it is sent; raises ``ValueError`` if it cannot be sent."""
+        """Return the bytes of the request's head, with the headers ``more``.
+
+        Raises ``ValueError`` if it can't be sent.
+        """
         own = header_lines((*self.headers, *more))
         return request_head(self.method, self.path, server.head, own, sum(map(len, self.body)))
 
@@ -95,15 +98,16 @@ class HttpClient:
     ) -> ClientResponse:
         """Send a request to the server at ``url`` (``http://host:port``) and wait until its answer begins.
 
-        The caller must close the answer. ``silence``: see ``ClientResponse``. Raises ``ClientError``. Raises
-        ``ValueError`` for a path or header that can't be sent.
+        The caller must close the answer. ``silence``: seconds of silence in the body after which reading it raises
+        ``TimeoutError``; None: no limit. Raises ``ClientError``. Raises ``ValueError`` for a path or header that can't
+        be sent.
 
-        A server may close a kept connection (keep-alive timeout) while a request is on its way to it. Such a request
-        is sent once more, on a new connection. The connection must have been idle for more than ``RESEND_IDLE_SECONDS``
+        A server may close a kept connection (keep-alive timeout) while a request is on its way to it. Such a request is
+        sent once more, on a new connection. The connection must have been idle for more than ``RESEND_IDLE_SECONDS``
         and have ended without a byte of an answer. So the server may, rarely, have begun it twice.
 
-        ``at_most_once``: never send the request twice, because it may be what crashed the server. Connections that
-        were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
+        ``at_most_once``: never send the request twice, because it may be what crashed the server. Connections that were
+        idle for that long are not used for it, so a keep-alive timeout can't hit it either.
         """
         server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
         digest = await self._cluster.digest(pieces)
@@ -130,7 +134,11 @@ class HttpClient:
         return await self._ask(connection, pool, self._message(request, server, connection), silence)
 
     async def fetch(self, method: str, url: str, path: str, body: Body = b"", headers: SentHeaders = ()) -> Whole:
-        """Ask a question, see ``send``. Raises ``BadAnswer`` above ``MAX_WHOLE_BYTES``."""
+        """Send a request as ``send`` does, and return the whole answer, whatever its status.
+
+        Only connecting has a time limit. Raises ``ClientError``, and of these ``AnswerTooLong`` above
+        ``MAX_WHOLE_BYTES``.
+        """
         answer = await self.send(method, url, path, body, headers)
         try:
             return Whole(answer.status, answer.headers, await answer.read_all(MAX_WHOLE_BYTES))
@@ -149,7 +157,10 @@ class HttpClient:
         return [request.head(server, signatures), *request.body]
 
     async def _prove(self, connection: Connection, server: _Server, url: str, cluster: ClusterClient) -> None:
-        """Find out which instance the new ``connection`` leads to; raises ``CannotConnect``."""
+        """Have the server at the new ``connection`` prove which instance it is, and set the connection's epoch.
+
+        Closes the connection and raises ``CannotConnect`` if the server can't.
+        """
         challenge = cluster.challenge()
         question = _Request("GET", PROOF_PATH, ((CHALLENGE_HEADER, challenge),), ())
         answer = ClientResponse(connection, lambda: None, self._connect_seconds)
@@ -199,7 +210,10 @@ class HttpClient:
 
 
 def request_head(method: str, path: str, fixed: bytes, own: bytes, body_bytes: int) -> bytes:
-    """Make the head of a request. Raises ``ValueError`` for a path that is not valid on the wire."""
+    """Make the head of a request from its lines of headers: ``fixed`` for the server, and ``own``.
+
+    Raises ``ValueError`` for a path that is not valid on the wire.
+    """
     if FORBIDDEN_IN_TARGET.search(path):
         raise ValueError(f"not a path that can be asked for, quote it: {path!r}")
     size = b"content-length: %d\r\n" % body_bytes if body_bytes or method == "POST" else b""

@@ -35,7 +35,10 @@ class ResponseReceiver(Protocol):
         """Take a piece of the body."""
 
     def take_end(self, error: ClientError | None) -> None:
-        """Take the end: the answer is complete, or has failed. It is the last call, and does not follow ``close``."""
+        """Take the end of the answer: it is complete if ``error`` is None, and has failed otherwise.
+
+        This is the last call. It is not made after ``Connection.close``.
+        """
 
 
 class Connection(asyncio.Protocol):
@@ -55,7 +58,10 @@ class Connection(asyncio.Protocol):
         return self._keeps and self._transport is not None and not self._transport.is_closing()
 
     def ask(self, message: Iterable[bytes | memoryview], receiver: ResponseReceiver) -> None:
-        """Send a whole request, head and body, and let ``receiver`` take its answer. ``usable`` must hold."""
+        """Send ``message``, a whole request, and let ``receiver`` take its answer.
+
+        ``usable`` must hold, and no answer be awaited.
+        """
         assert self._transport is not None
         assert self._receiver is None, "one request at a time"
         self._receiver = receiver
@@ -75,13 +81,13 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read from the server again after ``pause``."""
         if self._paused and self._transport is not None and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Drop the connection, and the answer that was under way: its receiver hears nothing more."""
+        """Abort the connection and the answer that is under way; its receiver is not called any more."""
         self._keeps = False
         self._receiver = None
         if self._transport is not None:

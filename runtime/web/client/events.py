@@ -21,7 +21,7 @@ class EventBuffer:
         self._part = bytearray()
 
     def whole(self, data: bytes) -> bytes:
-        """Return the events that ``data`` completes, b"" if it completes none."""
+        """Add ``data``, and return the events that it completes, b"" if there are none. Raises ``BadAnswer``."""
         part = self._part
         # Nearly always true: an instance writes whole events.
         if not part and data.endswith(EVENT_ENDS):
@@ -36,7 +36,7 @@ class EventBuffer:
         return whole
 
     def rest(self) -> bytes:
-        """Return what is left at the stream's end, an event without its end; b"" if there is none."""
+        """Return and drop what is left at the stream's end, an event without its end; b"" if there is none."""
         part = bytes(self._part)
         self._part.clear()
         return part

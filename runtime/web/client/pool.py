@@ -66,7 +66,7 @@ class ConnectionPool(Generic[C]):
         self._expiry: asyncio.TimerHandle | None = None
 
     def take_kept(self) -> IdleConnection[C] | None:
-        """Return the kept connection that was used last, None if there is none that is still open."""
+        """Take out the kept connection that was used last; None if none is still open."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             since, connection = self._idle.pop()
@@ -75,11 +75,11 @@ class ConnectionPool(Generic[C]):
         return None
 
     def put_back(self, kept: IdleConnection[C]) -> None:
-        """Return a connection that ``take_kept`` gave and that was not used."""
+        """Put a connection that ``take_kept`` returned and that was not used back. Its idle time goes on."""
         self._idle.append((asyncio.get_running_loop().time() - kept.idle_seconds, kept.connection))
 
     async def connect(self) -> C:
-        """Open a new connection; raises ``CannotConnect``."""
+        """Open a new connection within the pool's time limit; raises ``CannotConnect``."""
         loop = asyncio.get_running_loop()
         host, port, _ = self._origin
         try:
@@ -94,7 +94,7 @@ class ConnectionPool(Generic[C]):
         return connection
 
     def give_back(self, connection: C) -> None:
-        """Keep a connection after a complete answer, unless it cannot be used again."""
+        """Keep a connection after a complete answer, for ``KEEP_SECONDS``, unless it cannot be used again."""
         if not connection.usable:
             return
         loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ class ConnectionPool(Generic[C]):
             self._expiry = loop.call_later(KEEP_SECONDS, self._expire)
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the kept connections. Those in use are not closed."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

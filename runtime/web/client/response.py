@@ -70,7 +70,7 @@ class ClientResponse:
     # the reader's side
 
     async def head(self) -> None:
-        """Wait until the answer begins; raises ``ClientError``."""
+        """Wait until the answer begins, and its ``status`` and ``headers`` are set; raises ``ClientError``."""
         while not self.status and not self._ended:
             await self._next_change()
         if not self.status and self._error:
@@ -97,7 +97,10 @@ class ClientResponse:
         return data
 
     async def read_all(self, limit: int | None = None) -> bytes:
-        """Read the whole body. Raises as ``read``, and ``AnswerTooLong`` for more than ``limit`` bytes."""
+        """Read the rest of the body. Raises ``AnswerTooLong`` above ``limit`` bytes; None: no limit.
+
+        Raises ``ClientError`` if the body breaks off, and ``TimeoutError`` if the server is silent for too long.
+        """
         parts, size = list[bytes](), 0
         while data := await self.read():
             parts.append(data)
@@ -107,7 +110,7 @@ class ClientResponse:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Drop what is still to come. Nothing happens where the answer is complete."""
+        """Close the connection unless the answer is complete. Nothing more of it arrives then."""
         if not self._ended:
             self._end(ClientError("the answer was dropped"))
             self._connection.close()
@@ -125,7 +128,7 @@ class ClientResponse:
             waiter.set_result(None)
 
     def _next_change(self) -> asyncio.Future[None]:
-        """Make a future that is done when something arrives.
+        """Return a future that is done when something arrives, or raises ``TimeoutError`` after ``silence`` seconds.
 
         One timer serves the whole body, and is moved only when it fires. A timer for each wait would cost more than
         everything else.
