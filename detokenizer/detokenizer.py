@@ -58,7 +58,11 @@ class Detokenizer:
         return len(self._outputs)
 
     def process(self, batch: TokenBatch) -> StepText:
-        """Decode a step's tokens."""
+        """Turn a step's tokens into text, and return it with the requests that a stop string has ended.
+
+        Creates the state of requests that begin, and drops that of requests that end. Late items of ended requests are
+        ignored.
+        """
         texts: list[ReqText] = []
         stops: list[StopReq] = []
         outputs = self._outputs
@@ -84,7 +88,7 @@ class Detokenizer:
         return StepText(TextBatch(items=texts), stops)
 
     def forget(self, rid: str) -> None:
-        """Drop a request's state, if there is any, because it ended in an error. Text held back is not shown."""
+        """Drop a request's state, if there is any. Text that it still held back is never shown."""
         self._outputs.pop(rid, None)
 
     def _begin(self, rid: str, init: DetokenizeInit) -> Output:
@@ -103,13 +107,19 @@ class Detokenizer:
         return output
 
     def _watch(self, marks: OutputMarks, tail: I32) -> ReasoningWatch:
-        """Return what follows the reasoning of an answer to a prompt that ends with ``tail``."""
+        """Make the object that finds the end of the reasoning in one answer, and counts its tokens.
+
+        ``tail``: the prompt's last token ids, which show whether the prompt ends within reasoning.
+        """
         decoder = self._factory.start(tail[:0], skip_special_tokens=False)
         prompt = decoder.decode(tail.tolist()) + decoder.flush()
         return ReasoningWatch(*marks.reasoning, prompt)
 
     def _read(self, output: Output, item: ReqTokens) -> ReqText:
-        """Decode an item with a finish, with logprobs or with a report on the prompt."""
+        """Decode an item with a finish, with logprobs or with a report on the prompt.
+
+        If a stop string is complete in it, the result has that as its finish, and none of the tokens after it.
+        """
         ids, finish = item.token_ids, item.finish
         # A stop token is counted, but its text is not shown.
         hidden = finish is not None and finish.type is FinishType.STOP and isinstance(finish.matched, int)
@@ -135,7 +145,11 @@ class Detokenizer:
         return ReqText(item.rid, text, ids[:tokens], finish, meta, logprobs, prompt, report)
 
     def _end(self, output: Output, item: ReqTokens, text: ReqText, finish: FinishReason, started: float) -> None:
-        """Drop the state of a request that ends with ``text``, and complete its meta."""
+        """Drop the state of a request that ends with ``text``, and complete the meta in ``text``.
+
+        Tokens after a stop string are taken off its count. ``started``: when this item's decoding began
+        (``perf_counter``).
+        """
         self.forget(item.rid)
         log.debug("output ends: %s", finish.type, extra={"rid": item.rid})
         if text.meta is not None:

@@ -16,7 +16,10 @@ class LogprobNames:
         self._factory = factory
 
     def named(self, logprobs: Sequence[TokenLogprob], chars: Sequence[int]) -> list[NamedLogprob]:
-        """Return ``logprobs`` with texts. ``chars[i]`` counts the characters that entry ``i``'s token completed."""
+        """Return ``logprobs`` with the bytes of each token and of its alternatives.
+
+        ``chars[i]``: number of characters that the token of entry ``i`` completed.
+        """
         read = self._factory.token_bytes
         return [
             NamedLogprob(e.token_id, e.logprob, read(e.token_id), n, [(i, p, read(i)) for i, p in e.top])
@@ -24,9 +27,10 @@ class LogprobNames:
         ]
 
     def prompt(self, report: PromptReport) -> PromptText:
-        """Return the text of a prompt without special tokens, and its tokens' logprobs.
+        """Return the prompt's token ids, their text without special tokens, and its logprobs with the bytes of tokens.
 
-        Offsets count from the first reported token, because logprobs may begin in the middle of a prompt.
+        Text and ids are empty, or the logprobs None, unless the client asked for them. Logprobs may begin within the
+        prompt.
         """
         ids = unpack_i32(report.token_ids).tolist()
         scored = [entry.token_id for entry in report.logprobs or ()]

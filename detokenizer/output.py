@@ -37,7 +37,10 @@ class Output(ABC):
 
     @property
     def reasoning(self) -> ReasoningReport | None:
-        """Return what is known of the answer's reasoning; None for a format without."""
+        """Return whether the prompt ended within reasoning, and the number of reasoning tokens so far.
+
+        It is None if the answer's format has no reasoning.
+        """
         return None
 
     @abstractmethod
@@ -46,11 +49,11 @@ class Output(ABC):
 
     @abstractmethod
     def read(self, token_ids: Sequence[int]) -> DecodedText:
-        """Decode tokens, up to the one that completes a stop string."""
+        """Decode tokens, up to the one that completes a stop string. Tokens after it are ignored."""
 
     @abstractmethod
     def read_each(self, token_ids: Sequence[int]) -> DecodedText:
-        """Decode tokens as ``read`` does, and count the characters of each."""
+        """Decode tokens as ``read`` does, and count the characters of text that each one completes."""
 
     @abstractmethod
     def flush(self) -> Released:

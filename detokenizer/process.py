@@ -49,7 +49,11 @@ class DetokenizerOutput(NamedTuple):
 
 
 def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> DetokenizerOutput:
-    """Turn a frame's tokens into text and keep the order of everything."""
+    """Decode the messages of one frame, and return what to send to the scheduler and to HTTP; send nothing.
+
+    The order is kept, and messages other than tokens stay as they are. An error or a migration drops its request's
+    state.
+    """
     routed = DetokenizerOutput([], [])
     for message in messages:
         if isinstance(message, TokenBatch):
@@ -68,7 +72,10 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Detoke
 
 
 def deliver(detokenizer: Detokenizer, routed: DetokenizerOutput, scheduler: SendsMessages, http: SendsMessages) -> None:
-    """Send the messages of ``route``. A request with text too large for a frame ends, and the scheduler is told so."""
+    """Send the messages of ``route``, those to the scheduler first.
+
+    A request with text too large for a frame ends: its client gets an error, and the scheduler is told to stop it.
+    """
     scheduler.send(*routed.to_scheduler)
     for rid in send_or_explain(http, routed.to_http):
         detokenizer.forget(rid)
@@ -76,7 +83,7 @@ def deliver(detokenizer: Detokenizer, routed: DetokenizerOutput, scheduler: Send
 
 
 def main() -> None:
-    """Run until killed."""
+    """Run the detokenizer process until it is killed. Exits with a message if the tokenizer can't be loaded."""
     started = time.monotonic()
     ctx = start_child(sys.argv, DetokenizerOptions)
     return_freed_memory()

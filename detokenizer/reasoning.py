@@ -15,7 +15,11 @@ class ReasoningWatch:
     __slots__ = ("_begin", "_end", "_is_open", "_text", "begins_open", "is_over", "tokens")
 
     def __init__(self, begin: str, end: str, prompt_tail: str) -> None:
-        """Begin behind a prompt. ``prompt_tail``: text of its last tokens, special ones included."""
+        """Begin before the first token of an answer.
+
+        ``begin`` and ``end``: the texts around reasoning, "" for a format without reasoning. ``prompt_tail``: text of
+        the prompt's last tokens, special ones included.
+        """
         self._begin, self._end = begin.strip(), end
         self._text = ""
         self.begins_open = begins_open(begin, prompt_tail)
@@ -28,11 +32,17 @@ class ReasoningWatch:
 
     @property
     def report(self) -> ReasoningReport | None:
-        """Return what is known by now; None for a format without reasoning."""
+        """Return whether the prompt ended within reasoning, and the number of reasoning tokens so far.
+
+        It is None for a format without reasoning.
+        """
         return ReasoningReport(self.begins_open, self.tokens) if self._begin else None
 
     def feed(self, text: str) -> None:
-        """Read the text that one more token has completed."""
+        """Count one more output token, and look for the beginning and the end of the reasoning.
+
+        Do nothing once the reasoning is over. ``text``: the text that the token completed, which may be "".
+        """
         if not self.is_over:
             self.tokens += 1
             self._text += text

@@ -38,10 +38,13 @@ class RequestDecoder(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens; returns the text that became certain (often that of the tokens, sometimes "")."""
+        """Take more tokens, and return the text that became certain: often that of the tokens, sometimes ""."""
 
     def flush(self) -> str:
-        """Return text that waited for a later token, once none follows."""
+        """Return the text that waited for a later token, once none follows.
+
+        By default no text waits, and this returns "".
+        """
         return ""
 
 
@@ -288,7 +291,10 @@ class WindowDecoder(RequestDecoder):
         return new
 
     def _shorten(self, text: str) -> None:
-        """Cut the window, which reads ``text``, down to the context of the next token."""
+        """Cut the window down to its last tokens, the context in which the next one is decoded.
+
+        ``text``: the window's text. The window stays if the context reads as nothing, unless it has become too long.
+        """
         context = self._window[-CONTEXT_TOKENS:]
         shown = len(self._read(context))
         # Behind a context that reads as nothing, the next token would be decoded as the first one of a text.

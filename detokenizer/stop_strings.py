@@ -31,7 +31,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, piece: str, *, may_match: bool = True) -> Released:
-        """Take the next piece of text.
+        """Take the next piece of text, and return the text that is certain to come before any stop string.
 
         With ``may_match`` False, a stop string that is complete within this piece is passed over. One that begins in it
         and is complete in a later piece is found there.
@@ -75,7 +75,10 @@ class _Pattern:
             self._fallback[i] = self._advance(self._fallback[i - 1], text[i])
 
     def feed(self, piece: str, end: int) -> int | None:
-        """Read ``piece[:end]``; returns where in it the string is first complete, or None."""
+        """Read ``piece[:end]`` up to the end of the first match, and return its position; None without a match.
+
+        A match may begin in an earlier piece.
+        """
         if self.matched == 0 and self.text[0] not in piece:
             return None
         for i in range(end):
@@ -85,7 +88,7 @@ class _Pattern:
         return None
 
     def pass_over(self, piece: str) -> None:
-        """Read ``piece``, and past the string where it is complete: the next one may overlap it."""
+        """Read ``piece``, and report no match in it. A later match may overlap one that was passed over."""
         if self.matched == 0 and self.text[0] not in piece:
             return
         for character in piece:

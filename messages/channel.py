@@ -61,12 +61,12 @@ class SendsMessages(Protocol):
 
 
 def ipc_address(run_dir: Path, name: str) -> str:
-    """Return the address of channel ``name`` of the instance with this run directory (mode 0700)."""
+    """Return the ZMQ address of channel ``name`` of the instance with this run directory (mode 0700)."""
     return f"ipc://{run_dir / name}.ipc"
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """Encode messages as one frame."""
+    """Encode messages as one frame, whatever its length."""
     return _encoder.encode(messages)
 
 
@@ -87,7 +87,7 @@ class Sender:
         self._socket.connect(address)
 
     def send(self, *messages: Message) -> None:
-        """Send the messages, as one frame if they fit into one, without blocking.
+        """Queue the messages for sending, without blocking: as one frame if they fit, else as one frame each.
 
         Raises ``FrameTooLarge`` if a single message is too long, and then sends none of them.
         """
@@ -108,7 +108,7 @@ class Sender:
         return frames
 
     def close(self) -> None:
-        """Close; what is still queued has ``linger_ms`` to leave."""
+        """Close the socket without waiting. Messages that are still queued have ``linger_ms`` milliseconds to leave."""
         self._socket.close()
 
 
@@ -123,9 +123,9 @@ class Receiver(Generic[M]):
         self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     def recv(self, timeout_ms: int) -> list[M]:
-        """Return the next frame's messages, or [] after ``timeout_ms``; raises ``UndeclaredMessage``.
+        """Return the next frame's messages, or [] after ``timeout_ms`` milliseconds; -1 waits without limit.
 
-        A timeout of -1 waits without limit.
+        Raises ``UndeclaredMessage`` for a frame that the channel does not declare.
         """
         # Without a limit a plain recv waits as well as a poll, for a fifth of the Python code.
         if timeout_ms >= 0 and not self.socket.poll(timeout_ms):
@@ -133,7 +133,7 @@ class Receiver(Generic[M]):
         return self._codec.decode(self.socket.recv(zmq.DONTWAIT if timeout_ms >= 0 else 0))
 
     def close(self) -> None:
-        """Close at once."""
+        """Close the socket at once. Frames that were not received are lost."""
         self.socket.close()
 
 
@@ -148,9 +148,12 @@ class AsyncReceiver(Generic[M]):
         self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     async def recv(self) -> list[M]:
-        """Wait for the next frame and return its messages; raises ``UndeclaredMessage``."""
+        """Wait without limit for the next frame, and return its messages.
+
+        Raises ``UndeclaredMessage`` for a frame that the channel does not declare.
+        """
         return self._codec.decode(await self._socket.recv())
 
     def close(self) -> None:
-        """Close at once."""
+        """Close the socket at once. Frames that were not received are lost."""
         self._socket.close()

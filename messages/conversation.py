@@ -32,7 +32,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def content_size(self) -> int:
-        """Length of the content: in characters, or in bytes where it is packed."""
+        """Return the length of the content: in characters, but in bytes of UTF-8 for texts that are packed."""
         content = self.content or ""
         return sum(map(len, content)) if isinstance(content, list) else len(content)
 

@@ -55,5 +55,5 @@ class Codec(Generic[M]):
         self._limit = limit
 
     def decode(self, frame: bytes | memoryview) -> list[M]:
-        """Return the messages of a frame; raises ``UndeclaredMessage``."""
+        """Return the messages of a frame; raises ``UndeclaredMessage`` for one that is too long or not declared."""
         return decode(self._decoder, frame, self._limit)

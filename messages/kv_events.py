@@ -75,12 +75,12 @@ decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 def pack_seq(seq: int) -> bytes:
-    """Pack a sequence number into 8 bytes."""
+    """Pack a sequence number, which may be -1, into 8 bytes, big-endian."""
     return seq.to_bytes(8, "big", signed=True)
 
 
 def unpack_seq(data: bytes) -> int:
-    """Unpack a sequence number; raises ``ValueError`` unless ``data`` has 8 bytes."""
+    """Unpack a sequence number from 8 bytes, big-endian; raises ``ValueError`` for any other length."""
     if len(data) != 8:
         raise ValueError(f"a sequence number has 8 bytes, not {len(data)}")
     return int.from_bytes(data, "big", signed=True)
@@ -100,7 +100,10 @@ class Follower:
         """Sequence number from which a replay is needed; None if no batch is missing."""
 
     def take(self, frame: Frame) -> bool:
-        """Apply a batch if it is the next one, and return whether it was. Raises ``msgspec.MsgspecError``."""
+        """Apply a batch if it is the next one, and return whether it was. A later batch only sets ``missing``.
+
+        Raises ``msgspec.MsgspecError`` for a payload that is no batch.
+        """
         if frame.seq != self.next_seq:
             if frame.seq > self.next_seq:
                 self.missing = self.next_seq
@@ -112,7 +115,7 @@ class Follower:
         return True
 
     def start_at(self, seq: int) -> None:
-        """Start anew without pages at batch ``seq``, because earlier batches are lost."""
+        """Forget all pages, and expect batch ``seq`` next, because earlier batches are lost."""
         self.pages.clear()
         self.next_seq, self.missing = seq, None
 

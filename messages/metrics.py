@@ -36,7 +36,7 @@ class Histogram(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         self.total += value * times
 
     def copy(self) -> Histogram:
-        """Return a copy."""
+        """Return a copy, which further values of this histogram don't change."""
         return Histogram(self.bounds, self.counts.copy(), self.total)
 
 

@@ -64,16 +64,17 @@ class MoveOffer(Message):
 
 
 class MoveReady(Message):
-    """It can begin here; say what it has become meanwhile."""
+    """Target → source: the KV has arrived, so the request can continue here. Send what it has generated meanwhile."""
 
     epoch: Epoch
     handover: HandoverId
 
 
 class MoveCommit(Message):
-    """It stands still here. ``output``: the tokens that came behind those of the offer (int32).
+    """Source → target: the request is paused here. ``output``: the tokens generated after those of the offer (int32).
 
-    ``logprobs``: of all of its output, ``input_logprobs`` of its prompt, where they were asked for.
+    ``logprobs`` are those of the whole output, and ``input_logprobs`` those of the prompt, if the client asked for
+    them.
     """
 
     epoch: Epoch
@@ -92,7 +93,10 @@ class MoveCommit(Message):
 
 
 class MoveTaken(Message):
-    """It goes on here, where ``key`` reads the rest of its answer (HTTP, ``port``)."""
+    """Target → source: the request continues here.
+
+    A client reads the rest of its answer by ``key`` (HTTP, ``port``).
+    """
 
     epoch: Epoch
     handover: HandoverId
@@ -101,7 +105,7 @@ class MoveTaken(Message):
 
 
 class MoveRefused(Message):
-    """It can't go on here: either way, and the last word."""
+    """Either way: the request cannot continue on the target. No further message about this migration follows."""
 
     epoch: Epoch
     handover: HandoverId
@@ -150,7 +154,7 @@ class MigrateReq(Question[MigrateResult]):
 
 
 def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
-    """Return what is wrong with a peer's description of a request; None for a valid one."""
+    """Return what is wrong with a peer's description of a request, as a clause about "it"; None for a valid one."""
     req = running.request
     for name, data in (("prompt", req.input_ids), ("output", running.output)):
         if problem := tokens_problem(name, data, vocab_size):
@@ -171,7 +175,10 @@ def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
 
 
 def tokens_problem(name: str, data: bytes, vocab_size: int) -> str | None:
-    """Return what is wrong with token ids (int32); None for valid ones."""
+    """Return what is wrong with token ids (int32 bytes), as a clause about "it"; None for valid ones.
+
+    ``name``: what the clause calls the tokens, such as "prompt". ``vocab_size``: exclusive limit of their ids.
+    """
     if len(data) % 4:
         return f"its {name} is not int32"
     tokens = unpack_i32(data)

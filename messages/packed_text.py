@@ -25,12 +25,12 @@ Text = str | PackedText
 
 
 def pack(text: str) -> Text:
-    """Return a text as it is sent."""
+    """Return ``text`` as it is sent: in UTF-8 if it is long and has characters beyond ASCII, else as it is."""
     if len(text) <= LONG_CHARACTERS or text.isascii():
         return text
     return PackedText(text.encode(errors="surrogatepass"))
 
 
 def unpack(text: Text) -> str:
-    """Return a text that was sent."""
+    """Return a sent text as a ``str``; the reverse of ``pack``."""
     return text.utf8.decode(errors="surrogatepass") if isinstance(text, PackedText) else text

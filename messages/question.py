@@ -46,7 +46,7 @@ class RefusedAnswer(Answer):
 
 
 def answer_type(question: Question[A]) -> type[A]:
-    """Return the type of the answer to a question that is not refused."""
+    """Return the class of the answer that ``question`` gets if it is not refused."""
     [base] = type(question).__orig_bases__  # type: ignore[attr-defined]
     [answer] = get_args(base)
     return answer  # type: ignore[no-any-return]

@@ -33,7 +33,10 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> str:
-        """Source of the KV, if only requests of the same source may use it; "" if all may."""
+        """Return a name of the prefill's address if nothing but a client confirms it, else "".
+
+        KV from a source with a name may only be used by requests of the same source.
+        """
         return "" if self.vouched else f"\0{self.host}:{self.port}"
 
 
@@ -95,7 +98,7 @@ class TokenizeReq(RequestTerms, kw_only=True):
 
     @property
     def rids(self) -> list[str]:
-        """Rids of all answers."""
+        """Return the rids of all answers to the prompt, this request's own first."""
         return [self.rid, *self.forks]
 
 
@@ -150,7 +153,10 @@ class ForkedReq(Message):
     forks: list[str]
 
     def requests(self) -> Iterator[GenerateReq]:
-        """Yield one request for each answer; they share the prompt's bytes."""
+        """Yield one request for each answer, the first one's first; they share the prompt's bytes.
+
+        All but the first name it in ``fork_of``.
+        """
         yield self.request
         for i, rid in enumerate(self.forks, 1):
             yield msgspec.structs.replace(forked(self.request, i, rid), fork_of=self.request.rid)

@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the sampler needs the request's token history."""
+        """Return whether a penalty is set, so that the sampler needs the request's token history."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 

@@ -34,7 +34,7 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def token_ids(self) -> bytes:
-        """Prompt and output (int32)."""
+        """Return the token ids of prompt and output, in this order (int32 bytes)."""
         return self.running.request.input_ids + self.running.output
 
     @property
@@ -44,7 +44,7 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def is_open(self) -> bool:
-        """Whether the session's answer may go on."""
+        """Return whether the answer is unfinished: shorter than its limit, and without a stop token at its end."""
         output = unpack_i32(self.running.output)
         is_stopped = len(output) > 0 and int(output[-1]) in self.running.request.stop_ids
         return len(output) < self.running.max_new_tokens and not is_stopped

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def explain(error: FrameTooLarge) -> str:
-    """Return the reason in a client's words, with what to do."""
+    """Return a message for clients, with the size, the limit, and what to do."""
     return (
         f"{error.size} bytes between two processes of the instance are over the limit of {error.limit}; "
         "send fewer or shorter prompts at a time, or ask for fewer log-probabilities"
@@ -26,7 +26,7 @@ def explain(error: FrameTooLarge) -> str:
 
 
 def rids_of(message: Message) -> list[str]:
-    """Return the rids of the answers that wait for ``message``, none if it is not about requests."""
+    """Return the rids of the requests that ``message`` carries or answers; [] if it is not about requests."""
     if isinstance(message, GenerateReq):
         return [message.rid]
     if isinstance(message, ForkedReq):
@@ -41,7 +41,7 @@ def rids_of(message: Message) -> list[str]:
 def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
     """Return the messages to send in place of ``message``: an error for each of its requests, or for its question.
 
-    The list is empty for a message that is no answer, because no client waits for it.
+    The list is empty for a message that no client waits for.
     """
     text = explain(error)
     if isinstance(message, Encoded):

@@ -80,12 +80,12 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts of a layer in a page, in their order."""
+        """Return the names of the parts of a layer's bytes in a page, such as keys and values, in their order."""
         return {"mha": ("K", "V"), "mla": ("latent",), "sparse": ("K", "V", "labels")}[self.kind]
 
     @property
     def part_bytes(self) -> tuple[int, ...]:
-        """Length of each of the ``parts`` in bytes, scales included."""
+        """Return the bytes that each of the ``parts`` takes of one layer in one page, scales included."""
         layer = self.page_bytes // max(self.num_layers, 1)
         if self.kind != "sparse":
             return (layer // len(self.parts),) * len(self.parts)
