@@ -47,8 +47,8 @@ class CircuitBreaker:
     def failed(self, begun_at: float) -> None:
         """Count a failure of a request that was sent at ``begun_at``, and that another instance might have served.
 
-        From ``FAILURES`` in a row on, each one opens the breaker for twice as long as the one before. A request that
-        was sent before the last counted failure does not count.
+        The ``FAILURES``-th failure in a row opens the breaker for 1 s, and each further one for twice as long. A
+        request that was sent before the last counted failure does not count.
         """
         if begun_at <= self._failed_at:
             return

@@ -25,7 +25,10 @@ class RetryBudget:
         self._after_load = RETRIES_AFTER_LOAD
 
     def take(self, error: RouterError) -> bool:
-        """Return whether the request may be sent again after ``error``, and take one retry from the budget."""
+        """Return whether the request may be sent again after ``error``, and take that retry from the budget.
+
+        Errors that are not ``retryable`` give False. A retry after a connection that was refused costs nothing.
+        """
         if not error.retryable:
             return False
         if isinstance(error, InstanceUnreachableError):

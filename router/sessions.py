@@ -51,7 +51,7 @@ class SessionEndpoints:
     async def restore(self, request: Request) -> Response:
         """POST /kv/restore: restore a session at the first instance that has it.
 
-        Raises ``BadRequestError`` for a stream.
+        Raises ``BadRequestError`` if the rest of the answer is to be a stream.
         """
         body = await self._bodies.read(request)
         with self._bodies.hold(len(body), Caller.of(request.scope).name):
@@ -105,9 +105,10 @@ class SessionEndpoints:
         return answer_of(done[0])
 
     async def _first(self, request: Request, body: bytes, query: str = "") -> Response:
-        """Ask healthy instances one after the other, and return the first answer that another one can't better.
+        """Ask healthy instances one after the other, and return the first answer with a status outside ``ELSEWHERE``.
 
-        Without one, it is a refusal. If the client leaves, it ends with an empty response of status 499.
+        If there is none, return a refusal, best one of an instance that has the session or request. If the client
+        leaves, return an empty response with status 499. Raises ``NoInstanceError`` and ``InstanceSilentError``.
         """
         work = asyncio.create_task(self._ask_in_turn(request, body, query))
         left = asyncio.create_task(until_disconnect(request.receive))

@@ -15,7 +15,7 @@ IDLE = 100
 def defer_full_collections() -> None:
     """Leave full garbage collections to ``collect_if_due``, which a process calls when it is idle.
 
-    If it is never idle, one happens after ``BUSY`` collections of the middle generation. For a process with many
+    If it is never idle, one happens after ``BUSY`` collections of the middle generation. This suits a process with many
     objects that live long and few cycles among those that it drops. What exists now is never looked at again. Young
     objects are collected as usual, which takes about a millisecond.
     """

@@ -34,7 +34,7 @@ class LayersDone:
 
     @property
     def count(self) -> int:
-        """Number of layers with keys and values in the pool, asked now; a huge number when the pass has ended."""
+        """Number of the pass's layers with keys and values in the pool so far; a huge number once it has ended."""
         while self._marks and self._marks[0].has_come():
             self._marked = self._marks.popleft().layers
         return max(self._count.value, self._marked)

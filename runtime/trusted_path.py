@@ -26,7 +26,7 @@ def distrust(state: os.stat_result) -> str:
 
 
 def foreign(state: os.stat_result) -> str:
-    """Return why a folder or file is not to be trusted: it belongs to another user than this one or root. "" if not."""
+    """Return a message if a folder or file belongs to neither this user nor root; "" if it belongs to one of them."""
     if state.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {state.st_uid}, not to {os.geteuid()} who runs this server"
     return ""

@@ -40,7 +40,7 @@ class ServerConnection(Protocol):
 
 
 def network_of(address: str) -> str:
-    """Return the network to which a client's address counts: its /64 for IPv6, else the address itself."""
+    """Return the network by which a client's connections are counted: its /64 for IPv6, else its address."""
     if ":" not in address:
         return address
     try:

@@ -262,7 +262,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, last_words: bytes = HEAD_TOO_LONG) -> None:
         """Send ``last_words``, a whole error response, and close the connection.
 
-        It is aborted without them if they would end up in an answer, or before an earlier request's answer.
+        The connection is aborted without them if they would end up in an answer, or before an earlier request's answer.
         """
         if self._answering:
             if self._phase is not ConnectionPhase.BODY or self.pipeline or self.cycle.response_started:

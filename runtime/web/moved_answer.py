@@ -60,7 +60,7 @@ _TICKET = msgspec.json.Decoder(Ticket)
 
 
 def read_ticket(data: bytes) -> Ticket:
-    """Decode and check a ticket. Raises ``ValueError`` if ``data`` is none."""
+    """Decode a ticket and check its fields. Raises ``ValueError`` if ``data`` is not a valid ticket."""
     if len(data) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket has at most {MAX_TICKET_BYTES} bytes")
     ticket = _TICKET.decode(data)

@@ -43,7 +43,10 @@ class OriginOptions(Protocol):
 
 
 def check_origins(app: ASGIApp, options: OriginOptions, table: PathTable, *, has_keys: bool) -> ASGIApp:
-    """Wrap ``app`` in the checks that ``options`` ask for. With keys, a page without one cannot do anything anyway."""
+    """Wrap ``app`` in the checks of web pages' origins that ``options`` ask for.
+
+    With ``has_keys``, the Host header is not checked: a page without a key cannot do anything anyway.
+    """
     origins, hosts = _words(options.allowed_origins), {name.lower() for name in _words(options.allowed_hosts)}
     checks_host = is_loopback(options.host) and not has_keys and ANY not in hosts
     guard: ASGIApp = OriginGuard(app, origins, hosts if checks_host else None)

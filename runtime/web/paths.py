@@ -132,7 +132,7 @@ class PathTable:
         return next((facts for prefix, facts in self._prefixes if path.startswith(prefix) and path != prefix), None)
 
     def canonical(self, facts: PathFacts, path: str) -> str:
-        """Return the request path ``path``, with the ``facts`` that ``find`` returned, as routes are spelled.
+        """Return ``path`` as an application's routes spell it. ``facts``: what ``find`` returned for it.
 
         Slashes at its end are removed unless it has a parameter.
         """

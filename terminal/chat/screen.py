@@ -41,7 +41,7 @@ class Screen:
             self._line_is_open = not text.endswith("\n")
 
     def show_interrupt(self) -> None:
-        """Show that Ctrl-C was pressed. The terminal has printed "^C", so the line is not ended."""
+        """Show that Ctrl-C was pressed: end the line on which the terminal has printed "^C"."""
         self._line_is_open = True
         self.end_answer()
 

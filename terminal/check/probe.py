@@ -19,7 +19,7 @@ class Probe(NamedTuple):
 
 
 def run_probe(probe: Probe) -> list[Finding]:
-    """Return the findings of ``probe``. If it fails or takes too long, that is a problem, and others still run."""
+    """Run ``probe`` on a thread and return its findings. If it raises or takes too long, return that as a problem."""
     results: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
 
     def work() -> None:

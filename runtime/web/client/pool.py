@@ -75,7 +75,7 @@ class ConnectionPool(Generic[C]):
         return None
 
     def put_back(self, kept: IdleConnection[C]) -> None:
-        """Put a connection that ``take_kept`` returned and that was not used back. Its idle time goes on."""
+        """Put back a connection that ``take_kept`` returned and that was not used. Its idle time goes on."""
         self._idle.append((asyncio.get_running_loop().time() - kept.idle_seconds, kept.connection))
 
     async def connect(self) -> C:
