@@ -192,9 +192,10 @@ class ControlEndpoints:
         return json_response({"open": sum(answer.count("open") for answer in answers), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: abort at all instances. A request of a pair runs on both of its legs and counts once.
+        """POST /abort_request: abort at all instances that health checks have not found down.
 
-        If an instance refuses, the answer is the first refusal; the others have aborted all the same.
+        A request of a pair runs on both of its legs and counts once. If an instance refuses, the answer is the first
+        refusal; the others have aborted all the same.
         """
         answers = await self.ask_all(request, await self._bodies.read(request))
         if refused := refusal(answers):
@@ -204,9 +205,9 @@ class ControlEndpoints:
         return json_response({"aborted": aborted, "instances": [answer.report() for answer in answers]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """POST /flush_cache: flush the caches of all instances.
+        """POST /flush_cache: flush the caches of all instances that health checks have not found down.
 
-        If an instance that is up refuses, the answer is the first refusal; the others have flushed all the same.
+        If an instance refuses, the answer is the first refusal; the others have flushed all the same.
         """
         answers = await self.ask_all(request)
         if refused := refusal(answers):
@@ -280,10 +281,9 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 def refusal(answers: list[ControlAnswer]) -> Response | None:
-    """Return the response with the first refusal of an order among the instances' ``answers``; None if all executed it.
+    """Return the response with the first refusal of an order among the instances' ``answers``; None if none refused.
 
-    Instances that gave no answer do not count: one that is down has nothing to abort and nothing to flush. Raises
-    ``NoInstanceError`` if none gave an answer.
+    Instances that gave no answer do not count. Raises ``NoInstanceError`` if none gave an answer.
     """
     reached = [answer for answer in answers if answer.status]
     if not reached:
