@@ -16,19 +16,22 @@ class PageMover(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """Metadata that peers need to reach this instance's pools."""
+        """Opaque bytes that peers need to reach this instance's KV pools; b"" without hand-overs."""
         ...
 
     def submit(self, command: TransferCommand) -> None:
-        """Queue a command."""
+        """Queue a command for the engine's thread, which answers by events later."""
         ...
 
     def push(self, command: SendPages, done: LayersDone) -> None:
-        """Push pages as their layers are ``done``. Call ``wake`` when all layers are done."""
+        """Queue a push of pages to a peer, layer by layer as ``done`` counts them.
+
+        Call ``wake`` when all layers are counted.
+        """
         ...
 
     def wake(self) -> None:
-        """Make the engine check at once for something to do."""
+        """Make the engine's thread check at once for something to do, as ``done`` counters give no signal."""
         ...
 
 
@@ -38,12 +41,12 @@ class NoPageMover:
     metadata = b""
 
     def submit(self, command: TransferCommand) -> None:
-        """Raise ``RuntimeError``."""
+        """Raise ``RuntimeError``: an instance without hand-overs gets no transfer commands."""
         raise RuntimeError(f"an instance without hand-overs was sent {type(command).__name__}")
 
     def push(self, command: SendPages, done: LayersDone) -> None:
-        """Raise ``RuntimeError``."""
+        """Raise ``RuntimeError``: an instance without hand-overs has no peer to push to."""
         raise RuntimeError("an instance without hand-overs was asked to push pages")
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no engine to wake."""

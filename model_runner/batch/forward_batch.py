@@ -66,11 +66,14 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens that the pass computes, of all entries together (T)."""
         return self.input_ids.shape[0]
 
     def on_host(self) -> HostBatch:
-        """Return the batch of tensors on the host as arrays that share their memory."""
+        """Return this batch as NumPy arrays that share the tensors' memory. All tensors must lie in host memory.
+
+        ``starts``, ``q_lens`` and ``prompt_lens`` are copied from lists.
+        """
         return HostBatch(
             input_ids=self.input_ids.numpy(),
             positions=self.positions.numpy(),
@@ -88,7 +91,7 @@ class ForwardBatch:
 
 
 def tensor_batch(batch: HostBatch) -> ForwardBatch:
-    """Make the batch of a torch engine on the host. Its tensors share the arrays' memory."""
+    """Return ``batch`` as CPU tensors for a torch engine. They share the arrays' memory; lists are copies."""
     put = torch.from_numpy
     return ForwardBatch(
         input_ids=put(batch.input_ids),

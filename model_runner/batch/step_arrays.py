@@ -99,11 +99,11 @@ class StepArrays:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest step with arrays that stay where they are."""
+        """Maximum tokens of a step for which the arrays' addresses never change."""
         return self._small.capacity
 
     def load(self, plan: StepPlan, padded_to: int = 0) -> DeviceArrays:
-        """Send the plan's arrays to the device, behind the work that is queued there.
+        """Queue the copy of the plan's arrays to the device, behind earlier work, and return the device's arrays.
 
         ``padded_to`` (at most ``capacity``): number of tokens after padding. A padding token is token 0 at position 0,
         in slot 0, of row 0.
@@ -132,10 +132,13 @@ class StepArrays:
         return self._large.load(arrays, padded_to)
 
     def padded(self, size: int) -> PaddedArrays:
-        """Return the arrays of steps that are padded to ``size``."""
+        """Return the device arrays that a graph of ``size`` tokens reads, padding included.
+
+        Their addresses never change.
+        """
         return self._small.padded(size)
 
     def clear(self) -> None:
-        """Set every token of the small area to token 0 at position 0, in slot 0, of row 0."""
+        """Queue a write that fills the small area with padding: token 0 at position 0, in slot 0, of row 0."""
         nothing = np.empty(0, dtype=np.int64)
         self._small.load([nothing] * len(_Array), self._small.capacity)

@@ -49,17 +49,17 @@ class StepPlan(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether every entry computes one token."""
+        """Whether every entry computes one token, so that a decode graph can compute the step."""
         return len(self.input_ids) == len(self.rows)
 
     @property
     def sampled_rows(self) -> I64:
-        """[S]"""
+        """Rows of the request table of the entries that sample, [S]."""
         return self.rows[self.sampled]
 
     @property
     def sampled_positions(self) -> I64:
-        """[S]: positions of the tokens to be sampled."""
+        """Positions, in their requests, of the tokens to be sampled, [S]."""
         return (self.starts + self.q_lens)[self.sampled]
 
 
@@ -93,13 +93,13 @@ def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
 
 
 def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
-    """Return the last token of each entry that begins its last page and does not fill it, as indices into T."""
+    """Return indices into the step's tokens: the last token of each entry that begins a page and does not fill it."""
     used = (starts + q_lens) % page_size
     return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
 
 
 def sampled_entries(step: ForwardStep) -> I64:
-    """Return the entries of the step that sample a token, [S]."""
+    """Return the indices of the step's entries that sample a token, [S], ascending."""
     return np.flatnonzero(unpack_i32(step.sample))
 
 
@@ -118,17 +118,20 @@ class PagedIndices(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """N."""
+        """Number of pages that all entries read together, a shared page counted for each (N)."""
         return int(self.kv_indptr[-1])
 
 
 def paged_indices(kv_lens: I64, page_size: int) -> PagedIndices:
-    """Return the pages of entries that see ``kv_lens`` tokens each ([B], at least 1), their own included."""
+    """Return how many pages each entry's attention reads, cumulated, and how many tokens lie in its last page.
+
+    ``kv_lens`` [B], at least 1: tokens that each entry attends to, including those of this step.
+    """
     pages = -(-kv_lens // page_size)
     indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(pages)))
     return PagedIndices(indptr.astype(np.int32), ((kv_lens - 1) % page_size + 1).astype(np.int32))
 
 
 def _i64(data: bytes) -> I64:
-    """Return a writable copy, in the type that arrays are indexed with."""
+    """Return int32 bytes as a writable int64 array."""
     return unpack_i32(data).astype(np.int64)

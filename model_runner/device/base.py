@@ -35,11 +35,11 @@ class HostCopy(Protocol):
     """Tensors on their way to the host."""
 
     def is_done(self) -> bool:
-        """Return whether ``wait`` would return at once. Never waits itself."""
+        """Return whether ``wait`` would return at once, because all tensors have arrived. Never waits itself."""
         ...
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Wait for everything that was queued before ``fetch``, and return the arrays."""
+        """Wait until the copies have arrived, and return them as arrays in the order of the tensors."""
         ...
 
 
@@ -49,7 +49,7 @@ class Graph(Protocol, Generic[T]):
     output: T
 
     def replay(self) -> None:
-        """Queue the captured work again, on the arguments that lie at the same addresses."""
+        """Queue the captured work again. It reads its arguments at the addresses that it was captured with."""
         ...
 
 
@@ -69,14 +69,14 @@ class Device(ABC):
 
     @cached_property
     def torch(self) -> TorchDevice:
-        """Return the device as torch has it. Imports torch."""
+        """Return the ``torch.device`` of this device. Imports torch."""
         import torch
 
         return torch.device(self.place)
 
     @property
     def name(self) -> str:
-        """Model of the device: like devices have the same name."""
+        """Name of the device's model. Devices of the same model have the same name."""
         return self.kind
 
     def numa_node(self) -> int | None:
@@ -85,15 +85,15 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Return the device's total and free memory."""
+        """Return the device's total and free memory in bytes."""
 
     @abstractmethod
     def used(self) -> int:
-        """Return the bytes in use: by this process on the host, by all processes on an accelerator."""
+        """Return the bytes of memory in use: by this process on the host, by all processes on an accelerator."""
 
     @abstractmethod
     def peak(self, run: Callable[[], object]) -> int:
-        """Run ``run``; return by how many bytes the memory that this process has on the device grew at most."""
+        """Call ``run``, and return by how many bytes this process's memory on the device grew at most meanwhile."""
 
     @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: TorchDType) -> Tensor:
@@ -101,62 +101,73 @@ class Device(ABC):
 
     @abstractmethod
     def send(self, there: Tensor, here: Tensor) -> None:
-        """Queue a copy of ``here`` (``host_zeros``) to ``there``. ``here`` must stay as it is until that is done."""
+        """Queue a copy from the host tensor ``here`` to the device tensor ``there``.
+
+        ``here`` is from ``host_zeros``, and must not be changed before the copy is done.
+        """
 
     @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """Queue a copy of ``array`` to the device and return it. The array may be changed right away."""
+        """Queue a copy of ``array`` to the device, and return the device's tensor.
+
+        ``array`` may be changed right away.
+        """
 
     @abstractmethod
     def staged(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy ``array`` on the host, to memory from which copies to the device are queued without waiting."""
+        """Return a host copy of ``array``, in memory from which copies to the device are queued without waiting."""
 
     @abstractmethod
     def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Start copies to the host, behind what is queued so far; the tensors stay as they are until they are done."""
+        """Start copies of ``tensors`` to the host, behind the work queued so far, and return without waiting.
+
+        The tensors must not be written until the copies are done.
+        """
 
     @abstractmethod
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each second tensor to the first, beside all that is queued, and wait for these copies.
+        """Copy in each pair (target, source), beside the steps' work, and wait for these copies alone.
 
         One tensor of each pair is in ``host_zeros``. The caller makes sure that the source has been written and that
-        nothing else uses the target. May be called by another thread than the one that calls the rest.
+        nothing else uses the target. Another thread than that of the other calls may call this.
         """
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread's work is queued beside that of steps, as ``transfer``'s is."""
+        """Return a context in which this thread's work is queued beside that of steps, as ``transfer`` does."""
         return nullcontext()
 
     @abstractmethod
     def mark(self) -> Callable[[], bool]:
-        """Queue an event behind all that is queued so far; return what tells whether it has come, in any thread.
+        """Queue an event behind earlier work, and return a function that tells whether the device has reached it.
 
-        Waits for nothing.
+        The function never waits, and any thread may call it.
         """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which waiting for the device raises (``HostSync``, ``RuntimeError``).
+        """Return a context in which waiting for the device raises ``HostSync`` or ``RuntimeError``.
 
-        On devices that can't tell, it does nothing.
+        It does nothing on devices that can't detect a wait.
         """
 
     @abstractmethod
     def capture(self, run: Callable[[], T]) -> Graph[T]:
-        """Record what ``run`` queues, without doing it. It has run before, on the same shapes: nothing is compiled or
-        allocated for good while work is recorded. Graphs share the memory of what they compute in between.
+        """Record the work that ``run`` queues as a graph, without doing it.
+
+        ``run`` must have run before on the same shapes, so that nothing is compiled or allocated for good while it is
+        recorded. Graphs share their intermediate memory, so only one may run at a time.
         """
 
     def forget_graphs(self) -> None:  # noqa: B027 - nothing, where there are none
-        """Note that all graphs are dropped, so that the next one begins with memory of its own."""
+        """Forget the graphs' shared memory after all graphs are dropped; the next capture takes new memory."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all that was queued is done."""
+        """Wait until all work that was queued on the device is done."""
 
     @abstractmethod
     def give_back(self) -> None:
-        """Return memory that nothing uses to the system."""
+        """Return memory that this process's allocator keeps unused to the device or the kernel."""
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -16,9 +16,9 @@ KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> str:
-    """Return the device that ``name`` means, as torch names it: "cpu", or of GPUs the one with this number.
+    """Return the device that ``name`` means, as torch names it: "cpu", or "cuda:" and ``number``.
 
-    Raises ``UnsupportedModel`` if it is not there.
+    "auto" means the GPU if there is one. Raises ``UnsupportedModel`` if the device is not there.
     """
     if not may_use_gpu(name):
         return "cpu"
@@ -38,10 +38,10 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> str:
 
 
 def choose_dtype(name: DTypeName, device_kind: str) -> str:
-    """Return the type of weights and activations: bfloat16 unless ``name`` says otherwise or a GPU lacks it.
+    """Return the name of the type of weights and activations: ``name``, or the device's default if it is "auto".
 
-    Processors without products of bfloat16 store it all the same, half the bytes of float32, and widen it as they
-    multiply. So hosts of any kind can hand over to each other.
+    The default is bfloat16, and float16 on GPUs without it. Processors that can't multiply bfloat16 store it all the
+    same, and widen it to float32 as they multiply. So hosts of any kind can hand over to each other.
     """
     if name != "auto":
         return name
@@ -53,12 +53,15 @@ def choose_dtype(name: DTypeName, device_kind: str) -> str:
 
 
 def choose_kv_dtype(name: KVDTypeName, dtype: str) -> str:
-    """Return the type of the KV pool's elements, beside weights of ``dtype``."""
+    """Return torch's name for the type of the KV pool's elements; "auto" means ``dtype``, the type of the weights."""
     return dtype if name == "auto" else KV_DTYPES.get(name, name)
 
 
 def open_device(place: str, *, strict: bool = False) -> Device:
-    """Return what runs work on the device that torch calls ``place``. ``strict``: see ``CudaDevice``."""
+    """Return the ``Device`` that torch calls ``place``.
+
+    ``strict``: raise if the host waits for a GPU within ``no_sync``, instead of not checking.
+    """
     if place == "cpu":
         return CpuDevice()
     from .cuda import CudaDevice

@@ -20,7 +20,7 @@ class CompileWatch:
         self._count = 0
 
     def begin(self, device_type: str) -> None:
-        """Start counting; nothing is compiled on a CPU."""
+        """Count the kernels that Triton compiles in this process from now on; do nothing on a CPU or without Triton."""
         if device_type != "cuda" or importlib.util.find_spec("triton") is None:
             return
         # Imported here: it takes most of a second, and a CPU does without.
@@ -29,11 +29,14 @@ class CompileWatch:
         knobs.runtime.jit_post_compile_hook = self.note
 
     def take(self) -> int:
-        """Return how many kernels were compiled since the last call."""
+        """Return how many kernels were compiled since the last call, and start again at 0."""
         count, self._count = self._count, 0
         return count
 
     def note(self, *, key: str, fn: Any, **_more: Any) -> None:
-        """Count one kernel; Triton calls it after each that it has compiled, or read from its cache on disk."""
+        """Count one kernel, and log a warning about it.
+
+        Triton calls this after it has compiled a kernel or read it from its disk cache.
+        """
         self._count += 1
         log.warning("kernel %s was compiled while serving, which stalled all streams; variant %s", fn.name, key)

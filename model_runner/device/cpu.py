@@ -41,7 +41,7 @@ class CpuDevice(Device):
         super().__init__("cpu")
 
     def memory(self) -> Memory:
-        """Return the host's memory, within the control group that this process runs in."""
+        """Return the host's total and free memory in bytes, within this process's control group."""
         return host_memory()
 
     def used(self) -> int:

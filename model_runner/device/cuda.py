@@ -77,20 +77,21 @@ class CudaDevice(Device):
         return None if min(domain, bus, number) < 0 else numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
     def memory(self) -> Memory:
-        """Return the GPU's total and free memory, after releasing unused blocks of torch's allocator."""
+        """Return the GPU's total and free memory in bytes, after releasing unused blocks of torch's allocator."""
         self.give_back()
         free, total = torch.cuda.mem_get_info(self.torch)
         return Memory(total, free)
 
     def used(self) -> int:
-        """Return the bytes in use by all processes, after releasing unused blocks of torch's allocator."""
+        """Return the bytes of the GPU in use by all processes, after releasing unused blocks of torch's allocator."""
         memory = self.memory()
         return memory.total - memory.free
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Return the peak growth of what torch's allocator has reserved, gaps between tensors included.
+        """Call ``run``, and return by how many bytes the memory that torch's allocator has reserved grew at most.
 
-        Memory that other libraries allocate is not counted.
+        Gaps between tensors count; memory that other libraries allocate does not. Unused reserved blocks are released
+        first.
         """
         self.give_back()
         before = torch.cuda.memory_reserved(self.torch)
@@ -104,13 +105,13 @@ class CudaDevice(Device):
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def send(self, there: Tensor, here: Tensor) -> None:
-        """Queue the copy on the current stream, without waiting."""
+        """Queue the copy of ``here`` to ``there`` on the current stream, without waiting."""
         there.copy_(here, non_blocking=True)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy ``array`` to pinned memory and queue the copy to the GPU.
+        """Copy ``array`` to pinned memory, queue the copy from there to the GPU, and return the GPU's tensor.
 
-        Torch reuses pinned memory only after its copy is done.
+        Torch reuses the pinned memory only after the copy is done.
         """
         return self.staged(array).to(self.torch, non_blocking=True)
 
@@ -119,7 +120,7 @@ class CudaDevice(Device):
         return as_tensor(array).pin_memory()
 
     def fetch(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Queue copies to pinned memory on a stream of their own, behind the current stream's work."""
+        """Queue copies to pinned memory on a stream of their own, behind the current stream's work; never wait."""
         self._copies.wait_stream(torch.cuda.current_stream(self.torch))
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -130,7 +131,7 @@ class CudaDevice(Device):
         return _Pinned(tensors, copies, done)
 
     def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queue the copies on the transfer stream, and wait for an event behind them."""
+        """Queue the copies of the pairs (target, source) on the transfer stream, and wait until they are done."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._transfers):
             for to, source in copies:
@@ -144,16 +145,16 @@ class CudaDevice(Device):
         return beside
 
     def mark(self) -> Callable[[], bool]:
-        """Record an event on the current stream, and return its query function."""
+        """Record an event on the current stream, and return its query function, which never waits."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch))
         has_come: Callable[[], bool] = event.query
         return has_come
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which torch raises on a wait, or one that does nothing if the device is not ``strict``.
+        """Return a context in which torch raises ``RuntimeError`` on a wait, if the device is ``strict``.
 
-        Waits within other libraries go unnoticed.
+        If it isn't, the context does nothing. Waits within other libraries go unnoticed.
         """
         return _no_sync() if self._strict else nullcontext()
 

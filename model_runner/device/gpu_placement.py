@@ -21,7 +21,11 @@ MOST_THREADS = 8
 
 
 def beside_gpu(placement: Placement, *, named: bool) -> Placement:
-    """Return ``placement`` with few threads and none bound. ``named``: ``--cpus`` says on which cores they run."""
+    """Return ``placement`` with at most ``MOST_THREADS`` threads, none of them bound to a core of its own.
+
+    ``named``: whether ``--cpus`` names the cores. The threads then stay on these, and else may run on all allowed
+    cores.
+    """
     threads = min(placement.threads, MOST_THREADS)
     where = "on the cores that --cpus names" if named else "bound to no core"
     return placement._replace(
@@ -34,18 +38,24 @@ def beside_gpu(placement: Placement, *, named: bool) -> Placement:
 
 
 def prefer_node(node: int | None, machine: Machine) -> None:
-    """Take memory from ``node``, if the host has several and this process may use cores of it."""
+    """Have new memory of the calling thread, and of those it starts, come from NUMA node ``node`` while it has any.
+
+    Do nothing if ``node`` is None, if the host has one node, or if this process may use no core of it.
+    """
     if node is not None and cores_near(node, machine):
         prefer_memory_of(node)
 
 
 def stay_near(node: int | None, machine: Machine) -> None:
-    """Keep the calling thread on the cores of ``node``, if the host has several and this process may use them."""
+    """Keep the calling thread, and those that it starts, on the cores of NUMA node ``node``, and log that.
+
+    Do nothing if ``node`` is None, if the host has one node, or if this process may use no core of it.
+    """
     if node is not None and (cores := cores_near(node, machine)):
         os.sched_setaffinity(0, cores)
         log.info("kernels are launched on the cores of NUMA node %d, which is the GPU's", node)
 
 
 def cores_near(node: int, machine: Machine) -> frozenset[int]:
-    """Return the cores of ``node`` that this process may use; none if the host has one node."""
+    """Return the cores of NUMA node ``node`` that this process may use; an empty set if the host has one node."""
     return machine.nodes.get(node, frozenset()) if len(machine.nodes) > 1 else frozenset()

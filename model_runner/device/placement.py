@@ -73,17 +73,23 @@ class Placement(NamedTuple):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the compute threads can't all run at once."""
+        """Whether the compute threads can't all run at once.
+
+        Those of all ``sharers`` exceed the cores then, or this process's exceed the CPU quota.
+        """
         return self.threads * self.sharers > len(self.home) or (self.quota is not None and self.threads > self.quota)
 
     @property
     def spin_us(self) -> int:
-        """How long a compute thread waits at a barrier before it sleeps."""
+        """Microseconds that a compute thread spins at a barrier before it sleeps."""
         return CROWDED_SPIN_US if self.is_crowded else SPIN_US
 
 
 def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> Placement:
-    """Return the placement that the options mean on ``machine``. Raises ``PlacementError``."""
+    """Return how many compute threads run on which cores of ``machine``; change nothing yet.
+
+    ``threads``, ``cpus``: values of ``--threads`` and ``--cpus``, None to choose. Raises ``PlacementError``.
+    """
     if threads is not None and threads < 1:
         raise PlacementError(f"--threads {threads}: at least one thread computes")
     if cpus is not None:
@@ -108,7 +114,11 @@ def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:
 
 
 def _home(choice: ComputeCores, threads: int | None, machine: Machine, notes: list[str]) -> frozenset[int]:
-    """Return the cores for ``threads``: of one node if they fit there, else all that are worth a thread, else all."""
+    """Return the cores that the compute threads stay on, and add the reason to ``notes``.
+
+    They are the best NUMA node's if ``threads`` (None: any number) fit there. Otherwise they are all cores worth a
+    thread, or all allowed ones if those are too few.
+    """
     node = choice.nodes[choice.best_node]
     wanted = threads or 1
     if wanted <= len(node):
@@ -135,7 +145,7 @@ def _placement(
 
 
 def machine_use(placement: Placement, memory: Memory) -> MachineUse:
-    """Return what ``/server_info`` and the start-up line report.
+    """Return the threads, cores and memory that ``/server_info`` and the start-up line report for this worker.
 
     ``memory``: that of the host, within this process's control groups.
     """
@@ -155,7 +165,10 @@ def machine_use(placement: Placement, memory: Memory) -> MachineUse:
 
 
 def confine(placement: Placement) -> None:
-    """Keep the calling thread, and all that it starts from now on, on the compute cores and their memory."""
+    """Restrict the calling thread, and all that it starts later, to the compute cores; prefer their node's memory.
+
+    If compute threads are crowded, also tell OpenMP by an environment variable not to spin.
+    """
     if placement.home != placement.allowed:
         os.sched_setaffinity(0, placement.home)
     if placement.is_crowded:
@@ -167,13 +180,16 @@ def confine(placement: Placement) -> None:
 
 
 def yield_cores(nice: int) -> None:
-    """Let other processes go before the calling thread, and before all that it starts from now on."""
+    """Set the nice value of the calling thread, and of all that it starts later, to ``nice``; 0 changes nothing."""
     if nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def prefer_memory_of(node: int) -> None:
-    """Have new memory of the calling thread, and of those it starts, come from ``node`` while it has any."""
+    """Have new memory of the calling thread, and of those it starts, come from NUMA node ``node`` while it has any.
+
+    Only log it if the kernel refuses, as containers often do.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     number = SYS_SET_MEMPOLICY.get(platform.machine())
     words = node // 64 + 1
@@ -186,16 +202,19 @@ def prefer_memory_of(node: int) -> None:
 
 
 def bind_calling_thread(placement: Placement) -> None:
-    """Bind the calling thread, the first of the C++ engine's, to its core, where threads are bound."""
+    """Bind the calling thread, which becomes the C++ engine's first compute thread, to the placement's first core.
+
+    Do nothing if threads are not bound.
+    """
     if placement.cpus is not None:
         os.sched_setaffinity(0, {placement.cpus[0]})
 
 
 def start_torch_threads(placement: Placement) -> list[int]:
-    """Size torch's pool, start it, and bind the calling thread and each thread of the pool to its own core.
+    """Start torch's pool of ``placement.threads`` threads, the caller included, and bind each to its own core.
 
-    Returns the kernel's ids of the bound threads, the calling one first; [] where nothing is to be bound. Raises
-    ``PlacementError`` where the pool has not the threads that it should have.
+    Return the kernel's ids of the bound threads, the calling one first. If threads are not bound, only set their number
+    and return []. Raises ``PlacementError`` if torch starts another number of threads.
     """
     # Imported here: OpenMP reads the process's cores when it is loaded, which must come after ``confine``.
     import torch
@@ -216,7 +235,10 @@ def start_torch_threads(placement: Placement) -> list[int]:
 
 @contextmanager
 def floating(placement: Placement) -> Iterator[None]:
-    """Let threads that are started inside run on every core that the process was allowed when it started."""
+    """Let the calling thread, and threads that it starts within the context, run on all cores allowed at start-up.
+
+    The calling thread returns to its own cores at the end; the others keep all.
+    """
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, placement.allowed)
     try:

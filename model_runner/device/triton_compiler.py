@@ -63,14 +63,16 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True):
     ptx: str
 
     def count(self, instruction: str) -> int:
-        """Return how many instructions of the PTX begin with ``instruction``, such as "wgmma" or
-        "cp.async.cg.shared.global".
-        """
+        """Return how many PTX instructions begin with ``instruction``, such as "wgmma" or "cp.async.cg"."""
         return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", self.ptx, re.MULTILINE))
 
 
 def compile_kernels(requests: Sequence[CompileRequest], timeout: float = 300) -> list[Compiled]:
-    """Compile each, in a child; raises ``CompileError`` for the first that does not."""
+    """Compile the kernels in a child process, and return the resources and PTX of each, in order. Needs no GPU.
+
+    Raises ``CompileError`` for the first that does not compile, and ``subprocess.TimeoutExpired`` after ``timeout``
+    seconds.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
@@ -87,7 +89,11 @@ def compile_kernels(requests: Sequence[CompileRequest], timeout: float = 300) ->
 
 
 def compile_kernel(request: CompileRequest) -> Compiled:
-    """Compile one in this process, which must not be an interpreting one."""
+    """Compile a kernel in this process for the GPU generation that it names, and return its resources and PTX.
+
+    Triton must not be interpreting here. Raises ``CompileError`` if the request names other arguments than the kernel
+    has.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -119,7 +125,10 @@ def compile_kernel(request: CompileRequest) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return the registers and the bytes of stack of a thread, as the tool that comes with Triton reports them."""
+    """Return the registers and the stack bytes that one thread of the compiled kernel uses.
+
+    They are read by the ``cuobjdump`` that comes with Triton.
+    """
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +143,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Answer the requests on standard input."""
+    """Compile the kernels requested as JSON on standard input, and write their results as JSON to standard output."""
     requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[CompileRequest])
     results = [compile_kernel(request) for request in requests]
     sys.stdout.buffer.write(msgspec.json.encode(results))

@@ -28,10 +28,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor once, on the CPU and of any float type, under its name in the engine.
+        """Yield every tensor once, on the CPU and of any float type, with the name that the engine has for it.
 
-        Its rows are in the engine's order. A tensor without a known name keeps the one it has, and the loader refuses
-        it.
+        Its rows are in the engine's order. A tensor without a known name keeps the one in the file, and the loader
+        refuses it.
         """
 
 
@@ -45,8 +45,9 @@ class Stored(NamedTuple):
 def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of the checkpoint's tensor ``name`` under the engine's names.
 
-    A tensor that holds several is cut, and the rows of q and k are put in the engine's order. Raises ``InvalidWeights``
-    if its number of rows or experts is not that of its parts together.
+    A tensor that holds several is cut, and the rows of q and k are put in the engine's order. An unknown tensor keeps
+    its name; those of draft layers are skipped. Raises ``InvalidWeights`` if its number of rows or experts is not that
+    of its parts together.
     """
     parts = find_parts(spec, name)
     if not parts:
@@ -88,7 +89,10 @@ class Target(NamedTuple):
     part: Slice | None = None
 
     def take(self, tensor: Tensor) -> None:
-        """Copy it, or the part, casting. Rows that are not taken are never read from a file that is mapped."""
+        """Copy ``tensor``, or this rank's part of it, into ``view``, converting its type.
+
+        An empty part fills the view with 0. Rows that are not taken are never read from a file that is mapped.
+        """
         if self.part is None:
             self.view.copy_(tensor)
         elif self.part.size:
@@ -98,9 +102,10 @@ class Target(NamedTuple):
 
 
 def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[str, bytes]:
-    """Fill ``targets`` (by name) from ``source``; raises ``InvalidWeights`` unless they match exactly.
+    """Fill ``targets`` (by name) from ``source``. Raises ``InvalidWeights`` unless names and shapes match exactly.
 
-    Returns what tells each tensor from others, whatever part of it was taken; see ``samples.py``.
+    Return a few values of each tensor by name, as bytes for ``fingerprint``. They are of the whole tensor, whatever
+    part of it was taken.
     """
     missing = dict(targets)
     samples = {}

@@ -48,9 +48,10 @@ class GGUFBlocks(BlockSource):
         self.nbytes = sum(self._nbytes(name, self._matrices[name]) for name in self.left_out)
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """Return this rank's blocks of each weight, as in the file but with rows in the engine's order.
+        """Return this rank's blocks of each weight in ``names``, as in the file but with rows in the engine's order.
 
-        A tied head comes from the embedding's blocks. Returns None for a layer that is not served as blocks.
+        A tied head comes from the embedding's blocks. Return None for a layer that is not served as blocks. ``weight``
+        is not used.
         """
         if not self._served[tuple(names)]:
             return None
@@ -136,7 +137,7 @@ class GGUFBlocks(BlockSource):
         return None if self._shard is None else self._shard.slice_of(name)
 
     def _share(self, name: str, matrix: GGUFMatrix) -> Fraction:
-        """Return the fraction of the matrix that this rank has."""
+        """Return the fraction of the matrix that this rank computes with; 1 without ranks."""
         part = self._slice(name)
         return Fraction(1) if part is None else Fraction(part.size, matrix.shape[part.axis])
 
@@ -149,7 +150,10 @@ class GGUFBlocks(BlockSource):
         return part is None or part.axis is Axis.ROWS or part.begin % block == part.end % block == 0
 
     def _part(self, name: str, matrix: GGUFMatrix) -> npt.NDArray[Any]:
-        """Return the rows of the matrix that this rank has, or its blocks of every row."""
+        """Return this rank's part of the matrix as blocks: some of its rows, or some blocks of every row.
+
+        Rows are in the engine's order.
+        """
         part, rows = self._slice(name), matrix.ordered_rows
         if part is None:
             return rows
@@ -160,7 +164,10 @@ class GGUFBlocks(BlockSource):
 
 
 def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
-    """Yield, for each linear layer of the engine, the names of the weights that are multiplied together."""
+    """Yield, for each linear layer of the engine, the names of the weights that one product multiplies with.
+
+    They are in the order of the layer's outputs. The last layer is the head.
+    """
     for i, layer in enumerate(spec.layers):
         q, k, v, o, q_a, q_b, kv_a = (
             f"layers.{i}.{name}_proj.weight" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_a")
@@ -178,7 +185,7 @@ def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _networks(mlp: MLPSpec | ExpertsSpec) -> list[str]:
-    """Return the prefixes of the names of a layer's networks."""
+    """Return the prefixes of the weights' names, one for each of the layer's networks: its MLP, or its experts."""
     if isinstance(mlp, MLPSpec):
         return [""]
     return [f"experts.{i}." for i in range(mlp.count)] + (["shared."] if mlp.shared is not None else [])

@@ -38,7 +38,7 @@ class GGUFMatrix(NamedTuple):
 
     @property
     def ordered_rows(self) -> npt.NDArray[Any]:
-        """The rows in the engine's order, a copy if necessary."""
+        """The matrix's rows as stored, but in the engine's order; a copy if that differs from the file's."""
         return self.rows if self.order is None else self.rows[self.order]
 
 
@@ -55,7 +55,7 @@ class GGUFWeights(WeightSource):
         self._left_out = left_out
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the file's tensors, dequantised one by one; those that are left out are skipped.
+        """Yield the file's tensors by the engine's names, dequantised one by one, except for those left out.
 
         Raises ``UnsupportedModel`` for a quantisation that the gguf package can't undo.
         """
@@ -69,9 +69,9 @@ class GGUFWeights(WeightSource):
                     yield ours, part
 
     def matrices(self) -> dict[str, GGUFMatrix]:
-        """Return all matrices as they lie in the file, by the engine's names.
+        """Return all matrices by the engine's names, still quantised, as views of the mapped file.
 
-        The file is open as long as they are in use.
+        Each matrix of a stack of experts is one of its own.
         """
         return {
             part.name: _matrix(tensor, part, row_order(self._spec, part.name))
@@ -88,7 +88,10 @@ def _matrix(tensor: GGUFTensor, part: Part, order: Order | None) -> GGUFMatrix:
 
 
 def _read(tensor: GGUFTensor, expert: int | None) -> Tensor:
-    """Dequantise the tensor, or one matrix of a stack: a whole stack would be too large."""
+    """Dequantise the tensor, or only the matrix ``expert`` of a stack, as a whole stack would be large.
+
+    Raises ``UnsupportedModel``.
+    """
     data = tensor.data if expert is None else tensor.data[expert]
     try:
         values = _dequantise(data, tensor.tensor_type)
@@ -99,7 +102,7 @@ def _read(tensor: GGUFTensor, expert: int | None) -> Tensor:
 
 
 def _dequantise(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
-    """Return the numbers of a matrix [N, ...]. Raises ``NotImplementedError`` for kinds that gguf can't undo.
+    """Return the numbers of a matrix [N, ...]. Raises ``NotImplementedError`` for kinds that gguf can't dequantise.
 
     gguf takes 16 rows at a time. Rows that lie one after another are joined, so that each piece is large enough.
     """

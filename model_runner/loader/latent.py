@@ -21,14 +21,15 @@ BY_HEAD = ("k_b_proj", "v_b_proj")
 
 
 def is_by_head(parts: Sequence[Part]) -> bool:
-    """Return whether ``by_head`` splits a tensor of these parts."""
+    """Return whether a tensor of these parts holds latent attention's k_b_proj or v_b_proj, for ``by_head``."""
     return parts[0].name.split(".")[-2] in BY_HEAD
 
 
 def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the ``parts`` of a checkpoint's ``tensor`` by name, head by head. Raises ``InvalidWeights``.
+    """Yield the names and values of the ``parts`` that a checkpoint's ``tensor`` holds, in the engine's layout.
 
-    The number of its rows must be right.
+    A single part is a stack of matrices by head, and is flattened. Two parts are one kv_b_proj, and its number of rows
+    must be right. Raises ``InvalidWeights`` for other dimensions.
     """
     if tensor.dim() < 2 or (len(parts) > 1 and tensor.dim() != 2):
         raise InvalidWeights(f"{parts[0].name!r} has shape {list(tensor.shape)}, which is no matrix")

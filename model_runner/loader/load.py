@@ -34,11 +34,12 @@ def load_model_weights(
     shard: Shard | None = None,
     packed: PackedLayers | None = None,
 ) -> dict[str, bytes]:
-    """Fill ``weights`` (name → view) from ``source``, or at random. Raises ``InvalidWeights``, ``UnsupportedModel``.
+    """Fill ``weights`` (name → view) from ``source``, or with random numbers if ``load_format`` is "dummy".
 
-    What ``blocks`` has in the place of floats is checked and not written: memory that is never written takes none.
-    ``packed`` layers are filled as well, in the place of their views. ``shard``: the part of the model ``spec`` that
-    the weights are. Returns the tensors' samples, for ``fingerprint``.
+    ``blocks``: weights that it serves quantised are checked for their shapes, and their views are not written, so that
+    they take no memory. ``packed``: these layers are filled too, in place of their views. ``shard``: the part of the
+    model ``spec`` that ``weights`` are; None: all. Returns values of each tensor for ``fingerprint``. Raises
+    ``InvalidWeights`` or ``UnsupportedModel``.
     """
     shapes = {name: view.shape for name, view in _whole(weights, spec, shard).items()}
     left_out: frozenset[str] = frozenset()
@@ -61,7 +62,7 @@ def load_model_weights(
 
 
 def _whole(weights: Mapping[str, Tensor], spec: ModelSpec, shard: Shard | None) -> Mapping[str, Tensor]:
-    """Return the tensors of all ranks together by name, without values."""
+    """Return the tensors of the whole model by name, for their shapes; with ranks they have no values."""
     return weights if shard is None else Decoder(spec, torch.float32, torch.device("meta")).weights()
 
 

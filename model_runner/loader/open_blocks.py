@@ -23,10 +23,10 @@ def open_blocks(
     shard: Shard | None = None,
     activations: QuantizedActivations = "int16",
 ) -> BlockSource:
-    """Open the quantised weights that ``--quantization`` chooses for ``source``. Raises ``UnsupportedModel``.
+    """Return the source of quantised weights that ``--quantization`` chooses for ``source``.
 
-    ``dtype``: type of dense weights. ``shard``: this rank's part, or None. ``activations``: the type that activations
-    are rounded to.
+    Raises ``UnsupportedModel`` if that is no GGUF file but its blocks are asked for. ``dtype``: type of dense weights.
+    ``shard``: this rank's part, or None. ``activations``: the type that activations are rounded to.
     """
     blocks = _open(quantization, source, spec, dtype, shard)
     blocks.activations = activations

@@ -57,9 +57,10 @@ def choose_quantization(
 def choose_packed(
     asked: str, source: ModelSource, device: torch.device, *, is_torch: bool, is_alone: bool
 ) -> AsPacked | None:
-    """Return how weights stay as the files have them, or None if they don't. Raises ``UnsupportedModel``.
+    """Return how the files' packed weights are multiplied without dequantising, or None if they are dequantised.
 
-    ``asked``: value of ``--quantization``. The other arguments are those of ``choose_quantization``.
+    "packed": activations stay as they are. "w8a8": they are rounded to FP8. ``asked``: value of ``--quantization``. The
+    other arguments are those of ``choose_quantization``. Raises ``UnsupportedModel`` if what was asked is impossible.
     """
     if asked not in ("auto", "packed", "w8a8"):
         return None
@@ -94,10 +95,10 @@ def open_packed(
     seed: int | None,
     shard: Shard | None,
 ) -> PackedLayers:
-    """Prepare the packed layers of ``model``, which has no memory for them yet. Raises ``InvalidWeights``.
+    """Choose the linear layers of ``model`` that keep packed weights, before it has memory for them; load nothing yet.
 
     ``model``: the part ``shard`` of the whole model ``spec``. ``seed``: seed of random weights, or None for the files'
-    weights.
+    weights. Raises ``InvalidWeights`` if the files can't be read.
     """
     # Imported here: it imports Triton.
     from ..ops.packed.product import packed_product

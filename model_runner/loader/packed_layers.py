@@ -47,10 +47,9 @@ class PackedLayers:
         *,
         eight: bool = False,
     ) -> None:
-        """Choose the ``layers`` that stay packed.
-
-        ``dtype``: type of the model. ``product``: what multiplies with packed weights. ``eight``: whether activations
-        are in FP8. ``shard``: the rank's part that the ``layers`` are.
+        """Choose those of ``layers`` that stay packed, and drop their floating-point weights. Weights are read by
+        ``fill``. ``dtype``: type of the model. ``product``: multiplies with packed weights. ``eight``: whether
+        activations are rounded to FP8. ``shard``: the rank's part that ``layers`` are; None: all.
         """
         self._source = source
         self._shard = shard
@@ -69,8 +68,10 @@ class PackedLayers:
             self._others[name] = NO_PRODUCT
 
     def fill(self, shapes: Mapping[str, torch.Size]) -> dict[str, bytes]:
-        """Read them; returns what tells each weight from others (``samples.py``), the same as of floats, whatever part
-        of it was taken. ``shapes``: of the whole weights. Raises ``InvalidWeights``.
+        """Read the packed weights of the chosen layers to the device.
+
+        ``shapes``: those of the whole weights. Return values of each whole weight by name, for ``fingerprint``. They
+        equal those of the dequantised weight. Raises ``InvalidWeights``.
         """
         samples: dict[str, bytes] = {}
         progress = ProgressLog(log, "loading packed weights", len(self._layers))
@@ -89,12 +90,15 @@ class PackedLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory after they are filled."""
+        """Bytes of memory that the packed weights take; 0 before ``fill``."""
         return sum(layer.packed.nbytes for layer in self._layers.values() if layer.packed is not None)
 
     @property
     def rounding(self) -> str:
-        """Rounding for ``fingerprint``: "none" if results differ from dequantised weights' by order of sums alone."""
+        """Rounding that ``fingerprint`` distinguishes: "w8a8" if activations are rounded to FP8, else "none".
+
+        With "none", results differ from those of dequantised weights by the order of sums alone.
+        """
         otherwise = any(isinstance(layer.packed, FP8Weight) and layer.packed.eight for layer in self._layers.values())
         return "w8a8" if otherwise else "none"
 
@@ -111,8 +115,9 @@ class PackedLayers:
             log.warning("dequantised to %s: %s: %s", floats, _listing(names), reason)
 
     def _find_others(self, names: Sequence[str]) -> bool:
-        """Return whether the weights of a layer can't stay packed together, and record why for those that
-        are packed.
+        """Return whether the weights of a layer can't stay packed together.
+
+        If so, note the reason for each that is packed in the files.
         """
         packed = [name for name in names if name in self._source.names]
         reasons = {name: reason for name in packed if (reason := self._why_not(name)) is not None}
@@ -159,6 +164,6 @@ def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _listing(names: Sequence[str]) -> str:
-    """List the names, with the number of layers and experts in place of their indices."""
+    """Return the names as text, alike ones counted: with "*" in place of the numbers of layers and experts."""
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names)
     return ", ".join(f"{count} {name}" for name, count in sorted(alike.items()))

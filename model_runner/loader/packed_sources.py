@@ -33,19 +33,25 @@ class PackedSource(ABC):
 
     @abstractmethod
     def why_not(self, name: str) -> str | None:
-        """Return why no product takes the matrix as it is, or None if one does. Reads little."""
+        """Return why the kernels can't multiply with matrix ``name`` as it is packed, or None if they can.
+
+        Reads headers and groups, not the matrix.
+        """
 
     @abstractmethod
     def unit(self, name: str) -> int:
-        """Return the number of columns that parts of a matrix must be a multiple of."""
+        """Return the number of columns that a rank's part of the matrix must be a multiple of."""
 
     def groups(self, name: str) -> Tensor | None:
-        """Return the group of each column ([I] int64), or None if columns that share a scale are neighbours."""
+        """Return which group of shared scales each column belongs to ([I] int64).
+
+        Return None if each group's columns are neighbours, in order. This default always returns None.
+        """
         return None
 
     @abstractmethod
     def read(self, name: str, device: torch.device) -> PackedMatrix:
-        """Read the matrix to ``device``. Raises ``InvalidWeights``."""
+        """Read the packed matrix ``name`` to ``device``, its rows in the engine's order. Raises ``InvalidWeights``."""
 
 
 class _PackedTensor(NamedTuple):
@@ -97,9 +103,9 @@ class CheckpointMatrices(PackedSource):
         return None
 
     def groups(self, name: str) -> Tensor | None:
-        """Return the checkpoint's group of each column, or None if it has none or if a group's columns are neighbours.
+        """Return the group of each column ([I] int64) that the checkpoint stores.
 
-        AWQ and FP8 have no such groups.
+        Return None if it stores none, or if each group's columns are neighbours. AWQ and FP8 have no such groups.
         """
         of_groups = None if self._packing.kind is PackingKind.AWQ else self._beside(name, "groups")
         groups = None if of_groups is None else self._tensor(of_groups)

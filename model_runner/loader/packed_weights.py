@@ -51,37 +51,40 @@ Read = Callable[[str], Tensor | None]
 
 
 def is_beside(name: str) -> bool:
-    """Return whether the tensor belongs to a weight without being one."""
+    """Return whether the tensor only goes with a weight: scales (of weights, activations or KV), zeros, groups."""
     return name.endswith(BESIDE + OF_TENSORS)
 
 
 def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[str, Tensor]:
-    """Return the weight's own name and its values ([O, I] float32). Raises ``InvalidWeights``.
+    """Return the weight's own name and its dequantised values ([O, I] float32).
 
-    A tensor that is not packed is returned unchanged.
+    ``read`` returns a tensor by name, such as the scales, or None. A tensor that is not packed is returned unchanged.
+    Raises ``InvalidWeights``.
     """
     found = packed_matrix(name, tensor, packing, read)
     return (name, tensor) if found is None else (weight_name(name), found.dequantise())
 
 
 def weight_name(name: str) -> str:
-    """Return the name of the weight that the numbers in tensor ``name`` are of."""
+    """Return the name of the weight that the packed numbers in tensor ``name`` belong to; other names are unchanged."""
     ending = next((endings.numbers for endings in FOUR_BITS.values() if name.endswith(endings.numbers)), None)
     return name if ending is None else f"{name.removesuffix(ending)}.weight"
 
 
 def is_packed(name: str, dtype: str, packing: Packing) -> bool:
-    """Return whether the tensor has a packed weight's numbers. ``dtype``: its type as safetensors calls it."""
+    """Return whether tensor ``name`` holds the numbers of a packed weight.
+
+    ``dtype``: the tensor's type as safetensors calls it.
+    """
     endings = FOUR_BITS.get(packing.kind)
     return dtype == "F8_E4M3" if endings is None else name.endswith(endings.numbers)
 
 
 def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> PackedMatrix | None:
-    """Return the packed matrix with the numbers in ``tensor``, or None if they are not packed.
+    """Return the packed matrix with the numbers in ``tensor``, or None if these are not packed.
 
+    ``read`` returns the scales, zero points and groups by their names, on the device of ``tensor``, or None if missing.
     Raises ``InvalidWeights``.
-
-    ``read`` reads the tensors that belong to it, to the device of ``tensor``.
     """
     endings = FOUR_BITS.get(packing.kind)
     if endings is not None and name.endswith(endings.numbers):
@@ -135,7 +138,7 @@ def gptq(words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, ze
     """Return the matrix of a weight as GPTQ stores it.
 
     ``words``: int32 [I / 8, O]. ``zeros``: int32 [G, O / 8]. ``scales``: [G, O]. ``groups``: the group of each column
-    ([I]), or None if groups are neighbouring columns.
+    ([I]), or None if groups are neighbouring columns. ``zero_offset``: what stored zero points are too low by.
     """
     numbers, zeros_GO = _parts(words.T).flatten(-2), _parts(zeros).flatten(-2) + zero_offset
     return _in_groups(numbers, zeros_GO, scales, groups)
@@ -168,7 +171,7 @@ def _in_groups(numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | 
 
 
 def _parts(words: Tensor) -> Tensor:
-    """Return the numbers in each word, the lowest bits first: uint8 [..., 8]."""
+    """Return the eight 4-bit numbers of each int32 word, the lowest bits first: uint8 [..., 8]."""
     places = torch.arange(A_WORD, dtype=torch.int32, device=words.device) * BITS
     return ((words[..., None] >> places) & 0xF).to(torch.uint8)
 

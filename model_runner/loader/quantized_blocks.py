@@ -64,22 +64,30 @@ class BlockSource(ABC):
 
     @abstractmethod
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """Return the weights ``names`` of one linear layer, one below the other, or None if it has to be dense.
-
-        ``weight``: the same weights in a float type, [N, K]. Its values are there unless ``names`` are ``left_out``.
+        """Return the weights ``names`` of one linear layer as blocks, or None if the layer has to be dense. ``weight``:
+        the same weights in a float type, [N, K]. It has values unless ``names`` are ``left_out``.
         """
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ``InvalidWeights`` unless the weights that are ``left_out`` have the ``shapes`` of the model."""
+        """Raise ``InvalidWeights`` unless the weights in ``left_out`` have the model's ``shapes``.
+
+        This default is for a source that leaves none out.
+        """
         assert not self.left_out
 
     def sample(self, name: str, digest: xxhash.xxh3_64) -> None:
-        """Add to ``digest`` what tells the weight ``name``, which is ``identifying``, from others."""
+        """Add format, shape and some bytes of the weight ``name`` to ``digest``, to tell it from other weights.
+
+        ``name`` is one of ``identifying``. This default raises ``NotImplementedError``.
+        """
         raise NotImplementedError
 
 
 def has_whole_blocks(spec: ModelSpec) -> bool:
-    """Return whether every row that ranks divide consists of whole blocks. ``spec``: a rank's part of the model."""
+    """Return whether a rank's rows are whole blocks of 32 in all layers that ranks divide by columns.
+
+    ``spec``: a rank's part of the model.
+    """
     inner = {layer.mlp.inner for layer in spec.layers}
     inner |= {
         mlp.shared.inner for mlp in (layer.mlp for layer in spec.layers) if isinstance(mlp, ExpertsSpec) and mlp.shared
@@ -95,7 +103,10 @@ class RoundedBlocks(BlockSource):
         self._bits = bits
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
-        """Round ``weight`` to blocks of 4 bits (Q4_1) or 8 bits (Q8_0). Return None if K is not a multiple of 32."""
+        """Round ``weight`` to blocks of 4 bits (Q4_1) or 8 bits (Q8_0); the head always has 8 bits.
+
+        Return None if K is not a multiple of 32.
+        """
         if weight.shape[1] % BLOCK:
             return None
         eight = self._bits == 8 or names[0] in HEAD_NAMES

@@ -36,10 +36,10 @@ HALVES = {
 def random_blocks(
     kind: GGMLQuantizationType, n: int, k: int, rng: np.random.Generator, size: float = 1.0, *, signed: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """Return random blocks (uint8 [n, bytes of k weights]) of weights that deviate by about ``size``.
+    """Return random blocks of a GGUF format, uint8 [n, bytes of k weights].
 
-    ``signed``: whether half of the scales are negative, so that the weights' mean is zero although that of the kind's
-    numbers is not.
+    The weights' standard deviation is about ``size``. ``signed``: whether half of the scales are negative, so that the
+    weights' mean is zero although that of the kind's numbers is not.
     """
     weights, nbytes = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n, k // weights, nbytes), dtype=np.uint8)

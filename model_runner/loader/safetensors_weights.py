@@ -48,9 +48,10 @@ class SafetensorsWeights(WeightSource):
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors file by file, dequantising weights in MXFP4, FP8 and four bits.
+        """Yield the checkpoint's tensors by the engine's names, dequantising weights in MXFP4, FP8 and four bits.
 
-        A head that the config ties comes as the table of embeddings if the files have no other table.
+        Those left out are skipped. If the config ties the head to the table of embeddings and the files have only the
+        head, it is yielded as the table.
         """
         places = _places(self._files)
         copies = self._tied_copies(places)
@@ -72,9 +73,9 @@ class SafetensorsWeights(WeightSource):
                         yield self._aliases.get(ours, ours), part
 
     def _tied_copies(self, places: Mapping[str, Path]) -> set[str]:
-        """Return the names of the heads that repeat the table of embeddings, because the config ties the two.
+        """Return the file's name of the head if it repeats the table of embeddings and the config ties the two.
 
-        Raises ``InvalidWeights`` for a head with other values.
+        Otherwise return an empty set. Raises ``InvalidWeights`` for a head with other values.
         """
         if not self._spec.tied_head:
             return set()
@@ -95,7 +96,7 @@ class SafetensorsWeights(WeightSource):
 
 
 def _places(files: Sequence[Path]) -> dict[str, Path]:
-    """Return the file of each tensor by the tensor's name; of equal copies the first.
+    """Return the file of each tensor, by the tensor's name in the files; the first file if several hold equal copies.
 
     Raises ``InvalidWeights`` for copies that differ.
     """
@@ -112,7 +113,7 @@ def _places(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether both tensors are the same bits."""
+    """Return whether both tensors have the same type, shape and bits."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -134,9 +135,9 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def packing_of(folder: Path) -> Packing | None:
-    """Return how the config in the folder says that weights are packed, or None.
+    """Return how the weights in ``folder`` are packed, by its config.json, or None if they are not.
 
-    ``spec_reader.py`` has refused what can't be read.
+    None also means a packing that is not supported; ``spec_reader.py`` has refused such models before.
     """
     config = folder / "config.json"
     raw = json.loads(config.read_text()) if config.is_file() else {}
@@ -162,9 +163,9 @@ def _plain(tensor: Tensor) -> Stored:
 
 
 def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
-    """Return the MXFP4 tensor of ``blocks`` and the scales beside it.
+    """Return the MXFP4 weight of ``blocks`` and their scales, which is dequantised only when it is read.
 
-    A stack is dequantised one matrix at a time, because all of it would be large.
+    A stack of matrices is dequantised one matrix at a time, because all of it would be large.
     """
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:

@@ -19,12 +19,18 @@ Adding tokens to a model may change their rows and nothing else, and the KV of p
 
 
 def spread(size: int) -> Tensor:
-    """Return ``SAMPLES`` indices over ``size``, by a prime step, so that rows and columns don't move in lockstep."""
+    """Return ``SAMPLES`` indices below ``size`` as int64.
+
+    They go by a prime step, so that rows and columns don't move in lockstep.
+    """
     return torch.from_numpy(np.arange(SAMPLES, dtype=np.int64) * 7919 % size)
 
 
 def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
-    """Return bytes that tell ``tensor``, converted to ``dtype``, from others with its name."""
+    """Return bytes that tell ``tensor``, converted to ``dtype``, from others with its name.
+
+    They are its name, shape, type and a few values; of the table of embeddings, some values of every row.
+    """
     if tensor.numel() == 0:
         return as_sample(name, tensor.shape, tensor, dtype)
     view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
@@ -39,8 +45,9 @@ def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
 
 
 def as_sample(name: str, shape: Sequence[int], found: Tensor, dtype: torch.dtype) -> bytes:
-    """Return the ``sample`` of a tensor of that ``shape``. ``found``: its floats at the ``spread`` of rows
-    and columns.
+    """Return name, shape, type and the values ``found`` as bytes, for a tensor that is sampled elsewhere.
+
+    ``found``: its floats at the indices that ``spread`` gives for rows and columns.
     """
     header = f"{name}{list(shape)}{dtype}".encode()
     return header + found.to(dtype).contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -63,7 +63,10 @@ class WeightLoader:
     """Meets the ranks that the torch model computes with. Raises ``UnsupportedModel``."""
 
     def load(self) -> Weights:
-        """Load the weights."""
+        """Make the model, read its weights, and return both with their fingerprint.
+
+        Raises ``InvalidWeights``, ``UnsupportedModel`` or another ``ModelError``.
+        """
         options, source, spec, shard = self.options, self.source, self.spec, self.shard
         quantization = choose_quantization(
             options, source, self.device, self.dtype, is_torch=not self.is_native, is_alone=shard is None
@@ -93,7 +96,7 @@ class WeightLoader:
         )
 
     def reload(self, expected: str) -> Weights:
-        """Load the weights again; raise ``InvalidWeights`` if their fingerprint is not the ``expected`` one."""
+        """Load the weights again, into a new model. Raise ``InvalidWeights`` if the fingerprint is not ``expected``."""
         weights = self.load()
         if weights.fingerprint != expected:
             raise InvalidWeights(OTHER_WEIGHTS)

@@ -39,9 +39,10 @@ class CommonSteps(Protocol):
     """Computes steps in one call where it can."""
 
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Chosen | None:
-        """Compute ``step``, counting layers ``done``. Its ``new_rows`` and ``slot_deltas`` are applied already.
+        """Compute ``step`` in one call, and return its tokens; ``done`` counts the layers that have written their KV.
 
-        Return None, with nothing changed, if the step has to go the general way.
+        The caller has already applied the step's ``new_rows`` and ``slot_deltas``. Return None, with nothing changed,
+        if the executor has to compute the step part by part.
         """
         ...
 

@@ -41,7 +41,7 @@ class GraphModel(Protocol):
     """What is captured: ``compute`` alone. ``prepare`` goes before each replay."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Do everything that depends on more than the batch's tensors."""
+        """Do the host's part of a pass over ``batch``, which no graph replays: plan attention from lengths and rows."""
         ...
 
     def compute(self, batch: ForwardBatch) -> Tensor:
@@ -50,10 +50,10 @@ class GraphModel(Protocol):
 
 
 def graph_sizes(most_running: int, given: Iterable[int] = (), most: int | None = None) -> tuple[int, ...]:
-    """Return the sizes to capture, ascending, none above ``most_running`` requests.
+    """Return the sizes of decode graphs to capture, in entries, ascending, none above ``most_running`` requests.
 
-    They are those ``given``. By default they go up to ``most`` (default ``DEFAULT_MOST``): the powers of two to 4, the
-    multiples of 8 to 128 and of 16 beyond, and the largest itself.
+    They are the ``given`` sizes, if there are any. Otherwise they go up to ``most`` (default ``DEFAULT_MOST``): the
+    powers of two to 4, the multiples of 8 to 128 and of 16 beyond, and the largest itself.
     """
     if sizes := set(given):
         return tuple(sorted(size for size in sizes if size <= most_running))
@@ -63,7 +63,7 @@ def graph_sizes(most_running: int, given: Iterable[int] = (), most: int | None =
 
 
 def size_for(sizes: tuple[int, ...], count: int) -> int | None:
-    """Return the smallest of the ascending ``sizes`` that holds ``count`` entries, or None."""
+    """Return the smallest of the ascending ``sizes`` that is at least ``count`` entries, or None if all are smaller."""
     at = bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
@@ -110,9 +110,10 @@ class DecodeGraphs:
         """
 
     def capture(self, batch_of: Callable[[int], ForwardBatch]) -> None:
-        """Capture every size. ``batch_of``: a batch of that size, all of it padding, over tensors that stay.
+        """Capture a graph of every size now, the largest first.
 
-        Raises ``NotEnoughMemory``.
+        ``batch_of(size)`` returns a batch of ``size`` padding entries; each call with a size uses the same tensors.
+        Raises ``NotEnoughMemory``, and drops all graphs, if the device's memory does not suffice.
         """
         begin = time.monotonic()
         for size in reversed(self._sizes):
@@ -138,13 +139,17 @@ class DecodeGraphs:
         return out_SV.copy_(self._model.compute(batch))
 
     def size_for(self, count: int) -> int | None:
-        """Return the size that a step of ``count`` entries is padded to, or None if it is computed without a graph."""
+        """Return the size that a step of ``count`` entries is padded to.
+
+        Return None if it is computed without a graph: it is too large, or nothing is captured.
+        """
         return size_for(self._sizes, count) if self._graphs else None
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Replay the graph for ``batch`` and return the logits of all entries, [S, V].
+        """Queue the replay of the graph for ``batch`` and return the logits of all entries, [S, V], padding included.
 
-        They lie where the graph left them, and are valid until a graph runs again.
+        ``batch`` has a captured size S, over the tensors that the graph was captured with. The logits are overwritten
+        when any graph runs again.
         """
         self._model.prepare(batch)
         graph = self._graphs[len(batch.q_lens)].graph

@@ -39,12 +39,12 @@ class DeviceEngine(GraphModel, Protocol):
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Entries of decode steps to capture as graphs, ascending."""
+        """Numbers of entries for which a graph of decode steps is captured, ascending; empty: none."""
         ...
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Type of the logits that ``compute`` returns."""
+        """Element type of the logits that ``compute`` returns."""
         ...
 
 
@@ -53,27 +53,27 @@ class DeviceModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """Number of tokens in the vocabulary."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Maximum tokens of a sequence, prompt and output together."""
         ...
 
     @property
     def device(self) -> Device:
-        """Where the model computes."""
+        """Device that the model computes on."""
         ...
 
     @property
     def pools(self) -> Pools:
-        """KV pools that slots and pages are of."""
+        """KV pools that the steps' slots and pages belong to."""
         ...
 
     @property
     def engine(self) -> DeviceEngine:
-        """Computes the passes."""
+        """Engine that computes the forward passes."""
         ...
 
 
@@ -105,32 +105,38 @@ class DeviceExecutor:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Enter torch's inference mode. Waiting for the device raises within it, if the device can detect that."""
+        """Enter torch's inference mode, in which waiting for the device raises, if the device can detect that."""
         with torch.inference_mode(), self._device.no_sync():
             yield
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Start each row's state on the host, then the rows in the device's sampler."""
+        """Replace the sampling state of each new request's row, on the host and in the device's sampler."""
         for init in inits:
             self.rows.start(init)
         if inits:
             self.sampler.start(inits)
 
     def move_slots(self, row: int, start: int, slots: I32) -> None:
-        """Upload ``slots`` and queue their write into the device's request table."""
+        """Upload ``slots`` and queue their write into the device's request table.
+
+        They are those of the positions of ``row`` from ``start`` on.
+        """
         self.req_to_token[row, start : start + len(slots)] = self._device.upload(slots)
 
     def move_windows(self, pages: I32) -> None:
-        """Upload the pairs and queue their write into ``window_pages``; do nothing if no layer has a window."""
+        """Upload the pairs (page, window page) and queue their write into ``window_pages``.
+
+        Do nothing if no layer has a window.
+        """
         if self.window_pages is not None:
             there = self._device.upload(pages)
             self.window_pages.index_copy_(0, there[:, 0].long(), there[:, 1])
 
     def use_weights(self) -> None:
-        """Do nothing: the engine computes each step with the weights that it has."""
+        """Do nothing: the engine computes each step with the weights that it has then."""
 
     def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
-        """Leave every step to the general way."""
+        """Return None for every step: a device computes it part by part, with nothing done here."""
         return None
 
     def prepare(self, plan: StepPlan) -> int | None:
@@ -144,9 +150,10 @@ class DeviceExecutor:
         return size
 
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> Tensor:
-        """Replay the graph of ``size`` entries, or queue the pass if it is None.
+        """Queue the replay of the graph of ``size`` entries, or a pass without a graph if ``size`` is None.
 
-        The logits are float32 unless the sampler reads 16-bit types.
+        Return the wanted logits, [L, V]. They are float32 unless the sampler reads 16-bit types. ``done`` counts the
+        layers that the device has computed; a replay counts none.
         """
         logits_LV = self._forward(plan, done) if size is None else self._replay(plan, size)
         return logits_LV if self.sampler.reads_halves else logits_LV.float()
@@ -184,7 +191,10 @@ class DeviceExecutor:
         return logits_SV[:count] if everyone else logits_SV.index_select(0, there.logit_indices)
 
     def choose(self, logits_LV: Tensor, plan: StepPlan, params: RowParams) -> Sampled[Tensor]:
-        """Queue the device sampler's choice of tokens; queue nothing if no entry samples."""
+        """Queue the device sampler's choice of tokens for the sampled entries.
+
+        The tokens that it returns stay on the device. Queue nothing if no entry samples.
+        """
         if not len(params):
             nothing = torch.empty(0, dtype=torch.int64, device=self._device.torch)
             return Sampled(nothing, nothing.bool())
@@ -193,7 +203,10 @@ class DeviceExecutor:
         return self.sampler.sample(logits_LV[: len(params)], sampled)
 
     def score_samples(self, logits_LV: Tensor, tokens_S: Tensor, wanted: I64, most: int) -> Scored[Tensor]:
-        """Queue the scores of the ``wanted`` tokens, with ``most`` alternatives each."""
+        """Queue the log-probabilities of some sampled tokens, and of each one's ``most`` likeliest alternatives.
+
+        ``wanted``: indices into ``tokens_S``. The scores stay on the device.
+        """
         logits_NV = logits_LV[: len(tokens_S)]
         if len(wanted) < len(tokens_S):
             at = self._device.upload(wanted)
@@ -201,15 +214,24 @@ class DeviceExecutor:
         return self.sampler.score(logits_NV, tokens_S, most)
 
     def score_prompt(self, logits_NV: Tensor, targets_N: I64, most: int) -> Scored[Tensor]:
-        """Upload the targets and queue their scores, with ``most`` alternatives each."""
+        """Upload the tokens ``targets_N`` and queue the log-probability of each.
+
+        Each comes with the ``most`` likeliest alternatives at its position. The scores stay on the device.
+        """
         return self.sampler.score(logits_NV, self._device.upload(targets_N), most)
 
     def fetch(self, arrays: Sequence[Tensor]) -> HostCopy:
-        """Start copies to the host behind the work queued so far. Steps queued later do not delay them."""
+        """Start copies of ``arrays`` to the host, behind the work queued so far, and return without waiting.
+
+        Steps that are queued later do not delay the copies.
+        """
         return self._device.fetch(arrays)
 
     def capture_graphs(self) -> None:
-        """Capture a graph for each of the engine's ``graph_sizes``; do nothing if it has none."""
+        """Capture a graph for each of the engine's ``graph_sizes``; do nothing if it has none.
+
+        Raises ``NotEnoughMemory``.
+        """
         if self._engine.graph_sizes:
             self._arrays.clear()
             with torch.inference_mode():
@@ -225,7 +247,7 @@ class DeviceExecutor:
         return self._there
 
     def _padded_batch(self, size: int) -> ForwardBatch:
-        """Return a decode step of ``size`` entries, of which all is padding as far as the host knows."""
+        """Return a decode step of ``size`` padding entries, over the arrays that the graph of this size reads."""
         there = self._arrays.padded(size)
         return ForwardBatch(
             *there[:4],

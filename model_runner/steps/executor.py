@@ -34,20 +34,20 @@ class StepEngine(Protocol):
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Entries of decode steps to capture as graphs, ascending."""
+        """Numbers of entries for which a graph of decode steps is captured, ascending; empty: none."""
         ...
 
     @property
     def sampler(self) -> HostSampler:
-        """Chooses tokens from logits on the host."""
+        """Sampler that chooses tokens from logits on the host."""
         ...
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """Compute the wanted logits of a pass, [L, V]."""
+        """Compute a pass, write its KV into the pool, and return the logits at ``batch.logit_indices``, [L, V]."""
         ...
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """Return what computes common steps over ``tables``."""
+        """Return what computes steps that want tokens alone in one call, reading and writing ``tables``."""
         ...
 
 
@@ -56,32 +56,32 @@ class Model(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """Number of tokens in the vocabulary."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Maximum tokens of a sequence, prompt and output together."""
         ...
 
     @property
     def device(self) -> Device:
-        """Where the model computes."""
+        """Device that the model computes on."""
         ...
 
     @property
     def matchers(self) -> MakesMatchers:
-        """Makes matchers of output against grammars."""
+        """Factory of matchers that constrain output to a grammar."""
         ...
 
     @property
     def pools(self) -> Pools:
-        """KV pools that slots and pages are of."""
+        """KV pools that the steps' slots and pages belong to."""
         ...
 
     @property
     def engine(self) -> StepEngine:
-        """Computes the passes."""
+        """Engine that computes the forward passes."""
         ...
 
 
@@ -91,60 +91,79 @@ class StepExecutor(Protocol):
     rows: RowStates[Any]
 
     def launching(self) -> AbstractContextManager[object]:
-        """Return the context in which a step is launched."""
+        """Return the context manager that the caller enters while it launches a step."""
         ...
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Start new requests in their rows."""
+        """Replace the sampling state of each row in which a new request starts."""
         ...
 
     def move_slots(self, row: int, start: int, slots: I32) -> None:
-        """Map the row's positions from ``start`` on to ``slots``."""
+        """Map the positions of ``row``, from ``start`` on, to ``slots`` of the KV pool, in the request table."""
         ...
 
     def move_windows(self, pages: I32) -> None:
-        """Map pages to window pages: [N, 2]."""
+        """Map pages of the full pool to pages of the windowed layers' pool.
+
+        ``pages`` [N, 2]: a page, and the window page that holds the same tokens (0: none).
+        """
         ...
 
     def use_weights(self) -> None:
-        """Compute common steps with the weights that the engine has now, if it has any."""
+        """Use the engine's current weights for common steps. Call this after weights were loaded or given back."""
         ...
 
     def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
-        """Compute a step that wants tokens and nothing else; see ``CommonSteps``."""
+        """Compute a step that wants tokens and nothing else in one call, and return its tokens.
+
+        Return None, with nothing changed, if the step has to be computed part by part. ``done`` counts the computed
+        layers.
+        """
         ...
 
     def prepare(self, plan: StepPlan) -> int | None:
-        """Bring the step's arrays to where it is computed; return the size of the graph to replay (None: none)."""
+        """Bring the step's arrays to where it is computed, and write its slots into the request table.
+
+        Return the number of entries of the graph to replay, or None to compute without a graph.
+        """
         ...
 
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> Any:
-        """Compute the prepared pass, counting layers that are ``done``; return the wanted logits, [L, V].
+        """Compute the prepared pass and return the wanted logits, [L, V]; a device only queues this.
 
-        ``size``: what ``prepare`` returned.
+        ``done`` counts the layers that have written their KV. ``size``: what ``prepare`` returned.
         """
         ...
 
     def choose(self, logits_LV: Any, plan: StepPlan, params: RowParams) -> Sampled[Any]:
-        """Choose the sampled entries' tokens, which are their rows' last ones from here on."""
+        """Choose the sampled entries' tokens, return them, and keep each as its row's last token for the next step.
+
+        ``params`` [S]: the sampling parameters of these rows.
+        """
         ...
 
     def score_samples(self, logits_LV: Any, tokens_S: Any, wanted: I64, most: int) -> Scored[Any]:
-        """Score the chosen tokens of the ``wanted`` samples."""
+        """Return log-probabilities of chosen tokens, each with its ``most`` likeliest alternatives.
+
+        ``wanted``: indices into ``tokens_S`` of the tokens to score.
+        """
         ...
 
     def score_prompt(self, logits_NV: Any, targets_N: I64, most: int) -> Scored[Any]:
-        """Score tokens of a prompt."""
+        """Return the log-probability of each prompt token in ``targets_N`` under its row of logits.
+
+        Each comes with the ``most`` likeliest alternatives.
+        """
         ...
 
     def fetch(self, arrays: Sequence[Any]) -> HostCopy:
-        """Start copies of the results to the host."""
+        """Start copies of the result arrays to the host and return them as pending, without waiting."""
         ...
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of decode steps, where there are any."""
+        """Capture the graphs of decode steps now; do nothing if the engine has no graph sizes."""
         ...
 
     def drop_graphs(self) -> None:
-        """Compute without graphs, until they are captured again."""
+        """Free the captured graphs. Steps are computed without graphs until ``capture_graphs`` is called again."""
         ...

@@ -64,16 +64,16 @@ class HostExecutor:
             self.rows.start(init)
 
     def move_slots(self, row: int, start: int, slots: I32) -> None:
-        """Write ``slots`` into the request table at once."""
+        """Write ``slots`` into the request table at once, from position ``start`` of ``row`` on."""
         self.req_to_token[row, start : start + len(slots)] = slots
 
     def move_windows(self, pages: I32) -> None:
-        """Write the pairs of pages into ``window_pages``; do nothing if no layer has a window."""
+        """Write the pairs (page, window page) into ``window_pages`` at once; do nothing if no layer has a window."""
         if self.window_pages is not None:
             self.window_pages[pages[:, 0]] = pages[:, 1]
 
     def use_weights(self) -> None:
-        """Make ``common`` compute with the engine's current weights.
+        """Make a new ``common``, which computes common steps with the engine's current weights.
 
         The old one is dropped first, so that its weights can be freed.
         """
@@ -83,11 +83,14 @@ class HostExecutor:
         self.common = self._engine.common_steps(tables)
 
     def run_common(self, step: ForwardStep, done: PassProgress) -> Chosen | None:
-        """Compute the step in one call of the engine, or return None if it has to be computed part by part."""
+        """Compute the step in one call of the engine, and return its tokens; ``done`` counts the computed layers.
+
+        Return None, with nothing changed, if the step has to be computed part by part.
+        """
         return self.common.run(step, done)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Fill in the rows' last tokens, and write the step's slots into the request table.
+        """Put the rows' last tokens into the plan's ``input_ids``, and write the step's slots into the request table.
 
         Return None: the host has no graphs.
         """
@@ -95,7 +98,10 @@ class HostExecutor:
         self.req_to_token[plan.token_rows, plan.positions] = plan.out_cache_loc
 
     def compute(self, plan: StepPlan, done: PassProgress, size: int | None) -> F32:
-        """Return the engine's logits, [L, V] float32. ``size`` is ignored: the host has no graphs."""
+        """Compute the pass by the engine, and return the wanted logits, [L, V] float32.
+
+        ``done`` counts the computed layers. ``size`` is ignored: the host has no graphs.
+        """
         return self._engine.host_logits(
             HostBatch(
                 input_ids=plan.input_ids,
@@ -125,11 +131,17 @@ class HostExecutor:
         return chosen
 
     def score_samples(self, logits_LV: F32, tokens_S: I64, wanted: I64, most: int) -> Scored[HostArray]:
-        """Compute the ``wanted`` tokens' float32 log-probabilities in NumPy, with ``most`` alternatives each."""
+        """Compute the log-probabilities of the tokens at the indices ``wanted`` in NumPy, as float32.
+
+        Each comes with its ``most`` likeliest alternatives.
+        """
         return score(logits_LV, wanted, tokens_S[wanted], most, self._engine.sampler)
 
     def score_prompt(self, logits_NV: F32, targets_N: I64, most: int) -> Scored[HostArray]:
-        """Compute each target's float32 log-probability in NumPy, with ``most`` alternatives."""
+        """Compute the log-probability of each token in ``targets_N`` in NumPy, as float32.
+
+        Each comes with the ``most`` likeliest alternatives at its position.
+        """
         return score(logits_NV, np.arange(len(targets_N)), targets_N, most, self._engine.sampler)
 
     def fetch(self, arrays: Sequence[HostArray]) -> _There:
@@ -137,7 +149,7 @@ class HostExecutor:
         return _There(arrays)
 
     def capture_graphs(self) -> None:
-        """Do nothing: there are none on the host."""
+        """Do nothing: the host has no graphs."""
 
     def drop_graphs(self) -> None:
-        """Do nothing: there are none on the host."""
+        """Do nothing: the host has no graphs."""

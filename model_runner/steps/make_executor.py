@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def make_executor(model: Model, max_reqs: int) -> StepExecutor:
-    """Make the executor of the device that ``model`` is on, for ``max_reqs`` rows."""
+    """Make the executor for the device of ``model``, with a request table of ``max_reqs`` rows.
+
+    It is a ``DeviceExecutor`` if the device computes beside the host, and else a ``HostExecutor``.
+    """
     if model.device.beside:
         from .device_executor import DeviceExecutor
 

@@ -33,7 +33,7 @@ class _Shape(NamedTuple):
         return self.rows * self.q_len
 
     def measured(self, forward_ms: float) -> MeasuredStep:
-        """Return the step and its time as the cost model counts steps."""
+        """Return the step's decodes, KV tokens, prompt tokens and attention pairs with its time, for the cost model."""
         if self.q_len == 1:
             return MeasuredStep(self.rows, self.rows * self.start, 0, 0.0, forward_ms)
         return MeasuredStep(0, 0, self.q_len, self.q_len * (self.start + self.q_len / 2), forward_ms)
@@ -55,11 +55,11 @@ SHAPES = (
 def measure_steps(
     steps: StepRunner, max_reqs: int, context_length: int, page_size: int, *, rehearse: bool = False
 ) -> list[MeasuredStep]:
-    """Run the steps after the warm-up, in its page and rows, and return the time of each.
+    """Run steps of the sizes in ``SHAPES``, and return each one's size and time. Call this after the warm-up.
 
-    Each runs twice if time allows, and the faster run counts. ``rehearse``: run each once before, without counting it.
-    On a GPU, libraries load what a shape needs at its first use. Contexts consist of page 0, which stays in the caches,
-    so the time of reading real KV can't be learned from them.
+    Each runs twice if time allows, and the faster run counts; the largest are skipped if time runs out. ``rehearse``:
+    run each once before, uncounted, since on a GPU libraries load what a shape needs at its first use. All KV lies in
+    page 0, which stays in the caches, so the time of reading real KV can't be learned from this.
     """
     result: list[MeasuredStep] = []
     spent_ms, expected_ms, tokens = 0.0, 0.0, FLAT_TOKENS
@@ -100,5 +100,5 @@ def _run(steps: StepRunner, shape: _Shape, page_size: int) -> float:
 
 
 def greedy_row(row: int, prompt_len: int = 1) -> RowInit:
-    """Return a row that chooses the likeliest tokens and that nothing ends."""
+    """Return the start of a request in ``row`` that samples greedily and has no stop tokens."""
     return RowInit(row=row, prompt_len=prompt_len, sampling=SamplingParams(seed=0, temperature=0.0))

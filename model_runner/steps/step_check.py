@@ -30,7 +30,10 @@ class StepLimits(NamedTuple):
 
 
 def check_changes(step: ForwardStep, limits: StepLimits) -> None:
-    """Check rows that begin, and slots and window pages that moved. Raises ``IndexError``."""
+    """Check a step's new rows, moved slots and window pages against ``limits``, before they are applied.
+
+    Raises ``IndexError``.
+    """
     for init in step.new_rows:
         if not 0 <= init.row < limits.rows:
             raise IndexError(f"step {step.step_id}: row {init.row} begins, there are {limits.rows}")
@@ -46,7 +49,10 @@ def check_changes(step: ForwardStep, limits: StepLimits) -> None:
 
 
 def check_entries(step: ForwardStep, limits: StepLimits) -> None:
-    """Check what the pass computes. Raises ``IndexError``, and ``ValueError`` for arrays that don't fit together."""
+    """Check the rows, positions and slots of a step's pass against ``limits``, before anything is written.
+
+    Raises ``IndexError``, and ``ValueError`` for arrays with lengths that don't fit together.
+    """
     rows, starts, q_lens = unpack_i32(step.rows), unpack_i32(step.starts), unpack_i32(step.q_lens)
     if not len(rows) == len(starts) == len(q_lens) == len(step.use_last) // 4 == len(step.sample) // 4:
         raise ValueError(f"step {step.step_id}: {len(rows)} rows, {len(starts)} starts, {len(q_lens)} lengths")

@@ -44,8 +44,9 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, options: WorkerOptions, device_type: str, context_length: int, *, gathers: bool) -> StepSizes:
-        """Return the sizes for these options. ``gathers``: attention copies whole contexts, which are kept
-        short here.
+        """Return the sizes of the largest steps under ``options``.
+
+        ``gathers``: attention copies each request's whole context. If so, contexts are kept short here.
         """
         rows, tokens = options.max_running_requests, piece_of(options, device_type)
         each = options.max_logprobs_per_request
@@ -71,9 +72,9 @@ class _Entry(NamedTuple):
 
 
 def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSizes]]) -> int:
-    """Run the largest steps of what ``make`` makes; return how many bytes of ``device`` all of it took at most.
+    """Call ``make``, run the largest steps of its runner, and return by how many bytes the device's use grew at most.
 
-    Raises ``NotEnoughMemory``.
+    The runner's arrays and graphs count. Raises ``NotEnoughMemory``.
     """
 
     def run() -> None:
@@ -91,10 +92,10 @@ def bytes_of_steps(device: Device, make: Callable[[], tuple[StepRunner, StepSize
 
 
 def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
-    """Run the steps that take most: prompts beside decodes, ends of every request's prompt, decodes of all.
+    """Run the steps that take most memory: prompts, ends of prompts in long contexts, and decodes of all rows.
 
-    KV goes to page 0. Every row is drawn, penalised and lists alternatives. Only the ends of prompts have long
-    contexts, since more of them would take seconds. What a decode needs for its context is allocated from the start.
+    KV goes to page 0. Every row samples with penalties and lists alternatives. Graphs are captured in between, and the
+    steps run again beside them. Only as many prompt ends run as one step can have, since more would take seconds.
     """
     queue = StepQueue(steps, NoPageMover(), ahead=1)
     rows, end = range(sizes.rows), sizes.context_length - 1
@@ -111,7 +112,7 @@ def run_largest(steps: StepRunner, sizes: StepSizes) -> None:
 
 
 def _pieces(sizes: StepSizes) -> list[_Entry]:
-    """Return whole prompts of ``prompt_tokens`` together."""
+    """Return entries of whole prompts, with ``sizes.prompt_tokens`` tokens in all, each as long as a context allows."""
     entries: list[_Entry] = []
     tokens, scored = sizes.prompt_tokens, sizes.scored
     while tokens:
@@ -122,7 +123,7 @@ def _pieces(sizes: StepSizes) -> list[_Entry]:
 
 
 def _run(queue: StepQueue, *steps: list[_Entry]) -> None:
-    """Launch the steps, each while the one before is open, and wait for all."""
+    """Launch the steps in order, each while the one before is open, and wait until all have ended."""
     for entries in steps:
         queue.launch(_step(entries))
         if queue.is_full:

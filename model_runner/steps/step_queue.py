@@ -29,15 +29,18 @@ class Steps(Protocol):
     """The part of ``StepRunner`` that the queue calls."""
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """See ``StepRunner``."""
+        """Launch a step and return what ``collect`` takes; a device only queues it.
+
+        ``done`` counts the layers that have written their KV.
+        """
         ...
 
     def is_done(self, launched: Launched) -> bool:
-        """See ``StepRunner``."""
+        """Return whether ``collect`` of this step would return without waiting."""
         ...
 
     def collect(self, launched: Launched) -> StepResult:
-        """See ``StepRunner``."""
+        """Wait until the step has ended, and return its result."""
         ...
 
 
@@ -70,7 +73,7 @@ class StepQueue:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the oldest result should be waited for before anything else is launched."""
+        """Return whether more than ``ahead`` steps are open, so that one must be collected before the next launch."""
         return len(self._open) > self._ahead
 
     @property
@@ -79,7 +82,7 @@ class StepQueue:
         return self._steps.is_done(self._open[0].launched)
 
     def launch(self, step: ForwardStep) -> None:
-        """Launch the step, and start pushing its pages if it has any to push."""
+        """Launch the step, and submit its ``pushes`` to the page mover, which sends pages while layers are computed."""
         ends = [self._push(step)] if step.pushes else []
         self._open.append(_Open(self._steps.launch(step, ends[0] if ends else NOT_COUNTED), ends))
 
@@ -94,7 +97,10 @@ class StepQueue:
         return result
 
     def send(self, pages: SendPages) -> None:
-        """Push pages that steps launched so far compute, once the last of them has ended: the device may lag."""
+        """Push pages to a peer once all steps launched so far have ended, as these steps compute the pages; never wait.
+
+        The pages are handed to the page mover at once. It pushes them at once if no step is open.
+        """
         if not self._open:
             self._mover.submit(pages)
             return

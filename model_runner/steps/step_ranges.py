@@ -38,7 +38,10 @@ S = TypeVar("S", bound=StepRunner)
 
 
 def make_range(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a range, to be entered where work is launched on ``device``."""
+    """Return a context manager that marks the work launched within it as ``name`` in profiles.
+
+    It is an NVTX range and a PyTorch range on CUDA, and a PyTorch range alone on other devices.
+    """
     return _nvtx_range(name) if device.type == "cuda" else record_function(name)
 
 
@@ -53,7 +56,10 @@ def _nvtx_range(name: str) -> Iterator[None]:
 
 
 def name_layers(device: torch.device) -> Callable[[int, LayerForward], LayerForward]:
-    """Return what makes a layer's ``forward`` compute within a range; for ``Decoder.wrap_layers``."""
+    """Return a wrapper for ``Decoder.wrap_layers`` that runs each layer's ``forward`` in a profiler range "layer N".
+
+    Log that Nsight shows nothing if ``device`` is no GPU.
+    """
     if device.type != "cuda":
         log.info("--enable-nvtx: without a GPU, ranges show in the traces of POST /start_profile alone")
 
@@ -70,7 +76,7 @@ def name_layers(device: torch.device) -> Callable[[int, LayerForward], LayerForw
 
 
 def with_ranges(kind: type[S]) -> type[S]:
-    """Return a subclass of a ``StepRunner`` with a range around each phase."""
+    """Return a subclass of ``kind`` that runs each phase of a step in a profiler range."""
     named: type[S] = type(f"Ranged{kind.__name__}", (_Ranged, kind), {})
     return named
 

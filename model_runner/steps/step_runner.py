@@ -88,26 +88,27 @@ class StepRunner:
         self.use_weights()
 
     def use_weights(self) -> None:
-        """Compute common steps with the weights that the engine has now, if it has any."""
+        """Use the engine's current weights for common steps. Call this after weights were loaded or given back."""
         self.executor.use_weights()
 
     def run(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> StepResult:
-        """Launch the step and wait for it."""
+        """Launch the step, wait until it has ended, and return its result. ``done`` counts the computed layers."""
         return self.collect(self.launch(step, done))
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of decode steps, where there are any; after a warm-up, with no step open."""
+        """Capture the graphs of decode steps, if the engine has any. Call this after a warm-up, with no step open."""
         self.executor.capture_graphs()
 
     def drop_graphs(self) -> None:
-        """Compute without, until they are captured again; no step is open."""
+        """Free the graphs, with no step open. Steps are computed without graphs until they are captured again."""
         self.executor.drop_graphs()
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """Apply the step and have it computed, counting layers that are ``done``.
+        """Check the step, apply its new rows and moved slots, and compute its pass; a device only queues it.
 
-        Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books
-        are wrong then.
+        Return the result of a step that the engine computes in one call, and else a ``PendingStep`` to collect.
+        ``done`` counts the layers that have written their KV. Raises ``ValueError`` or ``IndexError`` if the step
+        contradicts itself or the table, which means that the scheduler has a fault.
         """
         begin = time.perf_counter()
         with self.executor.launching():
@@ -124,7 +125,7 @@ class StepRunner:
             return pending
 
     def follow(self, step: ForwardStep) -> None:
-        """Compute a step, and leave its result to another rank.
+        """Launch a step of which another rank reports the result; this rank drops its own.
 
         On a device that computes beside the host this waits for the step before, because the next step uses its arrays.
         """
@@ -132,7 +133,7 @@ class StepRunner:
         self.settle(1 if self._model.device.beside else 0)
 
     def settle(self, open_steps: int = 0) -> None:
-        """Wait until no more than this many steps are open; they are never collected."""
+        """Wait for the oldest steps until at most ``open_steps`` are open, and drop their results."""
         for pending in self._open[: max(0, len(self._open) - open_steps)]:
             self._wait(pending)
 
@@ -141,9 +142,9 @@ class StepRunner:
         return isinstance(launched, StepResult) or bool(launched.arrays) or launched.fetched.is_done()
 
     def collect(self, launched: Launched) -> StepResult:
-        """Return the step's result; wait for the device, and with it for the pages that are pushed to a peer next.
+        """Wait until the step has ended, and return its result; the KV of all its layers is then in the pool.
 
-        ``forward_ms`` is the time from its launch, or from the end of the step before, to its end.
+        ``forward_ms`` counts from its launch, or from the end of the step before if that was later, to its end.
         """
         if isinstance(launched, StepResult):
             return launched
@@ -180,7 +181,7 @@ class StepRunner:
         return self.executor.choose(logits_LV, plan, params)
 
     def _listings(self, step: ForwardStep, logits_LV: Any, params: RowParams, tokens: Any) -> list[_Listing]:
-        """Score what the result tells of probabilities: of the samples, then of each ``InputLogprobSpec``."""
+        """Compute the log-probabilities that the step wants: of its samples, then of each ``InputLogprobSpec``."""
         listings = []
         wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
         if len(wanted):
@@ -199,7 +200,7 @@ class StepRunner:
         return self.executor.fetch([*chosen, *(array for listing in listings for array in listing.scored)])
 
     def _wait(self, pending: PendingStep) -> list[HostArray]:
-        """Return what was fetched of the step; wait for it."""
+        """Wait for the step's copies to the host and return them. The step is no longer open then."""
         if not pending.arrays:
             self._open.remove(pending)
             pending.arrays = pending.fetched.wait()
@@ -218,10 +219,10 @@ class StepRunner:
 def _logprobs(
     listings: list[_Listing], arrays: list[HostArray], count: int, bad: set[int]
 ) -> tuple[list[TokenLogprob | None] | None, list[list[TokenLogprob]]]:
-    """Return the log-probabilities of the samples, and one list for each ``InputLogprobSpec``.
+    """Return the log-probabilities of the samples, and a list of them for each ``InputLogprobSpec``.
 
-    The former are aligned with the samples: None in the place of rows that want none, and None at all where no row
-    does. Entries of the latter join ``bad`` if their logits are not finite.
+    Samples that want none have None, and the whole list is None if all want none. Prompt entries with logits that are
+    not finite are added to ``bad``.
     """
     sampled: list[TokenLogprob | None] | None = None
     inputs: list[list[TokenLogprob]] = []

@@ -42,7 +42,7 @@ multiples of 16.
 def warm_up(
     steps: StepRunner, max_reqs: int, context_length: int, page_size: int, *, every_variant: bool = False
 ) -> None:
-    """Run a prefill and two decode steps of up to two rows, one of each kind of sampling.
+    """Run a prefill and two decode steps of up to two requests: one is greedy, and one draws tokens.
 
     ``every_variant``: run the steps of ``VARIANTS`` as well. KV goes to page 0, which no request ever reads. The first
     requests that take the rows reset them. Raises ``InvalidWeights`` if the logits are not finite: such a model can
@@ -62,7 +62,10 @@ def warm_up(
 def _run(
     steps: StepRunner, entries: list[_WarmUpEntry] | tuple[_WarmUpEntry, ...], prompt_len: int, page_size: int
 ) -> StepResult:
-    """Run one step. Entries that begin a prompt begin a request, greedy ones and others by turns."""
+    """Run one step with ``entries`` and return its result. An entry at position 0 begins a request.
+
+    Requests in even rows are greedy, and those in odd rows draw tokens.
+    """
     new = [entry.row for entry in entries if entry.start == 0]
     positions = np.concatenate([np.arange(entry.start, entry.start + entry.q_len) for entry in entries])
     return steps.run(
