@@ -71,7 +71,10 @@ def _is_file(file: Path) -> bool:
 
 
 def tensor_sizes(source: ModelSource) -> list[TensorSize]:
-    """List every tensor of the model at ``source``; raises ``InvalidWeights`` for a missing or damaged file."""
+    """List the tensors of the model at ``source`` with their numbers of weights, read from the files' headers alone.
+
+    Raises ``InvalidWeights`` for a missing or damaged file.
+    """
     return list(_gguf_sizes(source.path) if source.kind == "gguf" else _safetensors_sizes(source.path))
 
 

@@ -18,7 +18,10 @@ class Described(Protocol):
 
 
 def choose_context_length(model: Described, wanted: int | None) -> int:
-    """Return the longest sequence to serve, in tokens: ``wanted`` if the model can; raises ``UnsupportedModel``."""
+    """Return the context length to serve, in tokens: ``wanted``, or the model's own limit if that is None.
+
+    Raises ``UnsupportedModel`` if ``wanted`` is above the model's limit, or not above 0.
+    """
     if wanted is None:
         return model.context_length
     if not 0 < wanted <= model.context_length:
@@ -29,7 +32,7 @@ def choose_context_length(model: Described, wanted: int | None) -> int:
 
 
 def with_context(spec: ModelSpec, length: int) -> ModelSpec:
-    """Return ``spec`` for sequences of ``length`` tokens: longrope's factors are chosen.
+    """Return ``spec`` with a context of ``length`` tokens. That decides between longrope's long and short factors.
 
     All instances that hand over to each other must choose alike. Otherwise their fingerprints differ.
     """

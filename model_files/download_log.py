@@ -23,7 +23,10 @@ class DownloadLog(tqdm):  # type: ignore[misc]  # tqdm is not typed
         super().__init__(*args, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Log how far it is, where the last line was some time ago; the end is not worth one."""
+        """Log the progress in percent, in place of drawing it: once in ``EVERY_SECONDS`` at most.
+
+        Nothing is logged at the end of a download, or while the pieces of a file are put together. Always returns True.
+        """
         now = time.monotonic()
         is_over = self.total and self.n >= self.total
         # Bytes are counted twice: as they come, and as they are put together.

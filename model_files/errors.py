@@ -20,12 +20,15 @@ MAX_REASON = 200
 
 
 def brief(error: BaseException) -> str:
-    """Return the message of an error as a part of a sentence: damaged files are quoted in full by some libraries."""
+    """Return an error's message on one line, without its full stop and cut to ``MAX_REASON`` characters.
+
+    It is the name of the error's type if there is no message.
+    """
     return shortened(" ".join(str(error).split()).rstrip(".") or type(error).__name__, MAX_REASON)
 
 
 def shortened(text: str, size: int = MAX_REASON) -> str:
-    """Return the beginning of a text, which may be of any length."""
+    """Return ``text``, cut to ``size`` characters with "…" behind them if it is longer."""
     return text if len(text) <= size else f"{text[:size]}…"
 
 
@@ -51,7 +54,7 @@ class InvalidWeights(ModelError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file or folder in every ``ModelError`` that does not name it yet."""
+    """Add the file or folder to the message of every ``ModelError`` of the block that does not name it yet."""
     try:
         yield
     except ModelError as e:
@@ -67,12 +70,15 @@ class KeyValues(Protocol):
     """Key that was asked for last."""
 
     def get(self, key: str) -> Any:
-        """Return the value of ``key``; None if it is missing."""
+        """Return the value of ``key``, None if it is missing, and make ``key`` the ``last_key``."""
 
 
 @contextmanager
 def reading_keys(values: KeyValues) -> Iterator[None]:
-    """Name the key in errors of values that can't be used: it is the one that was asked for last."""
+    """Turn errors of the block about unusable values into ``UnsupportedModel``, which names the key asked for last.
+
+    A ``KeyError`` passes unchanged.
+    """
     try:
         yield
     except KeyError:
@@ -84,7 +90,10 @@ def reading_keys(values: KeyValues) -> Iterator[None]:
 
 
 def whole(value: Any) -> int:
-    """Return a value as an integer. Raises ``TypeError`` or ``ValueError`` for what ``int`` would round."""
+    """Return a value as an integer: 3 for 3.0, for example.
+
+    Raises ``TypeError`` or ``ValueError`` for a truth value, a fraction, or what is no number.
+    """
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError("it is no whole number")
     return int(value)
@@ -92,9 +101,9 @@ def whole(value: Any) -> int:
 
 @contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
-    """Name ``file`` in all errors of reading its values, which may be of any type and size.
+    """Raise a ``ModelError`` that names ``file`` if the block finds one of its values missing or unusable.
 
-    ``what``: what a sentence says of the file if a value is not as it should be. Raises ``ModelError``.
+    ``what``: what the message says of the file, such as "is no usable model config".
     """
     try:
         with naming(file):

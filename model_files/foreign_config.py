@@ -53,7 +53,10 @@ def read_foreign(source: ModelSource) -> ForeignModel:
 
 
 def layer_types_refusal(types: object) -> str | None:
-    """Return why layers of these types cannot be served. ``types`` is a list as in configs, or None."""
+    """Return why layers of these types cannot be served; None if they can.
+
+    ``types`` is a list as in configs, or None.
+    """
     unknown = sorted({str(name) for name in types} - ATTENTION_TYPES) if isinstance(types, list | tuple) else []
     if not unknown:
         return None

@@ -62,7 +62,10 @@ class GGUFHeader(NamedTuple):
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Map a file into memory, and name it in the ``BrokenGGUF`` of what is read from it."""
+    """Map a file into memory for reading. Errors of the block are raised as a ``BrokenGGUF`` that names the file.
+
+    The mapping stays valid after the block while something refers to it.
+    """
     try:
         with path.open("rb") as file:
             yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -71,9 +74,9 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def read_metadata(data: mmap.mmap, longest: int | None = None) -> GGUFMetadataPairs:
-    """Read all key-value pairs.
+    """Read all key-value pairs at the beginning of a GGUF file. Raises ``BrokenGGUF``.
 
-    Arrays of more than ``longest`` elements are stepped over and left empty.
+    Arrays of more than ``longest`` elements are skipped and left empty. None: all are read.
     """
     if data[:4] != MAGIC:
         raise BrokenGGUF("it does not begin with GGUF")
@@ -99,7 +102,10 @@ def read_metadata(data: mmap.mmap, longest: int | None = None) -> GGUFMetadataPa
 
 
 def read_header(data: mmap.mmap, longest: int) -> GGUFHeader:
-    """Read everything before the data of tensors; ``read_metadata`` explains ``longest``."""
+    """Read a GGUF file's key-value pairs and the places of its tensors. Raises ``BrokenGGUF``.
+
+    Arrays of more than ``longest`` elements are skipped and left empty.
+    """
     metadata, lengths, position = read_metadata(data, longest)
     (count,) = _u64(data, 8)
     tensors: dict[str, TensorPlace] = {}
@@ -122,7 +128,7 @@ def read_header(data: mmap.mmap, longest: int) -> GGUFHeader:
 
 
 def aligned(position: int, alignment: int) -> int:
-    """Return the next multiple of ``alignment``."""
+    """Return the least multiple of ``alignment`` that is not below ``position``."""
     return -(-position // alignment) * alignment
 
 
@@ -154,7 +160,7 @@ def _read_value(data: mmap.mmap, position: int, kind: int, longest: int | None) 
 
 
 def _behind_strings(data: mmap.mmap, position: int, count: int) -> int:
-    """Return the position after ``count`` strings."""
+    """Return the position after the ``count`` strings that begin at ``position``, without reading them."""
     for _ in range(count):
         position += 8 + _u64(data, position)[0]
     if position > len(data):

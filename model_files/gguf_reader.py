@@ -52,7 +52,10 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file at ``path``. Raises ``InvalidWeights``."""
+        """Map the file at ``path`` and read its header.
+
+        Raises ``InvalidWeights``, also for one part of a divided file.
+        """
         self.path = path
         try:
             with mapped(path) as data:
@@ -70,9 +73,10 @@ class GGUFFile:
 
 
 def _tensors(header: GGUFHeader, data: mmap.mmap) -> dict[str, GGUFTensor]:
-    """Return the tensors. Each must lie directly behind the one before it, as llama.cpp demands, too.
+    """Return the file's tensors by name, as views of the mapped file.
 
-    So tensors can neither overlap nor leave a gap.
+    Raises ``BrokenGGUF`` unless each begins at the next aligned byte after the one before, as in llama.cpp. So tensors
+    can neither overlap nor leave a gap.
     """
     tensors = {}
     expected = end = 0

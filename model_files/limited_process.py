@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def limit_process(memory_bytes: int) -> None:
-    """Limit memory to ``memory_bytes`` beside that of now, and forbid files."""
+    """Limit this process's address space to its present size plus ``memory_bytes``, and forbid it to write to files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -16,5 +16,8 @@ def limit_process(memory_bytes: int) -> None:
 
 
 def start_clock(cpu_seconds: float) -> None:
-    """Give the process its CPU time for one message. The kernel ends it by SIGPROF after that."""
+    """Give this process ``cpu_seconds`` of CPU time from now on. After them, the kernel ends it by SIGPROF.
+
+    Another call replaces what is left of the time.
+    """
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

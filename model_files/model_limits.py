@@ -19,7 +19,10 @@ class ModelLimits(NamedTuple):
 
 
 def read_limits(source: ModelSource, context_length: int | None, model_impl: Wanted = "auto") -> ModelLimits:
-    """Read the model's limits; ``context_length`` may set a shorter one. Raises ``ModelError``."""
+    """Read the model's context length and vocabulary size, without its weights. Raises ``ModelError``.
+
+    ``context_length``: a shorter context to serve, in tokens; None: the model's limit.
+    """
     is_native = choose_model_impl(model_impl, source) is ModelImpl.NATIVE
     model = read_spec(source) if is_native else read_foreign(source)
     return ModelLimits(choose_context_length(model, context_length), model.vocab_size)

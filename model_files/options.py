@@ -74,17 +74,20 @@ class ModelOptions:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that the API answers to, at least one."""
+        """Return the model names that the API accepts, at least one.
+
+        Without ``served_model_name`` it is the model path.
+        """
         names = [name.strip() for name in (self.served_model_name or "").split(",")]
         return tuple(filter(None, names)) or (self.model_path,)
 
     @property
     def model_name(self) -> str:
-        """The name that answers say."""
+        """Return the model name that responses report: the first of ``model_names``."""
         return self.model_names[0]
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a message for each option that can't work."""
         if self.tokenizer_revision is not None and self.tokenizer_path is None:
             yield "--tokenizer-revision is of --tokenizer-path: the model's own tokenizer has the model's --revision"
         if self.chat_template is not None and not Path(self.chat_template).is_file():

@@ -31,7 +31,7 @@ class Packing(NamedTuple):
 
 
 def read_packing(config: Mapping[str, Any]) -> Packing | str:
-    """Return how to read the weights of a ``quantization_config``, or why they cannot be read."""
+    """Return how the weights of a ``quantization_config`` are packed, or as text the kind that cannot be read."""
     method = config.get("quant_method")
     if method == "fp8":
         block = config.get("weight_block_size")

@@ -16,7 +16,7 @@ Order = npt.NDArray[np.int64]
 
 
 def head_order(rope: RopeSpec, head_dim: int) -> Order:
-    """Return [head_dim]: for each of our elements, the checkpoint's element."""
+    """Return [head_dim]: for each element of a head in pdserve's order, its index in the checkpoint's order."""
     half = rope.rotary_dim // 2
     pairs = np.arange(half)
     if rope.pairing == Pairing.NEIGHBOURS:
@@ -29,7 +29,10 @@ def head_order(rope: RopeSpec, head_dim: int) -> Order:
 
 
 def latent_order(spec: ModelSpec, attention: MLASpec, what: str) -> Order | None:
-    """Return the ``row_order`` of a projection of latent attention: rotated elements follow the others."""
+    """Return the checkpoint's row for each of our rows of a projection of latent attention; None if the order is equal.
+
+    ``what``: our name of the projection, such as "q_b_proj". In each head, the rotated elements follow the others.
+    """
     heads, still = attention.heads, attention.qk_nope_head_dim
     if what == "kv_a_proj":
         heads, still = 1, attention.kv_lora_rank

@@ -28,7 +28,7 @@ class SamplingDefaults(NamedTuple):
 
     @property
     def given(self) -> dict[str, float | int]:
-        """The defaults that are given, by name."""
+        """Return the defaults that the model's files give, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -36,9 +36,10 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
-    """Read the defaults in the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
+    """Read the defaults in the model's files; none for a GGUF, which has no such file.
 
-    Values that a request could not have are left out, like a top_k of 0 or -1, which means all tokens.
+    A top_k of -1, and a 0 where values must be above 0, count as not given. Raises ``ModelError`` for any other value
+    that a request could not have.
     """
     if source.kind == "gguf":
         return NO_DEFAULTS

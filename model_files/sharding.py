@@ -37,7 +37,7 @@ class Slice:
 
     @property
     def size(self) -> int:
-        """Rows, or columns."""
+        """Return the number of rows or columns in the slice."""
         return self.end - self.begin
 
 
@@ -56,7 +56,10 @@ class Shard:
     vocab: Slice
 
     def slice_of(self, name: str) -> Slice | None:
-        """Return the part of our tensor ``name`` (``tensor_names.py``) that this rank reads; None: all of it."""
+        """Return the part of our tensor ``name`` (``tensor_names.py``) that this rank reads.
+
+        None stands for the whole tensor, and ``NOTHING`` for no part of it.
+        """
         if name == "lm_head.weight":
             return self.vocab
         parts = name.split(".")
@@ -96,7 +99,10 @@ class Shard:
         return None
 
     def _of_mlp(self, mlp: MLPSpec | ExpertsSpec, path: list[str]) -> Slice | None:
-        """Return the part of a tensor of an MLP; ``path`` is its dotted name within a layer."""
+        """Return the part of an MLP's tensor that this rank reads; None for all of it, and for other tensors.
+
+        ``path``: the parts of its dotted name within a layer.
+        """
         network = mlp.shared if isinstance(mlp, ExpertsSpec) and path[0] == "shared" else mlp
         if network is None or len(path) < 2:
             return None
@@ -109,7 +115,10 @@ class Shard:
         return None
 
     def _of_latent(self, attention: MLASpec, what: str) -> Slice | None:
-        """Return the part of a projection by heads. Projections to the latents are on every rank, like the latents."""
+        """Return the part of a projection by heads that this rank reads; None for all of it.
+
+        Projections to the latents are on every rank, like the latents.
+        """
         size = {
             "q_proj": attention.qk_head_dim,
             "q_b_proj": attention.qk_head_dim,
@@ -131,7 +140,10 @@ def _own_heads(attention: AttentionSpec | MLASpec, size: int) -> AttentionSpec |
 
 
 def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
-    """Return ``rank``'s part of the model; raises ``UnsupportedModel`` if ``size`` does not divide it."""
+    """Return the part of the model that rank ``rank`` of ``size`` computes.
+
+    Raises ``UnsupportedModel`` if heads or inner elements can't be divided among ``size`` ranks.
+    """
     for layer in spec.layers:
         _check(layer, size)
     layers = tuple(

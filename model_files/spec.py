@@ -24,14 +24,17 @@ MAX_LAYERS = 10_000
 
 
 def _require_sizes(**sizes: int) -> None:
-    """Raise ``UnsupportedModel`` for what there is none of, by its name: engines count on one at least."""
+    """Raise ``UnsupportedModel``, with its name, for a size below 1: engines need at least one of everything."""
     for name, size in sizes.items():
         if size < 1:
             raise UnsupportedModel(f"{name} {size} is not supported: it must be 1 at least")
 
 
 def checked_layers(key: str, count: int) -> int:
-    """Return the number of layers that ``key`` says; raises ``UnsupportedModel`` for one that fills the memory."""
+    """Return ``count``, the number of layers that a config has under ``key``.
+
+    Raises ``UnsupportedModel`` above ``MAX_LAYERS``, because their description would fill the memory.
+    """
     if count > MAX_LAYERS:
         raise UnsupportedModel(f"{key} {count} is not supported: it can be {MAX_LAYERS} at most")
     return count
@@ -140,7 +143,7 @@ class AttentionSpec:
 
     @property
     def attended_dim(self) -> int:
-        """Elements of a head's output."""
+        """Return the number of elements of a head's output."""
         return self.head_dim
 
 
@@ -178,22 +181,22 @@ class MLASpec:
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of a query before the latent."""
+        """Return the number of elements of a head's query before ``k_b`` is applied: plain and rotated ones."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def kv_heads(self) -> int:
-        """All heads read the same row."""
+        """Return 1: all heads read the same latent row."""
         return 1
 
     @property
     def head_dim(self) -> int:
-        """Elements of the row."""
+        """Return the number of elements of a token's latent row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def attended_dim(self) -> int:
-        """Elements of a head's output."""
+        """Return the number of elements of a head's output."""
         return self.v_head_dim
 
 
@@ -361,7 +364,7 @@ class ModelSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
+        """Return the number of KV heads, which is the same in every layer."""
         return self.layers[0].attention.kv_heads
 
     @property
@@ -371,18 +374,18 @@ class ModelSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Elements of a head that a layer's rotations reach, turned or not (``rope_order.py``)."""
+        """Return how many elements of a head are in rotated pairs. Some of the pairs may turn by an angle of 0."""
         return _rotated(self.layers[0].attention)
 
     @property
     def latent_dim(self) -> int | None:
-        """Where a token keeps a latent row: its elements that are the value, too. None: keys and values by head."""
+        """Return how many elements of a token's latent row are its value, too; None for keys and values by head."""
         attention = self.layers[0].attention
         return attention.kv_lora_rank if isinstance(attention, MLASpec) else None
 
     @property
     def kv_elements(self) -> int:
-        """Elements that every layer stores for a token."""
+        """Return the number of elements, of keys and values together, that each layer stores for a token."""
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 

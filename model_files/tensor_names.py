@@ -132,12 +132,12 @@ class Part(NamedTuple):
 
     @property
     def where(self) -> slice:
-        """Its rows."""
+        """Return the slice of the checkpoint tensor's rows that are this part."""
         return slice(self.first, None if self.rows is None else self.first + self.rows * self.step, self.step)
 
 
 def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
-    """Return the parts of the checkpoint's tensor ``name``, from top to bottom; none for an unknown name."""
+    """Return our tensors that the checkpoint's tensor ``name`` contains, from top to bottom; () for an unknown name."""
     bare = _PREFIX.sub("", name)
     if bare in _GLOBAL:
         return (Part(_GLOBAL[bare]),)
@@ -171,7 +171,7 @@ def is_draft(spec: ModelSpec, name: str) -> bool:
 
 
 def is_not_needed(name: str) -> bool:
-    """Return whether a checkpoint's tensor repeats the config, or is only for other inputs than text."""
+    """Return whether a checkpoint's tensor can be skipped: it repeats the config, or serves other inputs than text."""
     return bool(_NOT_READ.search(name) or _NOT_TEXT.match(name))
 
 

@@ -47,7 +47,7 @@ SOFTMAX, SIGMOID = (None, 0, 1), (2,)
 
 
 def v2_from_hf(config: HFConfig) -> ModelSpec:
-    """Read V2: experts are chosen by softmax, among all or in the groups with the best expert."""
+    """Read the config of V2. Experts are chosen by softmax, among all or in the groups with the best expert."""
     _expect(config, "scoring_func", "softmax")
     # transformers leaves the weights as they are whatever this says; DeepSeek's own code does not.
     _expect(config, "norm_topk_prob", False)
@@ -61,7 +61,10 @@ def v2_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def v3_from_hf(config: HFConfig) -> ModelSpec:
-    """Read V3: experts are chosen by sigmoid and a balancing bias, in the groups with the best two experts."""
+    """Read the config of V3.
+
+    Experts are chosen by sigmoid and a balancing bias, in the groups with the best two experts.
+    """
     _expect(config, "scoring_func", "sigmoid")
     _expect(config, "topk_method", "noaux_tc")
     experts = replace(
@@ -79,7 +82,7 @@ def v3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read both. Neighbours rotate together, and cosines and sines are not scaled."""
+    """Read GGUF metadata of V2 or V3. Rotated pairs are neighbours, and cosines and sines are not scaled."""
     rope = config.rope(Pairing.NEIGHBOURS)
     if rope.type is RopeType.YARN:
         rope = replace(rope, attention_factor=1.0)
@@ -144,7 +147,7 @@ def _from_hf(config: HFConfig, experts: ExpertsSpec, pairing: Pairing) -> ModelS
 
 
 def _experts(config: HFConfig) -> ExpertsSpec:
-    """Read the experts of both. The shared ones form one network, as wide as all of them together."""
+    """Read the experts of V2 or V3. The shared ones form one network, as wide as all of them together."""
     mlp, inner = config.mlp(), config.integer("moe_intermediate_size")
     return ExpertsSpec(
         count=config.integer("n_routed_experts"),
@@ -183,7 +186,7 @@ def _is_absorbed(config: GGUFConfig) -> bool:
 
 
 def _expect(config: HFConfig, key: str, value: object) -> None:
-    """Refuse a config that has the key with another value."""
+    """Raise ``UnsupportedModel`` if the config has ``key`` with another value than ``value``. It may lack the key."""
     given = config.get(key)
     if given not in (None, value):
         raise UnsupportedModel(f"{key} {given!r} is not supported for a {config.family!r} model")

@@ -61,7 +61,10 @@ def gemma2_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def gemma3_from_hf(config: HFConfig) -> ModelSpec:
-    """Read Gemma 3's text model."""
+    """Read the config of Gemma 3's text model. Layers with a window have a rope of their own.
+
+    If the config has no ``layer_types``, these are all but the last of each ``sliding_window_pattern`` layers.
+    """
     norm = config.norm(offset=1.0)
     attention = replace(_attention_from_hf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=norm)
     pattern = config.integer("sliding_window_pattern")
@@ -76,7 +79,7 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read the GGUF of Gemma 2."""
+    """Read GGUF metadata of Gemma 2. Every other layer has a window, beginning with the first."""
     attention = replace(_attention_from_gguf(config), softcap=config.number("attn_logit_softcapping", 50.0) or None)
     window = config.integer("attention.sliding_window")
     attentions = [replace(attention, window=window if slides else None) for slides in _gguf_slides(config)]
@@ -84,7 +87,7 @@ def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 
 def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read Gemma 3's text model."""
+    """Read GGUF metadata of Gemma 3's text model. All layers but every sixth have a window and a rope of their own."""
     attention = replace(_attention_from_gguf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     attentions = sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
     rope = config.rope()
@@ -93,7 +96,10 @@ def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
 
 
 def sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
-    """Give the layers that slide a window and the second rope."""
+    """Return the attention of each layer: with a window of ``window`` tokens and rope 1 if ``slides`` says so.
+
+    The other layers have ``attention`` as it is.
+    """
     local = replace(attention, window=window, rope=1)
     return [local if is_sliding else attention for is_sliding in slides]
 

@@ -59,13 +59,16 @@ class GGUFConfig:
         """Key that was asked for last, which an error is most likely about."""
 
     def get(self, key: str) -> Any:
-        """Return the value of ``key``; None if it is missing."""
+        """Return the value of ``key``, None if it is missing, and mark the key as read."""
         self._read.add(key)
         self.last_key = key
         return self._meta.get(key)
 
     def integer(self, key: str) -> int:
-        """Return the value of a key that must be there, with one value for all layers."""
+        """Return the integer of ``key``, and mark the key as read. A list must have one value for all layers.
+
+        Raises ``KeyError`` if the key is missing.
+        """
         self._read.add(key)
         self.last_key = key
         value = self._meta[key]
@@ -76,7 +79,7 @@ class GGUFConfig:
         return whole(value)
 
     def number(self, key: str, default: float) -> float:
-        """Return the value of a key that may be missing."""
+        """Return the value of ``key``, ``default`` if it is missing, and mark the key as read."""
         value = self.get(key)
         return default if value is None else float(value)
 
@@ -96,14 +99,20 @@ class GGUFConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Return the number of elements of a head.
+
+        Raises ``UnsupportedModel`` if keys and values have different ones.
+        """
         head_dim = whole(self.get("attention.key_length") or self.integer("embedding_length") // self.heads)
         if (self.get("attention.value_length") or head_dim) != head_dim:
             raise UnsupportedModel("keys and values of different sizes are not supported")
         return head_dim
 
     def norm(self) -> NormSpec:
-        """Read the norm of all layers. A file's weights contain the family's offset already."""
+        """Read the norm that all layers use.
+
+        It has no offset, because a file's weights contain the family's already.
+        """
         return NormSpec(eps=float(self.number("attention.layer_norm_rms_epsilon", 1e-6)))
 
     def attention(self) -> AttentionSpec:
@@ -123,7 +132,11 @@ class GGUFConfig:
         return MLPSpec(inner=self.integer("feed_forward_length"), bias=self.has("blk.0.ffn_up.bias"))
 
     def experts(self, inner: str = "expert_feed_forward_length", *, normalised: bool = True) -> ExpertsSpec:
-        """Read the plain experts of a layer. ``inner`` is the key of their size; ``normalised`` is the default."""
+        """Read the plain experts of a layer.
+
+        ``inner``: the key of their size. ``normalised``: whether the chosen experts' weights are, if the file does not
+        say.
+        """
         given = self.get("expert_weights_norm")
         return ExpertsSpec(
             count=self.integer("expert_count"),
@@ -170,9 +183,10 @@ class GGUFConfig:
         tensors: Mapping[str, tuple[str, ...] | Stack] = GGUF_LAYER,
         **fields: Any,
     ) -> ModelSpec:
-        """Make the model of ``layers`` with other ``fields``.
+        """Make the model of ``layers`` and ``ropes``. ``fields``: further fields of ``ModelSpec``.
 
-        Raises ``UnsupportedModel`` for metadata that were never read.
+        Raises ``UnsupportedModel`` if the file has a key that changes the computation, but that the family has not
+        read.
         """
         spec = ModelSpec(
             family=self.family,
@@ -192,7 +206,10 @@ class GGUFConfig:
         return spec
 
     def _table_rows(self) -> int:
-        """Return the number of embeddings, which counts: the table may be padded beyond the vocabulary."""
+        """Return the number of rows of the embedding table, which may be padded beyond the vocabulary.
+
+        Raises ``InvalidWeights`` if the table is missing, or has fewer rows than there are tokens.
+        """
         table = self._file.tensors.get("token_embd.weight")
         if table is None or len(table.shape) != 2:
             raise InvalidWeights(f"{self._file.path} holds no matrix 'token_embd.weight'; download or convert it again")

@@ -24,17 +24,17 @@ HF_TENSORS = HF_LINEAR | {
 
 
 def glm_from_hf(config: HFConfig) -> ModelSpec:
-    """Read the model of 2024."""
+    """Read the config of the GLM-4 of 2024 ("glm"), with norms only before attention and MLP."""
     return _from_hf(config, None)
 
 
 def glm4_from_hf(config: HFConfig) -> ModelSpec:
-    """Read the model of 2025."""
+    """Read the config of the GLM-4 of 2025 ("glm4"), with norms before and after attention and MLP."""
     return _from_hf(config, config.norm())
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read a GGUF of either model."""
+    """Read GGUF metadata of either GLM-4. A tensor of the norm after attention tells the newer one."""
     norm = config.norm()
     layers = pre_normed([config.attention()] * config.num_layers, config.mlp(), norm)
     after = norm if config.has("blk.0.post_attention_norm.weight") else None

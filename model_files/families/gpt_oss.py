@@ -48,7 +48,7 @@ PERIOD = 2
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Read a config. Weights in MXFP4 are dequantised when they are loaded."""
+    """Read the config of a GPT-OSS model. Weights in MXFP4 are dequantised when they are loaded."""
     config.allow_quantised("mxfp4")
     windows = config.windows(_slides(config.num_layers))
     attentions = [replace(_with_sinks(config.attention()), window=window) for window in windows]
@@ -58,7 +58,10 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read a GGUF. Yarn's borders stay unrounded as in training, although llama.cpp rounds them."""
+    """Read GGUF metadata of a GPT-OSS model.
+
+    YaRN's range of dimensions is not rounded, although llama.cpp rounds it.
+    """
     pattern = config.get("attention.sliding_window_pattern")
     if pattern not in (None, PERIOD):
         raise UnsupportedModel(f"attention.sliding_window_pattern {pattern} is not supported for this family")

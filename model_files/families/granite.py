@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Read a config. Logits are divided by their scale."""
+    """Read the config of a Granite model. Its logits are divided by ``logits_scaling``."""
     attention = replace(config.attention(), scale=config.number("attention_multiplier", 1.0))
     residual_scale = config.number("residual_multiplier", 1.0)
     return config.model(
@@ -28,7 +28,7 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read metadata. Neighbours rotate together, as in all of llama.cpp's Llamas."""
+    """Read GGUF metadata of a Granite model. Rotated pairs are neighbours, as in all of llama.cpp's Llamas."""
     attention = config.attention()
     attention = replace(attention, scale=config.number("attention.scale", 0.0) or attention.scale)
     residual_scale = config.number("residual_scale", 1.0)

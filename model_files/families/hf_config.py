@@ -44,7 +44,7 @@ class HFConfig(HFValues):
     """
 
     def norm(self, offset: float = 0.0) -> NormSpec:
-        """Read the norm of all layers."""
+        """Read the norm that all layers use. ``offset``: what the family adds to the weights of its norms."""
         return NormSpec(eps=self.number("rms_norm_eps", 1e-6), offset=offset)
 
     def attention(self) -> AttentionSpec:
@@ -77,8 +77,7 @@ class HFConfig(HFValues):
     def experts(self, inner: str = "intermediate_size") -> ExpertsSpec:
         """Read the plain experts of a layer: a softmax over the chosen ones, no biases, no shared expert.
 
-        ``inner`` is the key of their size. The key of their number has an older and a newer name; a file has one of
-        them.
+        ``inner``: the key of their size. Their number is ``num_experts`` or, if that is missing, ``num_local_experts``.
         """
         older = self.get("num_experts")
         return ExpertsSpec(
@@ -89,11 +88,17 @@ class HFConfig(HFValues):
         )
 
     def rope(self, **changes: Any) -> RopeSpec:
-        """Read the model's only rope; see ``read_rope``."""
+        """Read a rope of the model.
+
+        ``changes``: keyword arguments of ``read_rope``, such as the type of layers or a default.
+        """
         return read_rope(self, **changes)
 
     def slides(self, default: Sequence[bool]) -> list[bool]:
-        """Return for each layer whether it slides a window: as ``layer_types`` says, or as ``default`` without it."""
+        """Return for each layer whether it has a sliding window: as ``layer_types`` says, or as ``default`` without it.
+
+        Raises ``UnsupportedModel`` if ``layer_types`` has other types or too few layers.
+        """
         types = self.get("layer_types")
         if types is None:
             return list(default)
@@ -103,11 +108,15 @@ class HFConfig(HFValues):
         return [name == "sliding_attention" for name in types[: self.num_layers]]
 
     def window(self) -> int | None:
-        """Read the window of a family in which all layers have it, if there is one."""
+        """Return ``sliding_window`` in tokens; None if it is missing, null or 0."""
         return whole(self.get("sliding_window") or 0) or None
 
     def windows(self, default: Sequence[bool], *, are_used: bool = True) -> list[int | None]:
-        """Read each layer's window; ``slides`` explains ``default``. ``are_used``: whether the model has windows."""
+        """Return each layer's window in tokens, None for a layer without.
+
+        ``default``: whether each layer has one if the config lacks ``layer_types``. ``are_used``: False if the config
+        switches windows off.
+        """
         stated = self.window()
         window = stated if are_used else None
         if window is None and "sliding_attention" in (self.get("layer_types") or ()):
@@ -118,9 +127,10 @@ class HFConfig(HFValues):
         return [window if slides else None for slides in self.slides(default)]
 
     def model(self, layers: Sequence[LayerSpec], *ropes: RopeSpec, **fields: Any) -> ModelSpec:
-        """Make the model of ``layers`` with other ``fields``, at least ``tensors``.
+        """Make the model of ``layers`` and ``ropes``.
 
-        Raises ``UnsupportedModel`` for parts of the config that were never read.
+        ``fields``: further fields of ``ModelSpec``, at least ``tensors``. Raises ``UnsupportedModel`` if the config has
+        a key that changes the computation, but that the family has not read.
         """
         spec = ModelSpec(
             family=self.family,

@@ -32,10 +32,10 @@ def read_rope(
     aliases: Mapping[str, str] = ALIASES,
     scaling: Mapping[str, Any] = NO_SCALING,
 ) -> RopeSpec:
-    """Read the rope, of layers of ``layer_type`` if the types have different ones.
+    """Read the rope of all layers or, if each type of layers has one, that of layers of ``layer_type``.
 
-    ``theta``, ``partial`` (the rotated share of a head) and ``scaling`` are defaults. A family with ``partial`` None
-    rotates whole heads, and a file with another value is refused.
+    ``theta``, ``partial`` (the rotated share of a head) and ``scaling`` are defaults. ``aliases``: other names of types
+    of scaling. A family with ``partial`` None rotates whole heads, and a file with another value is refused.
     """
     params = rope_parameters(config, layer_type, scaling)
     name = str(params.get("rope_type") or params.get("type") or "default")
@@ -55,7 +55,10 @@ def read_rope(
 
 
 def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
-    """Return the context length after stretching. Files that ask for yarn state the trained length."""
+    """Return the context length in tokens: ``context`` or, if that is more, the length that YaRN stretches to.
+
+    Some files with YaRN state only the length of the training.
+    """
     stretched = [int(r.original_context * r.factor) for r in ropes if r.type == RopeType.YARN]
     return max(context, *stretched) if stretched else context
 
@@ -63,10 +66,11 @@ def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
 def rope_parameters(
     config: HFValues, layer_type: str | None = None, scaling: Mapping[str, Any] = NO_SCALING
 ) -> dict[str, Any]:
-    """Return the config's parameters of the rope, in either spelling; ``read_rope`` explains the arguments.
+    """Return the config's rope parameters, from its older or newer spelling; a copy.
 
-    ``rope_scaling`` takes the place of ``rope_parameters``. If layers of each type have a rope, it changes those of
-    layers that see the whole context, key by key.
+    ``layer_type``: type of the layers that have this rope; None: all layers. ``scaling``: the default. ``rope_scaling``
+    takes the place of ``rope_parameters``. If each type of layers has a rope, it changes that of full attention, key by
+    key.
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
@@ -85,7 +89,7 @@ def rope_parameters(
 
 
 def _refuse_lost(config: HFValues, **kept: float) -> None:
-    """Refuse a ``rope_scaling`` that takes the place of ``rope_parameters`` and loses what belongs to the weights.
+    """Raise ``UnsupportedModel`` if ``rope_scaling`` replaces ``rope_parameters`` and lacks what the weights need.
 
     ``kept``: the values that count, by key.
     """

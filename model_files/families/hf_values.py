@@ -23,13 +23,13 @@ class HFValues:
         """Key that was asked for last, which an error is most likely about."""
 
     def get(self, key: str) -> Any:
-        """Return the value of ``key``; None if it is missing."""
+        """Return the value of ``key``, None if it is missing, and mark the key as read."""
         self.read.add(key)
         self.last_key = key
         return self.raw.get(key)
 
     def integer(self, key: str) -> int:
-        """Return the integer of ``key`` in the config or, if it is missing there, in the family's defaults.
+        """Return the integer of ``key`` from the config, else from the family's defaults, and mark the key as read.
 
         Raises ``KeyError`` if both lack it. Raises ``TypeError`` or ``ValueError`` if the value is no whole number.
         """
@@ -38,12 +38,12 @@ class HFValues:
         return whole(self.raw[key])
 
     def number(self, key: str, default: float) -> float:
-        """Return the value of a key that may be missing or null."""
+        """Return the value of ``key``, ``default`` if it is missing or null, and mark the key as read."""
         value = self.get(key)
         return default if value is None else float(value)
 
     def cap(self, key: str) -> float | None:
-        """Return a soft cap; null and 0 mean none."""
+        """Return the soft cap of ``key``; None if it is missing, null or 0. Mark the key as read."""
         return self.number(key, 0.0) or None
 
     @property

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec | ExpertsSpec, norm: NormSpec) -> list[LayerSpec]:
-    """Make layers that only normalise the inputs of attention and network."""
+    """Make one layer for each attention, with norms only before attention and MLP, and none after them."""
     return [LayerSpec(attention=a, mlp=mlp, before_attention=norm, before_mlp=norm) for a in attentions]
 
 
@@ -33,7 +33,10 @@ def mistral_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read metadata of all of them, also Mixtral. Rows of q and k are stored so that neighbours rotate together."""
+    """Read GGUF metadata of a Llama or a model like it, Mixtral included.
+
+    Rotated pairs are neighbours. All layers have the window, if there is one.
+    """
     window = int(config.number("attention.sliding_window", 0)) or None
     attentions = [replace(config.attention(), window=window)] * config.num_layers
     has_experts = config.number("expert_count", 0) > 0

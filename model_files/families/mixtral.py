@@ -27,7 +27,7 @@ TENSORS = (
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Read a config. All layers have the window, if there is one."""
+    """Read the config of Mixtral. All layers have the window, if there is one."""
     attentions = [replace(config.attention(), window=config.window())] * config.num_layers
     layers = pre_normed(attentions, config.experts(), config.norm())
     return config.model(layers, config.rope(theta=THETA), tensors=TENSORS)

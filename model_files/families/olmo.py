@@ -26,7 +26,7 @@ OLMO3_THETA = 500000.0
 
 
 def olmo2_from_hf(config: HFConfig) -> ModelSpec:
-    """Read OLMo 2."""
+    """Read the config of OLMo 2. All layers see the whole context."""
     layer = _layer(config.attention(), config.mlp(), config.norm())
     return config.model([layer] * config.num_layers, config.rope(), tensors=HF_TENSORS)
 
@@ -42,7 +42,7 @@ def olmo3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read OLMo 2."""
+    """Read GGUF metadata of OLMo 2. All layers see the whole context."""
     layer = _layer(config.attention(), config.mlp(), config.norm())
     return config.model([layer] * config.num_layers, config.rope())
 

@@ -17,7 +17,7 @@ DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Read a config. All layers have the window, if there is one."""
+    """Read the config of Phi-3 or Phi-4. All layers have the window, if there is one."""
     attentions = [replace(config.attention(), window=config.window())] * config.num_layers
     # The first files called what became longrope by these names.
     rope = config.rope(partial=1.0, aliases={"su": "longrope", "yarn": "longrope"})
@@ -25,7 +25,10 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read metadata. llama.cpp writes the window and does not use it, but the model was trained with it."""
+    """Read GGUF metadata of Phi-3 or Phi-4.
+
+    All layers have the window if the file names one, although llama.cpp ignores it.
+    """
     window = int(config.number("attention.sliding_window", 0)) or None
     attentions = [replace(config.attention(), window=window)] * config.num_layers
     layers = pre_normed(attentions, config.mlp(), config.norm())

@@ -18,25 +18,25 @@ QWEN3_DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
 
 def qwen2_from_hf(config: HFConfig) -> ModelSpec:
-    """Read Qwen2, with biases of q, k and v whatever ``attention_bias`` says."""
+    """Read the config of Qwen2, with biases of q, k and v whatever ``attention_bias`` says."""
     attention = replace(config.attention(), qkv_bias=True, o_bias=False)
     return _from_hf(config, attention)
 
 
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
-    """Read Qwen3, with normalised heads of q and k."""
+    """Read the config of Qwen3, with normalised heads of q and k."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     return _from_hf(config, attention)
 
 
 def qwen2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read Qwen2, for which llama.cpp has no windows."""
+    """Read GGUF metadata of Qwen2. All layers see the whole context, because llama.cpp has no windows for it."""
     attentions = [config.attention()] * config.num_layers
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope())
 
 
 def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read Qwen3."""
+    """Read GGUF metadata of Qwen3, with normalised heads of q and k. All layers see the whole context."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     layers = pre_normed([attention] * config.num_layers, config.mlp(), config.norm())
     return config.model(layers, config.rope())

@@ -34,7 +34,10 @@ QWEN2_TENSORS = QWEN3_TENSORS | {
 
 
 def qwen2_from_hf(config: HFConfig) -> ModelSpec:
-    """Read Qwen2-MoE: every other layer below ``max_window_layers`` has the window, if windows are enabled."""
+    """Read the config of Qwen2-MoE.
+
+    If windows are enabled and ``layer_types`` is missing, every other layer below ``max_window_layers`` has one.
+    """
     attention = replace(config.attention(), qkv_bias=bool(config.get("qkv_bias")), o_bias=False)
     first = config.integer("max_window_layers")
     slides = [i % 2 == 0 and i < first for i in range(config.num_layers)]
@@ -46,7 +49,7 @@ def qwen2_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def qwen3_from_hf(config: HFConfig) -> ModelSpec:
-    """Read Qwen3-MoE, with normalised heads of q and k. All layers have the window, if there is one."""
+    """Read the config of Qwen3-MoE, with normalised heads of q and k. If windows are enabled, all layers have one."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     window = config.window()
     windows = [window if _uses_windows(config) else None] * config.num_layers
@@ -55,14 +58,14 @@ def qwen3_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def qwen2_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read Qwen2-MoE, for which llama.cpp has no windows and no layers without experts."""
+    """Read GGUF metadata of Qwen2-MoE. All layers have experts and see the whole context, as in llama.cpp."""
     shared = MLPSpec(inner=config.integer("expert_shared_feed_forward_length"))
     experts = replace(config.experts(normalised=False), shared=shared, shared_gate=True)
     return _from_gguf(config, config.attention(), experts)
 
 
 def qwen3_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read Qwen3-MoE, for which llama.cpp has no windows and no layers without experts."""
+    """Read GGUF metadata of Qwen3-MoE. All layers have experts and see the whole context, as in llama.cpp."""
     attention = replace(config.attention(), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
     return _from_gguf(config, attention, config.experts())
 

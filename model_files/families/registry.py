@@ -66,12 +66,15 @@ GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a family here."""
+    """Return whether a config.json is of a family that pdserve itself implements."""
     return str(raw.get("model_type")) in (HF.keys() | TEXT_OF.keys())
 
 
 def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
-    """Read the model of a config.json; raises ``UnsupportedModel``, or ``KeyError`` and others for a broken one."""
+    """Describe the model of a config.json.
+
+    Raises ``UnsupportedModel``, and ``KeyError`` or others for a broken config.
+    """
     name = str(raw.get("model_type", "(none)"))
     if name in TEXT_OF:
         name = TEXT_OF[name]
@@ -90,7 +93,7 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def spec_from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read the model of a file's metadata; raises ``UnsupportedModel`` or ``KeyError``."""
+    """Describe the model of a GGUF's metadata. Raises ``UnsupportedModel``, and ``KeyError`` for a missing key."""
     if config.family not in GGUF:
         raise _unknown(config.family, GGUF)
     with reading_keys(config):

@@ -19,7 +19,10 @@ INTERVAL = 4
 
 
 def from_hf(config: HFConfig) -> ModelSpec:
-    """Read a config. Layers without positions have the window, if there is one, unless ``layer_types`` differs."""
+    """Read the config of SmolLM3.
+
+    Layers without positions have the window, if there is one, unless ``layer_types`` differs.
+    """
     interval, ropes = config.integer("no_rope_layer_interval"), config.get("no_rope_layers")
     if ropes is None:
         ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
@@ -36,6 +39,6 @@ def from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """Read metadata, which do not say which layers have no positions."""
+    """Read GGUF metadata of SmolLM3. Every fourth layer has no positions, which the metadata do not say."""
     attentions = [replace(config.attention(), rope=0 if (i + 1) % INTERVAL else None) for i in range(config.num_layers)]
     return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(Pairing.NEIGHBOURS))

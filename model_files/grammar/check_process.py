@@ -31,7 +31,7 @@ REASONS = {"NoExtensionBias": "no text matches it"}
 
 
 def check(grammar: Grammar) -> GrammarVerdict:
-    """Return whether llguidance can use ``grammar``."""
+    """Return a verdict: whether llguidance can use ``grammar``, and if it cannot, why."""
     try:
         matcher = LLMatcher(BYTES, lower(grammar), log_level=0)
         # The lexer is only built for a mask.
@@ -47,7 +47,10 @@ def check(grammar: Grammar) -> GrammarVerdict:
 
 
 def serve(lines: Lines) -> None:
-    """Answer until the other end is closed; raises ``BrokenStream`` then."""
+    """Take the limits, then check each grammar that comes and answer with a verdict.
+
+    Raises ``BrokenStream`` when the other end is closed.
+    """
     limits = lines.receive(CheckLimits)
     limit_process(limits.memory_bytes)
     while True:
@@ -57,7 +60,7 @@ def serve(lines: Lines) -> None:
 
 
 def main() -> None:
-    """Serve on the socket that is standard input."""
+    """Serve on the socket that is standard input, until its other end is closed."""
     harden(allow_dumps=False)
     leave_signals_to_parent()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

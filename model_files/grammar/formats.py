@@ -46,7 +46,10 @@ _NOT_SPACE = re.compile(r"(?<!\\)((?:\\\\)*)\\S(?![^\[]*\])")
 
 
 def with_exact_formats(schema: Any) -> Any:
-    """Return a copy of ``schema`` with patterns in place of the formats."""
+    """Return a copy of ``schema`` with patterns in place of the formats that llguidance lacks or checks loosely.
+
+    Formats that JSON Schema does not define are dropped.
+    """
     return change_all(schema, _exact)
 
 

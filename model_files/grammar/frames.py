@@ -45,12 +45,18 @@ class Lines:
         self._unread = bytearray()
 
     def send(self, message: CheckLimits | GrammarVerdict | Grammar, deadline: float | None = None) -> None:
-        """Send ``message`` until ``deadline`` (monotonic). Raises ``OSError``."""
+        """Send ``message``. Raises ``OSError``, and its subclass ``TimeoutError`` at ``deadline``.
+
+        ``deadline``: time of the monotonic clock in seconds; None: wait without limit.
+        """
         self._set_timeout(deadline)
         self._sock.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self, kind: type[T], deadline: float | None = None) -> T:
-        """Wait for a message until ``deadline`` (monotonic). Raises ``BrokenStream`` or ``OSError``."""
+        """Wait for a message and return it. Raises ``BrokenStream``, ``OSError``, or ``TimeoutError`` at ``deadline``.
+
+        ``deadline``: time of the monotonic clock in seconds; None: wait without limit.
+        """
         while (end := self._unread.find(b"\n")) < 0:
             self._set_timeout(deadline)
             part = self._sock.recv(1 << 16)
@@ -68,5 +74,5 @@ class Lines:
         self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the socket."""
         self._sock.close()

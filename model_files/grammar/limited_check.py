@@ -46,7 +46,10 @@ class LimitedCheck:
         self._failures = RefusalLog(log, "grammar")
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ``GrammarError`` if ``grammar`` cannot be used."""
+        """Have the process check ``grammar`` and wait for the verdict, unless it is remembered.
+
+        Raises ``GrammarError`` if the grammar cannot be used, or cannot be checked now.
+        """
         digest = hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=32).digest()
         with self._lock:
             if (error := self._known.get(digest)) is None:
@@ -57,7 +60,7 @@ class LimitedCheck:
             raise GrammarError(error)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process, if it runs. The next check starts another one."""
         if self._process is not None:
             self._lines.close()
             self._process.kill()
@@ -65,7 +68,10 @@ class LimitedCheck:
             self._process = None
 
     def _ask(self, grammar: Grammar) -> str:
-        """Return why ``grammar`` cannot be used. Raises ``GrammarError`` if that could not be found out."""
+        """Return why ``grammar`` cannot be used; "" if it can.
+
+        Raises ``GrammarError`` if that could not be found out.
+        """
         code: int | None = None
         for _ in range(TRIES):
             try:
@@ -88,7 +94,10 @@ class LimitedCheck:
         return f"the grammar is too large or too deep (its check ended with {code})"
 
     def _end_code(self) -> int | None:
-        """End the process, and return the exit code that it had before; None if it did not start."""
+        """Wait for the process to end, kill it after ``END_SECONDS``, and return its exit code.
+
+        Return None if no process was started.
+        """
         process = self._process
         if process is None:
             return None

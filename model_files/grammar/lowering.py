@@ -52,7 +52,7 @@ def lower(grammar: Grammar, special_id: SpecialId = lambda text: None) -> str:
 
 
 def _check_depth(source: str) -> None:
-    """Raise ``GrammarError`` for brackets within brackets without end: compilers recurse into them."""
+    """Raise ``GrammarError`` if brackets are nested deeper than ``MAX_DEPTH``, because compilers recurse into them."""
     depth = deepest = 0
     for character in source:
         if character in "([{":
@@ -66,7 +66,7 @@ def _check_depth(source: str) -> None:
 
 
 def _with_reasoning(grammar: Grammar, begin: str, end: str, special_id: SpecialId) -> str:
-    """Return a grammar of optional reasoning, and then the grammar named "body"."""
+    """Return a Lark grammar: optional reasoning, and then the grammar named "body"."""
 
     def mark(text: str) -> str:
         token = special_id(text)
@@ -91,9 +91,9 @@ def _json_schema(source: str) -> dict[str, Any]:
 
 
 def _refuse_controls(schema: dict[str, Any]) -> dict[str, Any]:
-    """Raise ``GrammarError`` for constants and names with characters that only an escape by number can write.
+    """Return ``schema`` unchanged. Raises ``GrammarError`` for constants and names with certain control characters.
 
-    Without such escapes (see ``ESCAPES``), llguidance leaves these characters out.
+    Only an escape by number can write these. Without such escapes (see ``ESCAPES``), llguidance leaves them out.
     """
     texts = json.dumps([schema.get(key) for key in ("const", "enum", "properties", "required")])
     if NUMBERED_CONTROL.search(texts):
@@ -102,10 +102,7 @@ def _refuse_controls(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usable(schema: Any) -> dict[str, Any]:
-    """Return ``schema`` as llguidance can use it, wherever the client gave it.
-
-    It is rewritten only if it cannot be used as it is.
-    """
+    """Return a JSON schema in a form that llguidance can use. It is rewritten only if it cannot be used as it is."""
     # Imported here: llguidance takes a tenth of a second.
     from llguidance import LLMatcher
 
@@ -122,7 +119,7 @@ def _regex(source: str) -> dict[str, Any]:
 
 
 def _escape_slashes(regex: str) -> str:
-    """Return ``regex`` for a literal between slashes."""
+    """Return ``regex`` with slashes and line breaks escaped, to stand between slashes as a literal."""
     out, escaped = [], False
     for character in regex:
         if character == "\n":
@@ -203,7 +200,10 @@ def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object whatever else it allows."""
+    """Return the schema of a tool's arguments with objects as its only type.
+
+    Raises ``GrammarError`` if ``schema`` has a type and allows no objects.
+    """
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise GrammarError(f"the parameters of a tool must be of type object, not {json.dumps(kind)[:64]}")

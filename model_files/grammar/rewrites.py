@@ -29,7 +29,7 @@ class Rewriter:
         self._root = root
 
     def rewritten(self) -> Any:
-        """Return the schema with the keywords rewritten."""
+        """Return a copy of the schema, with keywords that llguidance lacks replaced by others where that works."""
         return change_all(self._root, self._rewrite, EXACT)
 
     def _rewrite(self, schema: dict[str, Any]) -> Any:
@@ -72,7 +72,10 @@ class Rewriter:
             yield {"anyOf": [{"allOf": [choice, *rest]} for choice, rest in zip(choices, others, strict=True)]}
 
     def outside(self, schema: Any, levels: int = MAX_LEVELS) -> Any:
-        """Return a schema that accepts nothing that ``schema`` does; None if none is found."""
+        """Return a schema that accepts nothing that ``schema`` accepts; None if none is found.
+
+        ``levels``: how many levels of inner schemas are looked into.
+        """
         if isinstance(schema, bool):
             return not schema
         if not isinstance(schema, dict) or not levels:
@@ -83,7 +86,7 @@ class Rewriter:
         return {"anyOf": found} if len(found) > 1 else next(iter(found), None)
 
     def _outside(self, schema: dict[str, Any], levels: int) -> Iterator[Any]:
-        """Yield schemas outside a single keyword each; None for a keyword without."""
+        """Yield schemas, each outside a single keyword of ``schema``; None for a keyword without one."""
         if "$ref" in schema:
             yield self.outside(self._resolve(schema["$ref"]), levels)
         if "not" in schema:
@@ -113,12 +116,12 @@ class Rewriter:
 
 
 def without(name: str) -> dict[str, Any]:
-    """Return the schema of objects without a property."""
+    """Return a schema that refuses objects with the property ``name``."""
     return {"properties": {name: False}}
 
 
 def _outside_types(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the schema of the types that no value of ``schema`` has."""
+    """Return a schema of the types that no value of ``schema`` has; None if there are none, or none are known."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         has = {_type_of(value) for value in values}
@@ -137,7 +140,7 @@ def _type_of(value: Any) -> str:
 
 
 def _name_properties(made: dict[str, Any]) -> None:
-    """Rewrite ``propertyNames`` that allow any name, or names by a pattern."""
+    """Replace ``propertyNames`` in ``made``, in place, if it allows any name or names by a pattern."""
     names = made.get("propertyNames")
     if names is True or names in ({}, {"type": "string"}):
         del made["propertyNames"]

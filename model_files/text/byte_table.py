@@ -33,7 +33,7 @@ class ByteTable(NamedTuple):
 
 
 def byte_level_alphabet() -> dict[int, str]:
-    """Return GPT-2's character for each byte: printable bytes stand for themselves, the others from U+0100 on."""
+    """Return GPT-2's character for each byte: itself for a printable byte, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {byte: chr(byte) for byte in printable}
     hidden = [byte for byte in range(0x100) if byte not in alphabet]
@@ -44,7 +44,7 @@ BYTE_OF = {character: byte for byte, character in byte_level_alphabet().items()}
 
 
 def byte_level_table(tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable:
-    """Make the table of a byte-level tokenizer."""
+    """Make the table of a byte-level tokenizer. ``tokens``: each token by its id, None for an id without one."""
     pieces = [byte_level_bytes(token or "") for token in tokens]
     return ByteTable(pieces, special_ids, strip_first_space=False, errors=PER_SEQUENCE)
 
@@ -60,7 +60,7 @@ def byte_level_bytes(token: str) -> bytes:
 def byte_fallback_table(
     tokens: Sequence[str | None], special_ids: frozenset[int], *, strip_first_space: bool
 ) -> ByteTable:
-    """Make the table of a SentencePiece tokenizer with byte fallback."""
+    """Make the table of a SentencePiece tokenizer with byte fallback. ``tokens``: each token by its id, or None."""
     pieces = [_sentencepiece_bytes(token or "") for token in tokens]
     return ByteTable(pieces, special_ids, strip_first_space, errors=PER_BYTE)
 

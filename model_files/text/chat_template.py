@@ -38,14 +38,17 @@ class ChatTemplates:
     """The compiled templates of a model."""
 
     def __init__(self, sources: NamedTemplates, special_tokens: Mapping[str, str]) -> None:
-        """Compile; raises ``TokenizerLoadError``."""
+        """Compile the templates; raises ``TokenizerLoadError``.
+
+        ``special_tokens``: variables that they may print, by name.
+        """
         self._default = ChatTemplate(sources.default, special_tokens, sources.origin)
         self._with_tools = self._default
         if sources.tool_use is not None:
             self._with_tools = ChatTemplate(sources.tool_use, special_tokens, f"{sources.origin} (tool_use)")
 
     def render(self, chat: Conversation) -> str:
-        """Render the text that the model continues; raises ``PromptError``."""
+        """Return the text that the template makes of ``chat``, for the model to continue; raises ``PromptError``."""
         return (self._default if chat.tools is None else self._with_tools).render(chat)
 
 
@@ -53,7 +56,7 @@ class ChatTemplate:
     """A compiled template, run in a sandbox: it comes with a model that anyone may have published."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
-        """Compile; raises ``TokenizerLoadError``, which names ``origin``.
+        """Compile the template ``source``; raises ``TokenizerLoadError``, which names ``origin``.
 
         ``special_tokens`` are variables that the template may print.
         """
@@ -67,7 +70,7 @@ class ChatTemplate:
             raise TokenizerLoadError(f"{origin} can't be compiled: {brief(e)}; see --chat-template") from e
 
     def render(self, chat: Conversation) -> str:
-        """Render the text that the model continues.
+        """Return the text that the template makes of ``chat``, for the model to continue.
 
         Raises ``PromptError``: with the template's own message, or because it does not print all of ``chat``.
         """
@@ -117,7 +120,7 @@ class ChatTemplate:
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Join a template's output, as far as it has an end."""
+    """Join a template's output. Raises ``ValueError`` above ``MAX_CHARACTERS``, because it may have no end."""
     parts, size = list[str](), 0
     for piece in pieces:
         size += len(piece)

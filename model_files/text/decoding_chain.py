@@ -44,11 +44,11 @@ class DecodingChain:
         """Whether text comes before the last token. Otherwise a step needs all of them."""
 
     def start(self) -> TextStream:
-        """Return the state of a new text."""
+        """Return a stream that decodes one new text, token by token."""
         return TextStream([make() for make in self._makers])
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the whole text of tokens."""
+        """Return the text of ``token_ids``, which are a whole text. Ids without a token count as empty ones."""
         stream = self.start()
         pieces = [stream.feed(self.token(token_id) or "") for token_id in token_ids]
         return "".join([*pieces, stream.end()])
@@ -68,7 +68,7 @@ class TextStream:
         return "".join(tokens)
 
     def end(self) -> str:
-        """Return the rest of the text, once no token follows."""
+        """Return the text that was kept back, once no token follows."""
         tokens: list[str] = []
         for step in self._steps:
             tokens = [changed for token in tokens for changed in step.feed(token)] + step.end()
@@ -76,7 +76,10 @@ class TextStream:
 
 
 def make_decoding_chain(backend: Tokenizer) -> DecodingChain:
-    """Divide the decoder of ``backend`` into steps."""
+    """Divide the decoder of ``backend`` into steps.
+
+    From the first step on that needs all tokens at once, the library decodes the whole text at its end.
+    """
     if backend.decoder is None:
         return DecodingChain(backend, [partial(FirstToken, str, " {}".format)])
     sections = flatten_decoder(json.loads(backend.decoder.__getstate__()))
@@ -153,13 +156,16 @@ def _replaced(token: str, old: str, new: str) -> str:
 
 
 def _stripped(token: str, character: str, start: int, stop: int) -> str:
-    """Strip up to ``start`` and ``stop`` of a character. The library panics for tokens that are shorter."""
+    """Strip up to ``start`` of a character from the front of ``token`` and up to ``stop`` from its end.
+
+    The library panics for tokens that are shorter.
+    """
     token = token[min(start, len(token) - len(token.lstrip(character))) :]
     return token[: len(token) - min(stop, len(token) - len(token.rstrip(character)))]
 
 
 def _continued(token: str, prefix: str, contractions: Contractions) -> str:
-    """Return a word piece that follows another one."""
+    """Return the text of a word piece that is not the first: without ``prefix``, or after a space if it lacks that."""
     return contractions.apply(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}")
 
 

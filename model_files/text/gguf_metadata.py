@@ -17,28 +17,28 @@ class GGUFMetadata:
     values: dict[str, Value]
 
     def string(self, key: str) -> str | None:
-        """Return a string, or None if it is missing."""
+        """Return the string of ``key``; None if it is missing."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, str):
             raise self._wrong_type(key, "a string")
         return value
 
     def integer(self, key: str) -> int | None:
-        """Return an integer, or None if it is missing."""
+        """Return the integer of ``key``; None if it is missing."""
         value = self.values.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self._wrong_type(key, "an integer")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
+        """Return the truth value of ``key``, ``default`` if it is missing."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong_type(key, "a truth value")
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings, which must be there."""
+        """Return the list of strings of ``key``, which must be there."""
         value = self.values.get(key)
         # Looking at one element is enough: a GGUF array has one element type.
         if not isinstance(value, list) or (value and not isinstance(value[0], str)):
@@ -46,7 +46,7 @@ class GGUFMetadata:
         return value  # type: ignore[return-value]  # the element type was checked above
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of integers, which must be there."""
+        """Return the list of integers of ``key``, which must be there."""
         value = self.values.get(key)
         if not isinstance(value, list) or (value and not isinstance(value[0], int)):
             raise self._wrong_type(key, "a list of integers")

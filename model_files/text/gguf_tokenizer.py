@@ -140,7 +140,7 @@ def _build_backend(metadata: GGUFMetadata, splitting: Splitting, tokens: list[st
 
 
 def _check_tokens(metadata: GGUFMetadata, tokens: Sequence[str]) -> None:
-    """Refuse a table in which a plain text would lose characters, or which does not tell what a token's id is."""
+    """Raise ``TokenizerLoadError`` if plain text could lose characters, or several ids have the same token."""
     known, alphabet = set(tokens), byte_level_alphabet()
     for byte in PLAIN_BYTES:
         if alphabet[byte] not in known:
@@ -168,7 +168,7 @@ def _pre_tokenizer(splitting: Splitting) -> pre_tokenizers.PreTokenizer:
 
 
 def _surround(backend: Tokenizer, metadata: GGUFMetadata, splitting: Splitting, tokens: list[str]) -> None:
-    """Put BOS and EOS around plain texts where the file says so."""
+    """Make ``backend`` put BOS and EOS around plain texts, as far as the file asks for them."""
     ids = {name: _token_id(metadata, f"{name}_token_id", len(tokens)) for name in ("bos", "eos")}
     wanted = {
         "bos": metadata.boolean("tokenizer.ggml.add_bos_token", splitting.add_bos),

@@ -17,7 +17,7 @@ from .text_tokenizer import MAX_VOCABULARY, vocabulary_tokens
 def backend_byte_table(source: Path, backend: Tokenizer, decoder: Any, special_ids: frozenset[int]) -> ByteTable | None:
     """Make the byte table of a tokenizer with this ``decoder`` section.
 
-    Raises ``TokenizerLoadError``, which names ``source``.
+    It is None if a token's text depends on its neighbours. Raises ``TokenizerLoadError``, which names ``source``.
     """
     try:
         tokens = vocabulary_tokens(backend)

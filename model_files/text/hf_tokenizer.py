@@ -29,7 +29,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def tokenizer_from_folder(folder: Path) -> TextTokenizer:
-    """Make the folder's tokenizer; raises ``TokenizerLoadError``."""
+    """Load the tokenizer of a Hugging Face folder, through transformers if it has no tokenizer.json.
+
+    Raises ``TokenizerLoadError``.
+    """
     config = read_json_object(folder / CONFIG)
     stated = read_stated_tokens(folder)
     template = find_template_in_folder(folder, config)
@@ -64,5 +67,8 @@ def _unreadable(file: Path, reason: str) -> TokenizerLoadError:
 
 
 def _cleans_up(backend: Tokenizer, config: Mapping[str, Any]) -> bool:
-    """Return whether decoded text is cleaned up. Like transformers, never that of BPE."""
+    """Return whether spaces before punctuation are removed from decoded text.
+
+    Like transformers, never from that of BPE.
+    """
     return bool(config.get("clean_up_tokenization_spaces")) and not isinstance(backend.model, BPE)

@@ -14,7 +14,10 @@ PANIC = "PanicException"
 
 @contextmanager
 def library_errors(error: Callable[[str], TextError]) -> Iterator[None]:
-    """Raise ``error`` of the library's message for everything that it raises, panics included."""
+    """Turn whatever the library raises in the block, panics included, into ``error(message)``.
+
+    ``TextError`` and ``MemoryError`` pass unchanged.
+    """
     try:
         yield
     except (TextError, MemoryError):

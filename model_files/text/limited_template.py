@@ -32,7 +32,10 @@ class LimitedTemplate:
     """Renders conversations. Any thread may; one waits for the other."""
 
     def __init__(self, limits: RenderLimits | None = None) -> None:
-        """Start the process, which imports what it needs until the template is known."""
+        """Start the process without waiting for it.
+
+        It begins with its imports, before ``load`` sends it the template.
+        """
         self._limits = limits or RenderLimits()
         self._lock = threading.Lock()
         self._template: TemplateSource | None = None
@@ -41,7 +44,10 @@ class LimitedTemplate:
         self._start()
 
     def load(self, sources: NamedTemplates, special_tokens: Mapping[str, str]) -> None:
-        """Have the templates compiled; raises ``TokenizerLoadError``. Comes before ``render``."""
+        """Send the templates to the process and wait until they are compiled. Call this before ``render``.
+
+        Raises ``TokenizerLoadError``, and then the process is ended.
+        """
         self._template = TemplateSource(sources, dict(special_tokens), self._limits)
         try:
             self._frames.send(self._template)
@@ -53,7 +59,10 @@ class LimitedTemplate:
             ) from e
 
     def render(self, chat: Conversation) -> str:
-        """Return the text that the model is to continue; raises ``PromptError``."""
+        """Return the text that the template makes of ``chat``, for the model to continue; raises ``PromptError``.
+
+        A process that takes too much or dies is replaced by a new one.
+        """
         with self._lock:
             if self._process.poll() is not None:
                 self._restart()
@@ -72,7 +81,7 @@ class LimitedTemplate:
         return rendered.text.decode(errors="surrogatepass")
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._frames.close()
         self._process.kill()
         self._process.wait()
@@ -85,7 +94,10 @@ class LimitedTemplate:
         self._frames, self._is_ready = Frames(ours), False
 
     def _restart(self) -> None:
-        """Start anew, and don't wait: the next conversation will. Where that fails, it tries again."""
+        """Start a new process and send it the template, without waiting until it is ready. The next ``render`` waits.
+
+        If the start fails, the next ``render`` tries again.
+        """
         assert self._template is not None, "load() comes first"
         self._frames.close()
         with suppress(OSError):

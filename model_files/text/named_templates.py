@@ -25,7 +25,10 @@ class NamedTemplates(msgspec.Struct, frozen=True):
 
 
 def choose_templates(by_name: Mapping[str, str], origin: str) -> NamedTemplates | None:
-    """Return the templates that transformers uses without being told a name; None if none is the default."""
+    """Return the templates named "default" and "tool_use", as transformers chooses them; None without a default.
+
+    ``origin``: the file that they come from, for messages.
+    """
     if DEFAULT not in by_name:
         return None
     return NamedTemplates(by_name[DEFAULT], by_name.get(TOOL_USE), origin)

@@ -66,7 +66,10 @@ class Frames:
         self._sock.sendall(_length.pack(len(body)) + body)
 
     def receive(self, kind: type[T], deadline: float | None = None) -> T:
-        """Wait for a message, until ``deadline`` (monotonic). Raises ``BrokenStream``, ``OSError``."""
+        """Wait for a message and return it. Raises ``BrokenStream``, ``OSError``, or ``TimeoutError`` at ``deadline``.
+
+        ``deadline``: time of the monotonic clock in seconds; None: the socket's timeout stays as it is.
+        """
         (length,) = _length.unpack(self._read(_length.size, deadline))
         if length > MAX_FRAME_BYTES:
             raise BrokenStream(f"a frame of {length} bytes")
@@ -76,7 +79,7 @@ class Frames:
             raise BrokenStream(f"no {kind.__name__}: {e}") from None
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the socket."""
         self._sock.close()
 
     def _read(self, size: int, deadline: float | None) -> bytes:

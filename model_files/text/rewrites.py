@@ -17,23 +17,32 @@ def as_sent(chat: Conversation) -> Conversation:
 
 
 def without_reasoning(chat: Conversation) -> Conversation:
-    """Leave the reasoning of earlier turns out. The template of gpt-oss refuses it beside content and calls."""
+    """Return ``chat`` without reasoning in its turns. The template of gpt-oss refuses it beside content and calls."""
     return _with_messages(chat, (msgspec.structs.replace(m, reasoning_content=None) for m in chat.messages))
 
 
 def split_calls(chat: Conversation) -> Conversation:
-    """Put text and tool calls of one turn in two. The template of Llama 3 prints only the calls of such a turn."""
+    """Return ``chat`` with two turns, text and calls, in place of each turn that has text and tool calls.
+
+    The template of Llama 3 prints only the calls of such a turn.
+    """
     # The last message is the one to continue.
     return chat if chat.continue_final_message else _with_messages(chat, _split(chat))
 
 
 def pair_calls(chat: Conversation) -> Conversation:
-    """Put each of several calls of one turn before its result. Templates of Llama 3 and gpt-oss know only one call."""
+    """Return ``chat`` with a turn for each single tool call, directly before the call's result.
+
+    Templates of Llama 3 and gpt-oss accept only one call in a turn.
+    """
     return _with_messages(chat, _pair(chat))
 
 
 def name_calls_by_id(chat: Conversation) -> Conversation:
-    """Give calls ids that tell their names and places. The template of Kimi K2 prints nothing else of a call's name."""
+    """Return ``chat`` with ids like "functions.NAME:0" for its tool calls, counted over the conversation.
+
+    The template of Kimi K2 prints the id, and not the name.
+    """
     return _with_messages(chat, _with_telling_ids(chat))
 
 

@@ -25,11 +25,11 @@ class Numbers:
         self._pattern = re.compile(self._prefix + rf"\d{{{_DIGITS}}}")
 
     def make(self, index: int) -> str:
-        """Return the number of this index. Negative ones are counted from the end."""
+        """Return the digits that stand for text ``index``. Negative indices count from the end of the range."""
         return f"{self._prefix}{index % 10**_DIGITS:0{_DIGITS}}"
 
     def find_all(self, text: str) -> set[str]:
-        """Return the numbers that appear in ``text``."""
+        """Return the numbers of ``make`` that appear in ``text``."""
         return set(self._pattern.findall(text))
 
 

@@ -65,7 +65,7 @@ def read_stated_tokens(folder: Path) -> StatedTokens:
 
 
 def add_stated(backend: Tokenizer, stated: StatedTokens) -> None:
-    """Add what ``stated`` has and ``backend`` lacks, or has with other properties.
+    """Add to ``backend`` the tokens of ``stated`` that it lacks, or has with other properties.
 
     A token that the library would give another id than the files do is left out: the model knows it by the files'.
     """
@@ -93,7 +93,7 @@ def _next_id(backend: Tokenizer) -> int:
 
 
 def _extra(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return further special tokens, and those that have names."""
+    """Return the special tokens that are listed without names, and those with further names; as the JSON has them."""
     further = "extra_special_tokens", "additional_special_tokens"
     first: Any = next((source[name] for source in (config, older) for name in further if source.get(name)), [])
     listed: list[Any] = []
@@ -117,7 +117,10 @@ def _named(folder: Path, stated: Mapping[str, Any]) -> Iterator[tuple[str, Added
 
 
 def _as_token(folder: Path, name: str, value: Any) -> AddedToken:
-    """Return a token that is written as its text, or as an object with its properties."""
+    """Return a token that the JSON has as its text, or as an object with its properties.
+
+    Raises ``TokenizerLoadError`` for anything else.
+    """
     if isinstance(value, str):
         return AddedToken(value, special=True)
     try:
@@ -147,7 +150,7 @@ def _added_by_older(folder: Path, special: Iterable[str]) -> dict[int, AddedToke
 
 
 def _made(entry: _TokenEntry, *, special: bool) -> AddedToken:
-    """Make the library's token. ``special`` counts, whatever the entry says."""
+    """Make the library's token. ``special`` decides whether it is special, whatever ``entry`` says."""
     return AddedToken(
         entry.content,
         single_word=entry.single_word,

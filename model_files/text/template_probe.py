@@ -35,7 +35,7 @@ class Plan:
     forms: Sequence[ContentForm]
 
     def make_turns(self, chat: Conversation) -> list[dict[str, Any]]:
-        """Return the messages that the template sees."""
+        """Return the messages that the template gets, rewritten and in their forms."""
         messages = self.rewrite(chat).messages
         return [make_turn(message, form) for message, form in zip(messages, self.forms, strict=True)]
 
@@ -49,7 +49,10 @@ class TemplateProbe:
         self._answers: dict[bytes, Plan | Stand] = {}
 
     def find_plan(self, chat: Conversation) -> Plan:
-        """Return how the template prints all of ``chat``. Raises ``PromptError`` if it does not in any way."""
+        """Return a plan by which the template prints all texts of ``chat``. Raises ``PromptError`` if there is none.
+
+        The template is run on numbers in place of the texts. The answer is kept for conversations of equal structure.
+        """
         skeleton = Skeleton(chat, self._numbers)
         key = hashlib.blake2b(_encoder.encode(skeleton.chat), digest_size=16).digest()
         answer = self._answers.pop(key, None) or self._probe(skeleton)
@@ -65,7 +68,10 @@ class TemplateProbe:
         return answer
 
     def _probe(self, skeleton: Skeleton) -> Plan | Stand:
-        """Return the first plan by which nothing is lost, else what is lost by that which loses least."""
+        """Return the first plan by which no text is lost.
+
+        If there is none, return the first text that is lost by the plan that loses fewest.
+        """
         least: list[Stand] = []
         tried: list[Conversation] = []
         for rewrite in REWRITES:
@@ -84,7 +90,10 @@ class TemplateProbe:
     def _renderings(
         self, chat: Conversation, stands: Sequence[Stand]
     ) -> Iterator[tuple[Sequence[ContentForm], list[Stand]]]:
-        """Yield forms and what is lost in them: each form for all messages, then another one for those it loses."""
+        """Yield forms of the messages' contents, each with the texts that a rendering in them loses.
+
+        Each form is tried for all messages, then another one for the messages that lost a text.
+        """
         tried: list[Sequence[ContentForm]] = []
         for form in ContentForm:
             numbers: set[str] = set()

@@ -23,7 +23,10 @@ from .rendering import BrokenStream, Frames, Rendered, TemplateSource
 
 
 def serve(frames: Frames) -> None:
-    """Answer until the other end is closed; raises ``BrokenStream`` then."""
+    """Take the templates, compile them, and answer each conversation that comes with its text or an error.
+
+    Raises ``BrokenStream`` when the other end is closed. Returns if the templates can't be compiled.
+    """
     given = frames.receive(TemplateSource)
     limit_process(given.limits.memory_bytes)
     start_clock(given.limits.cpu_seconds)
@@ -40,7 +43,7 @@ def serve(frames: Frames) -> None:
 
 
 def render(template: ChatTemplates, chat: Conversation) -> Rendered:
-    """Return the text, or why there is none."""
+    """Render ``chat``, and return its text or the error that refuses it; never raises ``PromptError``."""
     try:
         return Rendered(template.render(chat).encode(errors="surrogatepass"))
     except PromptError as e:
@@ -48,7 +51,7 @@ def render(template: ChatTemplates, chat: Conversation) -> Rendered:
 
 
 def main() -> None:
-    """Serve on the socket that is standard input."""
+    """Serve on the socket that is standard input, until its other end is closed."""
     harden(allow_dumps=False)
     leave_signals_to_parent()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -33,9 +33,9 @@ def read_chat_template(options: ModelOptions) -> NamedTemplates | None:
 
 
 def find_template_in_folder(folder: Path, config: dict[str, Any]) -> NamedTemplates | None:
-    """Find the folder's chat templates. Those in files of their own replace those in ``config``, as in transformers.
+    """Find the folder's chat templates; None if there are none. Raises ``TokenizerLoadError``.
 
-    Raises ``TokenizerLoadError``.
+    Templates in files of their own replace those in ``config`` (tokenizer_config.json), as in transformers.
     """
     named = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
@@ -86,7 +86,10 @@ def _read_text(file: Path, name: str) -> str:
 
 
 def find_tokenizer(options: ModelOptions) -> ModelSource:
-    """Return the file or folder that the tokenizer is read from. Raises ``TokenizerLoadError`` and ``ModelError``."""
+    """Return the file or folder that the tokenizer is read from. A hub's files are downloaded unless they are cached.
+
+    Raises ``TokenizerLoadError`` and ``ModelError``.
+    """
     path = options.tokenizer_path
     if path is None:
         return resolve_model(options.model_path, revision=options.revision, weights=False)

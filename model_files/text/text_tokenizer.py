@@ -57,17 +57,20 @@ class TextTokenizer(ABC):
     @property
     @abstractmethod
     def byte_table(self) -> ByteTable | None:
-        """The bytes behind each token, or None where tokens read differently in different places."""
+        """Return the bytes that each token stands for; None if a token's text depends on its neighbours."""
 
     @property
     def decoding_chain(self) -> DecodingChain | None:
-        """The steps of the tokenizer's decoder, or None where they are not known."""
+        """Return the steps of the tokenizer's decoder; None if they are not known."""
         return None
 
     @property
     @abstractmethod
     def max_token_bytes(self) -> int:
-        """No token stands for more bytes of text than this: an upper bound, used to refuse hopeless texts cheaply."""
+        """Return an upper bound of the bytes of text that one token stands for.
+
+        Texts too long for any prompt are refused by it.
+        """
 
 
 class FastTokenizer(TextTokenizer):
@@ -95,7 +98,7 @@ class FastTokenizer(TextTokenizer):
 
     @cached_property
     def backend(self) -> Tokenizer:
-        """The library's tokenizer."""
+        """Return the library's tokenizer, made on first use, without truncation or padding."""
         backend = self._make_backend()
         # A tokenizer.json may carry a training run's limits; the server's own checks speak up instead of cutting.
         backend.no_truncation()
@@ -104,19 +107,22 @@ class FastTokenizer(TextTokenizer):
 
     @cached_property
     def byte_table(self) -> ByteTable | None:
-        """Bytes behind each token, made on first use; None where tokens read differently in different places."""
+        """Return the bytes that each token stands for; None if a token's text depends on its neighbours.
+
+        Made on first use.
+        """
         return self._make_byte_table()
 
     @cached_property
     def decoding_chain(self) -> DecodingChain:
-        """Steps of the library tokenizer's decoder, made on first use."""
+        """Return the steps of the library tokenizer's decoder, made on first use."""
         return make_decoding_chain(self.backend)
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token, or ``UNKNOWN_TOKEN_BYTES`` without a byte table.
+        """Return the bytes of the longest token, or ``UNKNOWN_TOKEN_BYTES`` without a byte table.
 
-        The bound is four times that with a normalizer, which may shorten the text.
+        With a normalizer, which may shorten the text, it is four times that.
         """
         # A normalizer may shorten the text before it is cut into tokens: composing makes one character of up to four.
         table = self.byte_table

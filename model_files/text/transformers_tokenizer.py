@@ -54,7 +54,10 @@ class PythonTokenizer(TextTokenizer):
 def tokenizer_from_transformers(
     folder: Path, named: Mapping[str, str], template: NamedTemplates | None
 ) -> TextTokenizer:
-    """Make the tokenizer of ``folder``; ``named`` tokens and ``template`` complete what the library knows."""
+    """Load the tokenizer of ``folder`` through transformers. Raises ``TokenizerLoadError`` if transformers finds none.
+
+    ``named``: special tokens by name, which replace those that transformers knows. ``template``: the chat template.
+    """
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as e:

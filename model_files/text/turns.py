@@ -18,7 +18,7 @@ class ContentForm(Enum):
 
 
 def as_given(message: ChatMessage, form: ContentForm) -> ContentForm:
-    """Return ``form``, or GIVEN if the client sent the content in that form."""
+    """Return ``form``, or ``GIVEN`` if the client sent the message's content in that form already."""
     content = message.content
     is_given = len(content) == 1 if isinstance(content, list) else content is not None
     sent_form = ContentForm.PART if isinstance(content, list) else ContentForm.TEXT
@@ -26,7 +26,7 @@ def as_given(message: ChatMessage, form: ContentForm) -> ContentForm:
 
 
 def make_turn(message: ChatMessage, form: ContentForm) -> dict[str, Any]:
-    """Make the message that templates see. Missing fields are left out, because templates ask for defined ones."""
+    """Make the message that a template gets. Missing fields are left out, because templates ask for defined ones."""
     turn: dict[str, Any] = {"role": message.role, **_content(message, form)}
     if message.name is not None:
         turn["name"] = message.name

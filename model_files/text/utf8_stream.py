@@ -22,7 +22,10 @@ class Decoded(NamedTuple):
 
 
 def decode_utf8(data: bytes, errors: str) -> Decoded:
-    """Decode as much of ``data`` as is certain, with ``errors`` for bytes that are no UTF-8."""
+    """Decode as much of ``data`` as is certain, and return it with the bytes left over.
+
+    ``errors``: name of the codec error handler for bytes that are no UTF-8, such as ``PER_BYTE``.
+    """
     text, used = codecs.utf_8_decode(data, errors, False)
     rest = data[used:]
     if rest >= SURROGATE and rest < b"\xee":
