@@ -7,9 +7,11 @@ check the same, with and without faults.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -32,9 +34,14 @@ FEW_STATES = 300
 """Limit of the searches of make test that can't be complete: the same states on any machine."""
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
 """Rules of the links, see ``SimBackend``."""
-SHARES = 2 * len(RULES)
+MODES = {"pairs": PAIR, "equals": EQUALS}
+SHARES = len(MODES) * len(RULES)
 WINDOW = SimWindow(10, 64)
 """Window pages are enough for four requests at most."""
+WINDOWS = {"one group": NO_WINDOW, "windows": WINDOW}
+DRAWN = {"one group": (1, NO_WINDOW), "windows": (2, WINDOW), "one group again": (3, NO_WINDOW)}
+"""Seeds, and what is drawn by them."""
+FAULT_RATES = {"no faults": 0, "faults": 8}
 LONG = (1, 3, 12, 40, 80)
 """Outputs, in tokens: long enough to be met while they grow."""
 WHOLE = ("none", "abort", "repeat", "corrupt")
@@ -58,6 +65,20 @@ def explored(seconds: float = math.inf, states: int = MOST_STATES, **scene) -> F
     return explore(lambda: TwoRooms(**scene), seconds=seconds, states=states)
 
 
+def some(chosen: set[tuple[str, ...]], *axes: Mapping[str, object]) -> list[object]:
+    """Return all combinations of the axes' values; those that are not ``chosen`` by their names are slow.
+
+    Campaigns with moves are much alike: what one of them leaves out of its own grid another one has in its.
+    """
+    return [
+        pytest.param(
+            *(value for _, value in pairs), id="-".join(names), marks=() if names in chosen else pytest.mark.slow
+        )
+        for pairs in itertools.product(*(axis.items() for axis in axes))
+        for names in [tuple(name for name, _ in pairs)]
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
@@ -79,10 +100,10 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None
     assert campaign.faults.total() > 5
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-@pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
+@pytest.mark.parametrize(
+    ("rules", "modes", "window"),
+    some({("tcp", "equals", "windows"), ("hostile", "pairs", "one group")}, RULES, MODES, WINDOWS),
+)
 def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
     campaign = Campaign(3, modes, moves=100, outputs=LONG, window=window, **rules)
     campaign.run(200, rate=20.0)
@@ -90,23 +111,23 @@ def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
     assert campaign.outcomes["finished"] > 250
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize(
-    ("seed", "window"), [(1, NO_WINDOW), (2, WINDOW), pytest.param(3, NO_WINDOW, marks=pytest.mark.slow)]
+    ("rules", "modes", "drawn"),
+    some({("shm", "equals", "one group"), ("tcp", "pairs", "windows")}, RULES, MODES, DRAWN),
 )
-def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed, window) -> None:
+def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, drawn) -> None:
     """It goes on where it was, or where it was to go to."""
+    seed, window = drawn
     campaign = Campaign(seed, modes, moves=100, faults=8, outputs=LONG, window=window, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["moved"] >= 3
     assert campaign.faults.total() > 5
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize(("faults", "window"), [(0, NO_WINDOW), (8, NO_WINDOW), (0, WINDOW), (8, WINDOW)])
+@pytest.mark.parametrize(
+    ("rules", "faults", "window"),
+    some({("hostile", "faults", "one group"), ("shm", "no faults", "windows")}, RULES, FAULT_RATES, WINDOWS),
+)
 def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> None:
     campaign = Campaign(2, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, window=window, **rules)
     campaign.run(200, rate=15.0)

@@ -390,6 +390,7 @@ def midway() -> tuple[TieredSim, SessionState]:
     while len(sim.tokens.get("a", [])) < 13:
         sim.plan()
         sim.work()
+        sim.serve_store()  # or the prompt waits seconds for what it was asked
     return sim, snapshot(sim, "a")
 
 
