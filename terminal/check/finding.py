@@ -24,15 +24,15 @@ class Finding(NamedTuple):
 
 
 def ok(topic: str, text: str) -> Finding:
-    """Make a finding that all is well."""
+    """Return a finding of level ``OK`` about ``topic``."""
     return Finding(topic, Level.OK, text)
 
 
 def warning(topic: str, text: str, advice: str = "") -> Finding:
-    """Make a finding that something could be better."""
+    """Return a finding that something works but could be better. ``advice``: what to do; "" if there is nothing."""
     return Finding(topic, Level.WARNING, text, advice)
 
 
 def problem(topic: str, text: str, advice: str = "") -> Finding:
-    """Make a finding that something does not work."""
+    """Return a finding that something does not work. ``advice``: what to do; "" if there is nothing."""
     return Finding(topic, Level.PROBLEM, text, advice)

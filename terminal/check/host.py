@@ -26,7 +26,10 @@ LEAST_FREE = 64 << 20
 
 
 def look_at_cores(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa: B008 - immutable
-    """Examine the processor, and the cores that an instance's threads would run on."""
+    """Examine the processor, and the cores that an instance's threads would run on.
+
+    ``tree``: where /proc and /sys are.
+    """
     machine = read_machine(tree=tree)
     name = cpu_model(tree.proc / "cpuinfo") or os.uname().machine
     text = f"{name}; an instance takes {plan_placement(None, None, machine).reason}"
@@ -45,7 +48,10 @@ def look_at_cores(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa
 
 
 def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noqa: B008 - immutable
-    """Examine the free memory within the control groups. Whether it is enough depends on the model."""
+    """Examine the free memory within the control groups; warn if less than a tenth is free.
+
+    Whether a model fits is not examined here. ``tree``: where /proc and /sys are.
+    """
     memory = host_memory(tree)
     text = f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, within the limits of the control groups"
     if memory.free < memory.total / 10:
@@ -79,7 +85,10 @@ def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
 
 
 def look_at_run_dir(folder: Path | None = None) -> Iterator[Finding]:
-    """Examine the folder of an instance's sockets; by default, the one that a server would use."""
+    """Examine the folder that would hold an instance's sockets: is it writable, its path short enough, and not full?
+
+    ``folder``: None for the one that a server started now would use.
+    """
     advice = "Point TMPDIR to a short path on a local disk that can be written to."
     try:
         # Python finds the first folder that can be written to.
@@ -100,7 +109,7 @@ def look_at_run_dir(folder: Path | None = None) -> Iterator[Finding]:
 
 
 def look_at_shared_memory() -> Iterator[Finding]:
-    """Check that the shm backend can get memory. It counts as the instance's own, so /dev/shm does not matter."""
+    """Check that the shm transfer backend can get memory. It is a memfd, so the size of /dev/shm does not matter."""
     try:
         region = allocate_region(os.sysconf("SC_PAGE_SIZE"), shared=True)
     except RegionError as e:

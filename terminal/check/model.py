@@ -45,9 +45,10 @@ ADVICE = {
 
 
 def look_at_model(path: str, has_kernels: bool, revision: str | None = None) -> Iterator[Finding]:
-    """Examine the model that ``path`` and ``revision`` name. Nothing is downloaded.
+    """Examine the model that ``path`` and ``revision`` name, its size, its tokenizer and its chat template.
 
-    ``has_kernels`` says whether the CPU kernels can be used. Then a GGUF's blocks are served as they are.
+    Nothing is downloaded. ``has_kernels`` says whether the CPU kernels can be used. Then a GGUF's blocks are served as
+    they are.
     """
     try:
         source = resolve_model(path, revision=revision, download=False)
@@ -122,7 +123,10 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
 def _pool(
     spec: ModelSpec, options: WorkerOptions, request: PoolRequest, weights: int, memory: Memory
 ) -> tuple[int, int]:
-    """Return the tokens of a unified server's KV pool, and their bytes. Raises ``NotEnoughMemory``."""
+    """Return the size of a unified server's KV pool in tokens, and its bytes. Raises ``NotEnoughMemory``.
+
+    ``weights``: bytes of the weights. ``memory``: the host's after loading them. The bytes include a window's pool.
+    """
     page, size = page_bytes(spec, options.page_size), options.page_size
     windows = layers_apart(options, without_idle_windows(spec))
     if not windows:

@@ -60,7 +60,7 @@ class CheckOptions:
 
     @property
     def ports_to_check(self) -> dict[int, str]:
-        """Each port, with the server that listens there by default ("" if the port was given by number)."""
+        """Return the ports to check, each with its usual listener ("router"); "" for ports that the user named."""
         if self.ports:
             return dict.fromkeys(self.ports, "")
         server = WorkerOptions()

@@ -26,9 +26,9 @@ class ListeningProcess(NamedTuple):
 
 
 def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator[Finding]:
-    """Examine whether each of ``ports`` of the loopback address is free.
+    """Examine each of ``ports`` on the loopback address: is it free, or which process listens there?
 
-    They are given with the usual listener, or "".
+    Each port comes with the name of its usual listener, or "". ``proc``: where /proc is.
     """
     for port, usual in ports.items():
         name = f"{port} ({usual})" if usual else str(port)
@@ -51,7 +51,10 @@ def look_at_ports(ports: dict[int, str], proc: Path = Path("/proc")) -> Iterator
 
 
 def find_listener(port: int, proc: Path = Path("/proc")) -> ListeningProcess | None:
-    """Find the process that listens on ``port``, at any address; None if it cannot be seen."""
+    """Find the process that listens on TCP ``port``, at any address; None if it cannot be seen.
+
+    Processes of other users can't be seen. ``proc``: where /proc is.
+    """
     wanted = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     if not wanted:
         return None

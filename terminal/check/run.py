@@ -57,7 +57,10 @@ def run_check(options: CheckOptions) -> int:
 
 
 def choose_probes(options: CheckOptions) -> Iterator[Probe]:
-    """Yield the probes that ``options`` ask for, in the order in which they run; raises ``AccessError``."""
+    """Yield the probes that ``options`` ask for, in the order in which they run.
+
+    Raises ``AccessError`` for an unusable URL or key file.
+    """
     yield Probe("python", look_at_python)
     yield Probe("packages", look_at_packages)
     yield Probe("torch", look_at_torch)

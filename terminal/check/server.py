@@ -97,7 +97,7 @@ def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
 
 
 def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
-    """Judge an instance by what a router reports about it."""
+    """Judge what a router reports of one of its instances, and that instance's own report, if it gave one."""
     name = f"{instance.role} {instance.url}"
     if instance.state == "unhealthy":
         yield problem(instance.role, f"{instance.url} is unhealthy: {shown(instance.reason)}", "Its log says more.")
@@ -136,7 +136,10 @@ def judge_instance(url: str, info: InstanceReport) -> Iterator[Finding]:
 
 
 def judge_handovers(url: str, info: InstanceReport) -> Iterator[Finding]:
-    """Judge the counts of failed hand-overs and the states of the peers that the instance at ``url`` reports."""
+    """Judge the counts of failed hand-overs and the states of the peers that the instance at ``url`` reports.
+
+    Its report must have them. Failures count as a warning above a share of ``FEW``.
+    """
     report = info.disaggregation
     assert report is not None
     failed = report.sent.failed + report.received.failed

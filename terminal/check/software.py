@@ -47,7 +47,10 @@ def look_at_packages() -> Iterator[Finding]:
 
 
 def look_at_torch(dev: Path = Path("/dev")) -> Iterator[Finding]:
-    """Examine torch: its version, and whether it could use a GPU."""
+    """Examine the installed torch: its version, and whether it could use a GPU.
+
+    ``dev``: where the GPUs' device files are.
+    """
     try:
         torch = version("torch")
     except PackageNotFoundError:
