@@ -33,9 +33,10 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Prepare attention over ``pool`` with the parameters of an ``AttentionSpec``.
+        """Prepare attention of ``num_heads`` query heads over ``pool``, on the threads of ``team``.
 
-        ``scale``: head_dim to the power of -1/2 if None. ``sinks``: [H].
+        ``scale``: head_dim to the power of -1/2 if None. ``window``: tokens that a query sees; None: all. ``sinks``:
+        [H]. Raises ``MemoryError``.
         """
         self._library = _declared(load_library())
         self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool, num_heads), team, num_heads
@@ -52,9 +53,9 @@ class PagedAttention:
         self.close = weakref.finalize(self, self._library.pds_attention_plan_free, self._plan)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the pass among the threads. Keeps nothing of ``batch``.
+        """Divide the attention of a pass among the threads, before ``run`` for its layers. Keeps nothing of ``batch``.
 
-        If ``batch`` has ``window_pages``, they lead to the pages of this pool.
+        If ``batch`` has ``window_pages``, they lead to the pages of this pool. Raises ``MemoryError``.
         """
         entries, table = pass_entries(batch.rows.numpy(), batch.starts, batch.q_lens), batch.req_to_token
         status = self._library.pds_attention_prepare(
@@ -73,12 +74,18 @@ class PagedAttention:
             raise MemoryError
 
     def run(self, layer: int, q_THD: Tensor, out_THD: Tensor, layers: int = 1) -> None:
-        """Attend in ``layer`` (and the ones after it, for measurements): writes ``out_THD``."""
+        """Compute the planned pass's attention of ``layer``, and write it to ``out_THD``.
+
+        ``layers``: number of layers that are computed, one after another; more than 1 is for measurements.
+        """
         q, out = _rows(q_THD), _rows(out_THD)
         self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, self._scoring, q, out)
 
     def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write keys and values of ``layer``, of one type, to ``slots`` (int64 [T])."""
+        """Write the keys and values of T tokens to ``slots`` (int64 [T]) of the pool, in ``layer``.
+
+        Both have the same element type. Raises ``MemoryError``.
+        """
         k, v = _rows(k_TKD), _rows(v_TKD)
         if self._library.pds_store_kv(self._view, layer, slots.data_ptr(), k, v, len(slots)) != 0:
             raise MemoryError

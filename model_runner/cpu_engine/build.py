@@ -80,14 +80,15 @@ class BuildError(Exception):
 
 
 def levels_here() -> tuple[IsaLevel, ...]:
-    """Return the levels that this processor has, best first; none if the kernels can't run at all."""
+    """Return the instruction-set levels that this processor can run, best first; empty if the kernels can't run."""
     flags = cpu_flags()
     return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
 def choose_level() -> IsaLevel:
-    """Return the level that ``PDSERVE_CPU_ISA`` names, else the best. Raises ``BuildError`` if this
-    processor lacks it.
+    """Return the instruction-set level that ``PDSERVE_CPU_ISA`` names, or by default this processor's best.
+
+    Raises ``BuildError`` if this processor lacks it, or can't run the kernels at all.
     """
     if platform.machine() != ARCHITECTURE:
         raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
@@ -102,9 +103,10 @@ def choose_level() -> IsaLevel:
 
 
 def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels") -> Path:
-    """Return where the cache has, or would have, the library for ``level``.
+    """Return the path that the library for ``level`` has in the user's cache, whether or not it is there.
 
-    Each compiler has its own library. Without a compiler it is the newest one that any compiler made.
+    It depends on the sources, the flags and the compiler. Without a compiler it is the newest library of the same
+    sources and flags that any compiler made.
     """
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
     for file in sorted(filter(Path.is_file, sources.rglob("*"))):
@@ -117,12 +119,12 @@ def library_path(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels"
 
 
 def prebuilt_name(path: Path) -> str:
-    """Return the name that the library of ``library_path`` has in a package, whichever compiler made it."""
+    """Return the file name in the package of the library with this ``library_path``; it leaves out the compiler."""
     return f"{path.stem.rpartition('-')[0]}.so"
 
 
 def find_library(path: Path) -> Path | None:
-    """Return the library that came with the package, or else the one at ``path``, a ``library_path``.
+    """Return the library that came with the package, or else the one in the cache at ``path`` (a ``library_path``).
 
     None means that it is not built yet, or was damaged since. Raises ``BuildError`` if the library or its folder
     belongs to another user or may be written by others: its code would run in this process.
@@ -142,16 +144,19 @@ def find_compiler() -> str | None:
 
 
 def _identity(compiler: str) -> str:
-    """Return what tells a compiler from other ones, and from other versions of itself, without running it."""
+    """Return a hash that differs between compilers and between versions of one, without running the compiler.
+
+    It is of the file's path, size and time of change.
+    """
     status = os.stat(compiler)
     told = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}"
     return hashlib.sha256(told.encode()).hexdigest()[:8]
 
 
 def build(level: IsaLevel, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
-    """Return the path of the library for ``level``, and build it if it isn't there yet. Raises ``BuildError``.
+    """Return the path of the library for ``level``, after building it if it isn't there yet. Raises ``BuildError``.
 
-    Processes that want it at the same time wait for the first of them. What failed is not tried again with the same
+    Processes that want it at the same time wait for the first of them. A failed build is not tried again with the same
     compiler, unless ``retry``.
     """
     path = library_path(level, sources, name)
@@ -209,7 +214,10 @@ def _try_to_compile(level: IsaLevel, sources: Path, path: Path, retry: bool) -> 
 
 
 def _compile(compiler: str, level: IsaLevel, folder_of_sources: Path, path: Path) -> None:
-    """Compile each source by itself, on all cores, and link the library of them."""
+    """Compile each source file by itself, on all allowed cores, link them to a library, and publish it at ``path``.
+
+    Raises ``BuildError``.
+    """
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()
     sources = sorted(folder_of_sources.rglob("*.cpp"))
@@ -237,9 +245,10 @@ def _run(command: tuple[str | Path, ...]) -> None:
 
 
 def main() -> int:
-    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without.
+    """Build the library for this processor, or for all levels with ``--all``, and return the exit code.
 
-    With ``--all``, build for all processors; 1 where that fails, because what would be shipped is not there.
+    It is 0 even if this processor has no kernels or no compiler, because the server runs without. With ``--all`` it is
+    1 on failure, because the libraries to be shipped are missing.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="build for all levels, into the package")

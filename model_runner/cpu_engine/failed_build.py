@@ -16,15 +16,15 @@ class FailedBuild:
         self._note = library.with_suffix(".failed")
 
     def recall(self) -> str | None:
-        """Return what the compiler said when it failed; None if it has not."""
+        """Return the error message of the build that failed, or None if no failure is noted."""
         if not self._note.is_file():
             return None
         return self._note.read_text(encoding="utf-8", errors="replace")
 
     def remember(self, message: str) -> None:
-        """Note that the build failed, and what the compiler said."""
+        """Write down beside the library's path that the build failed, with its error message."""
         self._note.write_text(message, encoding="utf-8", errors="replace")
 
     def forget(self) -> None:
-        """Remove the note: the build succeeded."""
+        """Remove the note of a failure, because the build succeeded; do nothing if there is none."""
         self._note.unlink(missing_ok=True)

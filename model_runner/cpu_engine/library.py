@@ -60,7 +60,10 @@ NATIVE_KV_DTYPES = NATIVE_DTYPES | {
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Load the kernels for this processor, and build them if ``make setup`` has not. Raises ``BuildError``."""
+    """Return the kernels' library for this processor, loaded once for the process. Raises ``BuildError``.
+
+    It is built first if it isn't there, which takes half a minute.
+    """
     library = _open_library(choose_level())
     _declare(library)
     for struct in MIRRORED:
@@ -69,7 +72,10 @@ def load_library() -> ctypes.CDLL:
 
 
 def _open_library(level: IsaLevel) -> ctypes.CDLL:
-    """Open the library, and build it once more if the system can't load what the cache has."""
+    """Open the library for ``level``; if the system can't load the cached one, delete it and build it once more.
+
+    Raises ``BuildError``.
+    """
     path = build(level)
     try:
         return ctypes.CDLL(str(path))
@@ -87,19 +93,25 @@ def _open_library(level: IsaLevel) -> ctypes.CDLL:
 
 
 def check_size(library: ctypes.CDLL, struct: str, size: int) -> None:
-    """Raise ``BuildError`` where the kernels' ``struct`` does not have the size of what mirrors it."""
+    """Raise ``BuildError`` unless the kernels' struct of this name has ``size`` bytes, those of Python's copy."""
     theirs = library.pds_struct_size(struct.encode())
     if theirs != size:
         raise BuildError(f"{struct} has {theirs} bytes in the CPU kernels, and {size} where Python fills it")
 
 
 def fetch_hint() -> FetchHint:
-    """Return the hint in use: this processor's, unless ``set_fetch_hint`` chose another. Raises ``BuildError``."""
+    """Return the kernels' current prefetch hint: this processor's default, or what ``set_fetch_hint`` chose.
+
+    Raises ``BuildError``.
+    """
     return FetchHint(load_library().pds_fetch_hint())
 
 
 def set_fetch_hint(hint: FetchHint) -> None:
-    """Choose the hint for this process, to test and to measure: results are the same bits. Raises ``BuildError``."""
+    """Choose the kernels' prefetch hint for this process, for tests and measurements. Results are the same bits.
+
+    Raises ``BuildError``.
+    """
     load_library().pds_set_fetch_hint(hint)
 
 

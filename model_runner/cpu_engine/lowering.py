@@ -108,7 +108,7 @@ class Lowered(NamedTuple):
 
 
 def refusal(spec: ModelSpec, dtype: DType, kv_dtype: DType) -> str | None:
-    """Return why the kernels can't run this model, or None if they can."""
+    """Return why the CPU kernels can't run ``spec``, as a clause ("they need …"), or None if they can."""
     dtype, kv_dtype = dtype_name(dtype), dtype_name(kv_dtype)
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_KV_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
@@ -136,10 +136,10 @@ def lower(
     head: Slice | None = None,
     activations: ActivationDType = ActivationDType.INT16,
 ) -> Lowered:
-    """Return the operations of ``spec``, which ``refusal`` must allow, over activations of ``dtype``.
+    """Return ``spec`` as the structs that the C++ engine takes: fused operations over activations of ``dtype``.
 
-    ``head``: the rows of the head that this rank has, or None for all. ``activations``: the type that activations are
-    rounded to if weights are quantised.
+    ``refusal`` must allow ``spec``. ``head``: the rows of the LM head that this rank has, or None for all.
+    ``activations``: the type that activations are rounded to if weights are quantised.
     """
     attention = spec.layers[0].attention
     model = ModelOps(
@@ -185,7 +185,7 @@ def _with_network(spec: LayerSpec, project: ProjectQKV, attend: Attend) -> Layer
 
 
 def lower_latent(spec: MLASpec) -> LatentOp:
-    """Return the sizes and constants of latent attention."""
+    """Return the sizes and constants of latent attention as the C++ engine takes them."""
     return LatentOp(
         spec.kv_lora_rank,
         spec.q_lora_rank or 0,
@@ -197,7 +197,7 @@ def lower_latent(spec: MLASpec) -> LatentOp:
 
 
 def lower_experts(spec: ExpertsSpec) -> ExpertsOp:
-    """Return the sizes and constants of a layer's experts."""
+    """Return the sizes and constants of a layer's mixture of experts as the C++ engine takes them."""
     shared_inner, activation = (
         (0, spec.activation) if spec.shared is None else (spec.shared.inner, spec.shared.activation)
     )
@@ -222,7 +222,7 @@ def _norm(spec: NormSpec | None) -> NormOp:
 
 
 def _lacking(spec: ModelSpec) -> Iterator[str]:
-    """Yield the places of a spec, and their values, that the engine has no operation for."""
+    """Yield each field of ``spec``, with its value, that the C++ engine has no operation for."""
     yield from _unknown("", spec, ModelSpec)
     yield from _unknown("final_norm.", spec.final_norm, NormSpec)
     first = spec.layers[0].attention
@@ -292,7 +292,10 @@ def _inner_sizes(layer: LayerSpec) -> Iterator[int]:
 
 
 def _unknown(path: str, part: object, kind: type) -> Iterator[str]:
-    """Yield what ``part`` sets that this file does not know, or ``part`` itself if it is no ``kind``."""
+    """Yield each field of ``part`` with a value that is no default and that ``COMPUTED`` doesn't list for ``kind``.
+
+    If ``part`` is not of the type ``kind``, yield only its type. ``path``: prefix of the names.
+    """
     if type(part) is not kind:
         yield f"{path.removesuffix('.')}: {type(part).__name__}"
         return

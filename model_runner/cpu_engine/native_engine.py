@@ -62,7 +62,10 @@ WHOLE = Ranks(None, NoExchange())
 
 
 def _check_range(what: str, values: npt.NDArray[np.int64], end: int) -> None:
-    """Raise ``IndexError`` for values outside ``[0, end)``: the kernels would read or write beyond their memory."""
+    """Raise ``IndexError`` for values outside ``[0, end)``, with which the kernels would access memory beyond theirs.
+
+    ``what``: name of the values for the message.
+    """
     if values.size and not 0 <= values.min() <= values.max() < end:
         raise IndexError(f"{what} reach from {values.min()} to {values.max()}, and end before {end}")
 
@@ -85,9 +88,9 @@ class NativeEngine:
     ) -> None:
         """Prepare an engine that computes the part of ``spec`` that this rank has.
 
-        ``pools``: one for each page group. ``ranks``: the tensor-parallel ranks that compute the model together;
-        ``spec`` and ``pools`` are this rank's part. ``activations``: the type that activations are rounded to if
-        weights are quantised.
+        ``pools``: one for each page group. ``ranks``: this rank's part, and its exchange with the other tensor-parallel
+        ranks; ``spec`` and ``pools`` are this rank's part. ``activations``: the type that activations are rounded to if
+        weights are quantised. Raises ``BuildError`` or ``MemoryError``.
         """
         self._library = load_library()
         self._ranks, self._pools = ranks, pools  # the library keeps their addresses
@@ -118,9 +121,10 @@ class NativeEngine:
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
 
     def forward(self, batch: HostBatch) -> npt.NDArray[np.float32]:
-        """Compute the logits of ``batch.logit_indices``, [L, V]; write the pass's KV to the pool.
+        """Compute a whole pass: write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V].
 
-        Raises ``IndexError`` for a token that is not in the vocabulary, and for a place outside the pool or the tables.
+        Raises ``IndexError`` for a token outside the vocabulary and for an index outside the pool or the request table.
+        Raises ``MemoryError`` for too long a pass.
         """
         ids, positions = batch.input_ids, batch.positions
         rows, columns = batch.req_to_token.shape
@@ -155,24 +159,28 @@ class NativeEngine:
         return logits
 
     def check_size(self, tokens: int) -> None:
-        """Raise ``MemoryError`` for a pass that the ranks have no room for."""
+        """Raise ``MemoryError`` if a pass of ``tokens`` tokens exceeds the ranks' shared memory.
+
+        An engine without other ranks has no limit.
+        """
         if self.most_tokens is not None and tokens > self.most_tokens:
             raise MemoryError(f"a pass of {tokens} tokens, the ranks have room for {self.most_tokens}")
 
     def meet(self) -> None:
-        """Return when all ranks of this host have come."""
+        """Wait until all tensor-parallel ranks of this host have called this."""
         self._library.pds_engine_meet(self.handle)
 
     def weight_bytes_read(self) -> dict[LinearKind, int]:
-        """Return the bytes of weights that all threads together read in the last pass."""
+        """Return how many bytes of weights all threads together read in the last pass, by kind of linear layer."""
         counted = (c_int64 * len(LinearKind))()
         self._library.pds_engine_weight_bytes(self.handle, counted)
         return {kind: counted[kind] for kind in LinearKind}
 
     def set_linear(self, place: LinearPlace, parts: Sequence[WeightPart], panels: int, bias: int | None) -> None:
-        """Take a weight of ``parts`` that is packed at the address ``panels``, with its bias at ``bias``.
+        """Use the packed weight at the address ``panels``, and its bias at ``bias``, for the layer at ``place``.
 
-        Of ``parts``, rows and formats count. Raises ``ValueError`` if they can't lie side by side in panels.
+        The caller keeps their memory. Of ``parts``, the weights that are stacked in it, rows and formats count. Raises
+        ``ValueError`` if they can't lie side by side in panels, and ``MemoryError``.
         """
         described = (self.handle, *place, len(parts), (WeightPart * len(parts))(*parts))
         answer = self._library.pds_engine_set_linear(*described, panels, bias)
@@ -182,22 +190,22 @@ class NativeEngine:
             raise ValueError(f"the parts of {place} can't lie side by side in panels")
 
     def set_norm(self, kind: NormKind, layer: int, weight: int) -> None:
-        """Take a norm's factors, float32 at the address ``weight``; the final norm's layer is 0.
+        """Use the float32 factors at the address ``weight`` for a norm; the final norm's layer is 0.
 
-        Whatever a family adds to its weights is added already.
+        Whatever a family adds to its weights is added already. The caller keeps the memory.
         """
         self._library.pds_engine_set_norm(self.handle, kind, layer, weight)
 
     def set_vector(self, kind: VectorKind, layer: int, values: int) -> None:
-        """Take a vector of float32 at the address ``values``.
+        """Use the float32 vector at the address ``values`` in ``layer``.
 
         It has the logits of attention sinks, [H] of this rank, or what is added to scores for the choice of experts,
-        [E].
+        [E]. The caller keeps the memory.
         """
         self._library.pds_engine_set_vector(self.handle, kind, layer, values)
 
     def set_embedding(self, table: int | None) -> None:
-        """Take the table of embeddings, [V, N] in the engine's own type at the address ``table``.
+        """Use the table of embeddings at the address ``table``: [V, N] in the engine's own type. The caller keeps it.
 
         None: the head, which is dense and has all rows, is the table as well.
         """

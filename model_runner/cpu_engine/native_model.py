@@ -28,10 +28,10 @@ class NativeModel(NativeEngine):
         team: Team,
         ranks: Ranks = WHOLE,
     ) -> None:
-        """Prepare a model with the weights of ``packed``.
+        """Prepare an engine that uses the weights where ``packed`` has them, and keep ``packed`` alive.
 
-        ``ranks``: the tensor-parallel ranks that compute the model together; ``packed``, ``spec`` and ``pools`` are
-        this rank's part.
+        ``ranks``: this rank's part, and its exchange with the other tensor-parallel ranks; ``packed``, ``spec`` and
+        ``pools`` are this rank's part. Raises ``BuildError`` or ``MemoryError``.
         """
         contents = packed.contents
         rows = [RopeRows(packed.address(cos), packed.address(sin)) for cos, sin in contents.ropes]

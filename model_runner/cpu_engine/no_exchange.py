@@ -19,7 +19,7 @@ class NoRoom:
     """No room for an exchange. See ``ExchangeRoom``."""
 
     def make(self, place: RankPlace, fd: int | None = None, carry: Callable[..., None] | None = None) -> NoExchange:
-        """Make the exchange of the rank at ``place``."""
+        """Return an exchange without memory; the arguments are ignored."""
         return NoExchange()
 
 

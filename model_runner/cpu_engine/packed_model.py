@@ -94,14 +94,17 @@ class PackedModel:
     """A packed model in memory, which lives as long as this object."""
 
     def __init__(self, memory: WeightMemory, key: str) -> None:
-        """Check all of a file in ``memory``. Raises ``DamagedWeights``."""
+        """Check the whole file in ``memory`` by its digest, and decode its contents. ``key``: key that they must have.
+
+        Raises ``DamagedWeights``.
+        """
         self._mapped = memory
         self.memory = MemoryOfWeights(len(memory.data), memory.page_cache)
         self.contents = self._check(key)
         """What the model consists of."""
 
     def address(self, place: int) -> int:
-        """Return the address of what lies at ``place`` in the file."""
+        """Return the address in memory of the byte at the file offset ``place``."""
         return self._mapped.address + place
 
     def _check(self, key: str) -> Contents:
@@ -124,7 +127,10 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes, size: int) -> Header:
-    """Read the header of a file of ``size`` bytes. Raises ``DamagedWeights``."""
+    """Decode the header in ``data``, the first bytes of a file of ``size`` bytes, and check its offsets.
+
+    Raises ``DamagedWeights`` if it is none of this version, or names another size.
+    """
     if len(data) < HEADER.size:
         raise DamagedWeights(f"it has {size} bytes and no header")
     magic, version, *rest = HEADER.unpack(data)
@@ -137,7 +143,7 @@ def read_header(data: bytes, size: int) -> Header:
 
 
 def decode_contents(data: bytes) -> Contents:
-    """Decode the contents of a file. Raises ``DamagedWeights``."""
+    """Decode the ``Contents`` of a packed model from MessagePack. Raises ``DamagedWeights``."""
     try:
         return msgspec.msgpack.decode(data, type=Contents)
     except msgspec.MsgspecError as e:
@@ -145,7 +151,10 @@ def decode_contents(data: bytes) -> Contents:
 
 
 def read_contents(fd: int) -> Contents:
-    """Read the contents of the open file ``fd`` without a check of its digest. Raises ``DamagedWeights``."""
+    """Read the ``Contents`` of the packed model in the open file ``fd``. Neither reads weights nor checks the digest.
+
+    Raises ``DamagedWeights``.
+    """
     begin, end, _ = read_header(os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size)
     return decode_contents(os.pread(fd, end - begin, begin))
 
@@ -169,7 +178,7 @@ class PackedModelWriter:
         return self._written + len(self._chunk)
 
     def add(self, values: npt.NDArray[Any]) -> int:
-        """Write an array; return its place."""
+        """Append an array to the file, padded to the alignment, and return its offset there."""
         place = self._end
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self._append(flat.data)
@@ -177,7 +186,7 @@ class PackedModelWriter:
         return place
 
     def finish(self, contents: Contents) -> None:
-        """Write the contents, and then the header."""
+        """Append ``contents``, then write the header, which makes the file a complete packed model."""
         begin = self._end
         self._append(memoryview(msgspec.msgpack.encode(contents)))
         self._flush()

@@ -30,24 +30,27 @@ class KernelPool(Protocol):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a token's head."""
+        """Bytes of one KV head of one token in one layer, for its key or its value alone.
+
+        A quantised head's scale counts. With latent rows, the bytes are those of a row.
+        """
         ...
 
     @property
     def address(self) -> int:
-        """Address of page 0."""
+        """Address of page 0 in this process's memory."""
         ...
 
     @property
     def num_pages(self) -> int:
-        """Pages, page 0 included."""
+        """Number of pages, page 0 included."""
         ...
 
 
 def pool_view(pool: KernelPool, num_heads: int) -> KVPoolView:
-    """Return the pool as the kernels see it, for ``num_heads`` query heads; the caller keeps ``pool`` alive.
+    """Return the struct by which the kernels read ``pool`` for ``num_heads`` query heads.
 
-    Raises ``ValueError`` if they can't read it.
+    The caller keeps ``pool`` alive. Raises ``ValueError`` if the kernels can't read such a pool.
     """
     layout, group = pool.layout, pool.group
     if group.head_dim % HEAD_DIM_MULTIPLE or group.dtype not in NATIVE_KV_DTYPES:
@@ -78,7 +81,10 @@ def pool_view(pool: KernelPool, num_heads: int) -> KVPoolView:
 
 
 def pass_entries(rows: I64, starts: I64 | Sequence[int], q_lens: I64 | Sequence[int]) -> I32:
-    """Return ``AttentionEntry`` of attention.h for B entries: [B, 4] int32."""
+    """Return the B entries of a pass as ``AttentionEntry`` of attention.h: [B, 4] int32.
+
+    Columns: row of the request table, first position, number of tokens, index of the first token in the pass.
+    """
     lens = np.asarray(q_lens, dtype=np.int32)
     columns = (rows, starts, lens, np.cumsum(lens) - lens)
     return np.stack([np.asarray(column, dtype=np.int32) for column in columns], axis=1)

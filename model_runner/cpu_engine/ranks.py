@@ -53,7 +53,11 @@ class ExchangeRoom(NamedTuple):
         return self.tokens * (-(-self.hidden // PANEL) * PANEL)
 
     def make(self, place: RankPlace, fd: int | None = None, carry: Carry | None = None) -> NativeRanks:
-        """Make the exchange of the rank at ``place``; see ``NativeRanks``."""
+        """Return the exchange of the rank at ``place`` with the others of its host, after making or mapping its memory.
+
+        ``fd``: descriptor of the memory that the lead has made; None: make it. ``carry``: exchanges with other hosts,
+        on the lead alone.
+        """
         return NativeRanks(place, self, fd, carry)
 
 
@@ -67,7 +71,7 @@ _CARRY = CFUNCTYPE(None, c_int32, c_uint32, c_int64)
 
 
 def _end_without(rank: int) -> None:
-    """End this process: a pass can't go on without ``rank``. The engine would wait for it for ever."""
+    """End this process, because ``rank`` of this host has ended and the engine would wait for it for ever."""
     log.critical(
         "tensor-parallel rank %d of this host has ended in the middle of a pass; ending this process, and with it the "
         "instance. The last messages of rank %d say why; then start the instance again",
@@ -114,13 +118,13 @@ class NativeRanks:
         self.close = weakref.finalize(self, library.pds_ranks_free, self.handle)
 
     def parts(self, exchange: int, count: int) -> Floats:
-        """Return all ranks' parts in an exchange, of this many floats each: [R, count]."""
+        """Return a view of all ranks' parts of the sum with number ``exchange``, [R, count] floats."""
         first, second = (self._library.pds_ranks_part(self.handle, exchange, rank) for rank in (0, 1))
         stride = (second - first) // FLOAT_BYTES
         return self._floats(first, self.place.size * stride).reshape(self.place.size, stride)[:, :count]
 
     def logits(self, rows: int, slice_number: int) -> Floats:
-        """Return a slice's logits, [rows, V]."""
+        """Return a view of the logits in slice ``slice_number`` of the shared memory, [rows, V]."""
         begin = self._library.pds_ranks_logits(self.handle, slice_number)
         return self._floats(begin, rows * self.room.vocab).reshape(rows, self.room.vocab)
 

@@ -27,6 +27,9 @@ class RopeTables:
         """Number of positions that the tables reach."""
 
     def check(self, positions: int) -> None:
-        """Raise ``IndexError`` for a pass that reaches beyond the tables."""
+        """Raise ``IndexError`` if a pass needs more than the tables have.
+
+        ``positions``: its highest position, plus 1.
+        """
         if positions > self.positions:
             raise IndexError(f"a pass reaches position {positions - 1}, the tables of rotations have {self.positions}")

@@ -39,9 +39,9 @@ class PackedWeight:
         self._library.pds_pack(*self._shape, ctypes.c_void_p(source), *sizes[2:], self._packed)
 
     def multiply(self, a: Tensor, activations: ActivationDType = ActivationDType.INT16) -> Tensor:
-        """Return the product of ``a`` [M, K] and the transposed weight: [M, N] float32.
+        """Return the product of ``a`` [M, K] and the transposed weight, [M, N] float32.
 
-        ``activations``: the type that ``a`` is rounded to if the weight is blocks.
+        ``activations``: the type that ``a`` is rounded to if the weight consists of quantised blocks.
         """
         n, k = self._size
         out = torch.empty(a.shape[0], -(-n // PANEL) * PANEL)
@@ -60,7 +60,7 @@ class PackedWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``x`` [M, N], normalised, times ``weight`` [N] float32."""
+    """Return ``x`` [M, N] divided by each row's root mean square (with ``eps``), times ``weight`` [N] float32."""
     out = torch.empty_like(x)
     load_library().pds_rms_norm(
         int(x.dtype == torch.bfloat16),
@@ -75,7 +75,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return ``heads`` [H, D] rotated by ``cos`` and ``sin`` [D / 2] float32."""
+    """Return a copy of ``heads`` [H, D], rotated by the angles with these ``cos`` and ``sin`` [D / 2] float32."""
     out = heads.clone()
     load_library().pds_rope(
         int(heads.dtype == torch.bfloat16),
@@ -98,16 +98,16 @@ class Function(IntEnum):
 
 
 def apply(function: Function, x: Tensor) -> Tensor:
-    """Apply ``function`` to ``x``, a float32 tensor with a multiple of 16 elements."""
+    """Return ``function`` of each element of ``x``, a float32 tensor with a multiple of 16 elements."""
     out = torch.empty_like(x)
     load_library().pds_activate(int(function), _pointer(x), ctypes.c_int64(x.numel()), _pointer(out))
     return out
 
 
 def choose_experts(spec: ExpertsSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the chosen experts, best first, and their weights, both [T, C].
+    """Return the chosen experts of each token, best first, and their weights, both [T, C].
 
-    ``logits``: [T, E] float32. ``bias``: [E].
+    ``logits``: the router's, [T, E] float32. ``bias``: [E], added to scores for the choice alone, or None.
     """
     rows, count = logits.shape
     padded = -(-count // PANEL) * PANEL

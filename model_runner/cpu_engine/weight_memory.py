@@ -35,15 +35,16 @@ class WeightMemory:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
+        """Address of the first byte in this process."""
         begin: int = self.data.ctypes.data
         return begin
 
 
 def map_file(fd: int) -> WeightMemory:
-    """Map a file that is not empty, and lock its pages in memory if the system allows it. Raises ``OSError``.
+    """Map a file that is not empty for reading, and lock its pages in memory if the system allows it.
 
-    Under pressure, the kernel drops pages of files first. Each step would then read weights from the disk.
+    Unlocked, the kernel drops pages of files first under pressure, and each step would then read weights from the disk.
+    Raises ``OSError``.
     """
     size = os.fstat(fd).st_size
     # Read-only: a write by mistake ends the process, and changes nothing for the others.
@@ -56,7 +57,10 @@ def map_file(fd: int) -> WeightMemory:
 
 
 def take_memory(fd: int) -> WeightMemory:
-    """Move a file of ``make_memory`` to huge pages of this process, chunk by chunk. Raises ``OSError``."""
+    """Move the contents of a ``make_memory`` file to read-only huge pages of this process, chunk by chunk.
+
+    The file's memory is freed on the way. Raises ``OSError``.
+    """
     size = os.fstat(fd).st_size
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _want_huge_pages(mapping)
@@ -74,18 +78,21 @@ def take_memory(fd: int) -> WeightMemory:
 
 
 def make_memory() -> int:
-    """Return the descriptor of an empty file without a name, in memory."""
+    """Create an empty file without a name, in memory, and return its descriptor."""
     return os.memfd_create("pdserve-weights", os.MFD_CLOEXEC)
 
 
 def lock_memory(address: int, nbytes: int) -> bool:
-    """Keep mapped pages in memory until they are unmapped; return whether the system allows it."""
+    """Keep mapped pages in memory until they are unmapped. Return False, with nothing locked, if the system refuses."""
     libc = ctypes.CDLL(None)
     return bool(libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0)
 
 
 def check_room(file: int | Path, needed: int) -> None:
-    """Raise ``OSError`` if the disk with ``file`` has no room for ``needed`` bytes."""
+    """Raise ``OSError`` if the disk with ``file`` has less than ``needed`` bytes free.
+
+    Files in memory have no limit.
+    """
     disk = os.statvfs(file)
     free = disk.f_bavail * disk.f_frsize
     # A file in memory has no disk: that has no blocks.
@@ -99,6 +106,6 @@ def _want_huge_pages(mapping: mmap.mmap) -> None:
 
 
 def _punch_hole(fd: int, end: int) -> None:
-    """Free the memory of a file up to ``end``. If it fails, the file is freed when it is closed."""
+    """Free the memory of a file's bytes ``[0, end)``. If that fails, they are freed when the file is closed."""
     libc = ctypes.CDLL(None)
     libc.fallocate(fd, PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(end))

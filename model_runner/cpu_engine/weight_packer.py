@@ -72,7 +72,11 @@ class WeightPacker:
         vocab: Slice | None = None,
         activations: ActivationDType = ActivationDType.INT16,
     ) -> None:
-        """Prepare to pack; ``vocab``: rows of the head that a rank has, None: all. ``spec`` is the rank's own."""
+        """Prepare to pack weights of a rank's part ``spec`` on the threads of ``team``.
+
+        ``vocab``: rows of the LM head that the rank has; None: all. ``activations``: the type that activations are
+        rounded to if weights are quantised. Raises ``MemoryError``.
+        """
         self._library = load_library()
         self._team = team
         lowered = lower(spec, dtype, vocab, activations)
@@ -87,10 +91,10 @@ class WeightPacker:
     def pack(
         self, place: LinearPlace, parts: Sequence[WeightPart], bias: npt.NDArray[np.float32] | None
     ) -> PackedArrays:
-        """Pack a weight [N, K] of ``parts`` that lie below each other; ``bias`` is [N].
+        """Return the weight [N, K] of ``parts``, stacked by rows, as packed panels, and its padded ``bias`` [N].
 
         A ROUTER is one part, [N, K] float32, with the gate of the shared expert as its last row. Raises ``ValueError``
-        if the parts can't lie side by side in panels.
+        if the parts can't lie side by side in panels, and ``MemoryError``.
         """
         described = (self._handle, *place, len(parts), (WeightPart * len(parts))(*parts))
         sizes = (c_int64 * 2)()
@@ -106,7 +110,7 @@ class WeightPacker:
 
 
 def aligned_bytes(count: int) -> npt.NDArray[np.uint8]:
-    """Return ``count`` uninitialised bytes that begin at a line of the caches."""
+    """Return ``count`` uninitialised bytes that begin at a multiple of ``ALIGNMENT``, a cache line."""
     room = np.empty(count + ALIGNMENT, dtype=np.uint8)
     skipped = -room.ctypes.data % ALIGNMENT
     return room[skipped : skipped + count]

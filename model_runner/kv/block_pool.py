@@ -29,9 +29,10 @@ class BlockPool:
         heads: tuple[int, int] | None = None,
         group: int = 0,
     ) -> None:
-        """Lay the pool over ``buffer`` (zeroed), or over memory of its own.
+        """Make the pool over ``buffer`` (zeroed), or over memory of its own.
 
-        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all. ``group``: of the layout's.
+        ``num_pages`` counts page 0. ``heads``: the KV heads ``[begin, end)`` that this rank reads, writes and clears;
+        None: all. ``group``: index of the layout's page group.
         """
         self.layout = layout
         self.group = kept = layout.groups[group]
@@ -52,19 +53,19 @@ class BlockPool:
 
     @property
     def address(self) -> int:
-        """Address of page 0."""
+        """Address of page 0 in this process's memory."""
         return self.data.ctypes.data
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all pages, page 0 and all ranks' heads included."""
         return self.data.nbytes
 
     @property
     def num_pages(self) -> int:
-        """Pages, page 0 included."""
+        """Number of pages, page 0 included."""
         return len(self.data)
 
     def clear(self, pages: npt.NDArray[np.integer]) -> None:
-        """Clear ``pages`` in all layers: write zeros."""
+        """Write zeros to this rank's heads of ``pages``, in all layers of the group."""
         self._own[pages] = 0

@@ -17,23 +17,23 @@ class HasKV(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers that keep any."""
+        """Number of layers with KV."""
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
+        """Number of KV heads, the same in every layer; 1 for latent rows."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of a key, and of a value."""
+        """Number of elements in one head's key, and in its value; of a latent row, all of its elements."""
 
     @property
     def latent_dim(self) -> int | None:
-        """Elements of a latent row that are the value, too; None: keys and values lie apart."""
+        """Number of a latent row's first elements that are the value, too; None: keys and values are stored apart."""
 
     @property
     def kv_elements(self) -> int:
-        """What every layer keeps of a token."""
+        """Number of elements that each layer stores of one token."""
 
 
 class KVShape(NamedTuple):
@@ -46,7 +46,7 @@ class KVShape(NamedTuple):
 
     @property
     def kv_elements(self) -> int:
-        """Elements that each layer keeps of a token: a latent row, or a key and a value of every KV head."""
+        """Number of elements that each layer stores of one token: of a latent row, or of all keys and values."""
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
@@ -58,9 +58,11 @@ def make_layout(
     windows: Mapping[int, int] | None = None,
     labels: LabelChannels | None = None,
 ) -> KVLayout:
-    """Make the layout of the pages of ``spec``. ``windows``: layers with pages that go back, and the tokens they see.
+    """Make the layout of the KV pages of ``spec``, with pages of ``page_size`` tokens.
 
-    ``labels``: what of each key is kept a second time.
+    ``windows``: tokens of the window of each layer that frees the pages behind it, by layer; these get a page group of
+    their own. ``labels``: the channels of each key that are stored once more. Raises ``ValueError`` if labels don't fit
+    the other arguments.
     """
     windows, name = windows or {}, dtype_name(dtype)
     item, is_quantized = ITEM_BYTES[name], name in QUANTIZED

@@ -40,7 +40,10 @@ class PageHasher:
                 self.is_canonical = False
 
     def hash(self, page: Bytes) -> bytes:
-        """Hash one page (``page_bytes``), layer by layer and part by part. The page is not modified."""
+        """Return 8 bytes (xxh3_64) for each part of each layer of one page, in their order.
+
+        ``page``: its bytes, which are not modified.
+        """
         if self._converter is not None:
             page = page.copy()
             self._converter.convert(page)
@@ -51,5 +54,8 @@ class PageHasher:
         return np.array(hashes, dtype="<u8").tobytes()
 
     def hash_all(self, pages: bytes, page_of: Callable[[int], Bytes]) -> bytes:
-        """Hash ``pages`` (int32; 0: none) and join the results in order. ``page_of`` returns the bytes of a page."""
+        """Return the hashes of ``pages`` (int32 numbers; 0: none), joined in order.
+
+        ``page_of`` returns the bytes of a page. Number 0 gets zeros.
+        """
         return b"".join(self.hash(page_of(page)) if page else self.none for page in unpack_i32(pages).tolist())

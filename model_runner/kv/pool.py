@@ -51,9 +51,10 @@ class MHATokenToKVPool:
         heads: tuple[int, int] | None = None,
         group: int = 0,
     ) -> None:
-        """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.
+        """Make the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own on ``device``.
 
-        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all. ``group``: of the layout's.
+        ``num_pages`` counts page 0. ``heads``: the KV heads ``[begin, end)`` that this rank reads, writes and clears;
+        None: all. ``group``: index of the layout's page group.
         """
         self.layout = layout
         self.group = kept = layout.groups[group]
@@ -81,12 +82,12 @@ class MHATokenToKVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all pages, page 0 and all ranks' heads included."""
         return self.data.nbytes
 
     @property
     def num_pages(self) -> int:
-        """Pages, page 0 included."""
+        """Number of pages, page 0 included."""
         return len(self.data)
 
     @property
@@ -98,21 +99,24 @@ class MHATokenToKVPool:
         return self._width * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Return the first layer's token rows of keys of ``slots`` (int64), the argument of ``store``."""
+        """Return, for ``slots`` (int64), the row indices that ``store`` takes, the same for all layers of the group."""
         size = self.layout.page_size
         return slots // size * (self.group.num_layers * 2 * size) + slots % size
 
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write ``k`` and ``v`` [T, H, D] of ``layer`` to the slots behind ``token_rows`` [T]."""
+        """Write ``k`` and ``v`` [T, H, D] of ``layer`` to T slots, quantising them if the pool is quantised.
+
+        ``token_rows`` [T]: what the method ``token_rows`` returned for the slots. ``layer``: its number in the model.
+        """
         key_rows = token_rows + self._index[layer] * 2 * self.layout.page_size
         if self.is_quantized:
             k, v = pack_heads(k, self.dtype), pack_heads(v, self.dtype)
         store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]): two tensors [N * page_size, H, D].
+        """Copy the keys and values of ``layer`` in ``pages`` (int64 [N]) to two tensors [N * page_size, H, D].
 
-        They have the pool's own type, or float32 if that is quantised.
+        They have the pool's own type, or are dequantised to float32.
         """
         rows = pages * (self.group.num_layers * 2) + self._index[layer] * 2
         shape, (begin, end) = (-1, self.group.kv_heads, self._width), self.heads
@@ -125,7 +129,7 @@ class MHATokenToKVPool:
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of ``layer``, [P, page_size, H, D] each.
 
-        The pool must be in the order "tokens" and not quantised.
+        Raises ``ValueError`` unless the pool is in the order "tokens" and not quantised.
         """
         if self.layout.order != "tokens" or self.is_quantized:
             raise ValueError(f"{self.group.dtype} in the order {self.layout.order!r} is no array of elements")
@@ -133,7 +137,7 @@ class MHATokenToKVPool:
         return pages[:, KEYS], pages[:, VALUES]
 
     def clear(self, pages: Tensor) -> None:
-        """Set ``pages`` (int64) to zero in all layers."""
+        """Write zeros to this rank's heads of ``pages`` (int64), in all layers of the group."""
         self._own.index_fill_(0, pages, 0)
 
 
@@ -173,45 +177,52 @@ class MLATokenToKVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all pages, page 0 included."""
         return self.data.nbytes
 
     @property
     def num_pages(self) -> int:
-        """Pages, page 0 included."""
+        """Number of pages, page 0 included."""
         return len(self.data)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of the latent row of one token in one layer."""
         return self.group.head_dim * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Return the first layer's rows of ``slots`` (int64), the argument of ``store``."""
+        """Return, for ``slots`` (int64), the row indices that ``store`` takes, the same for all layers of the group."""
         size = self.layout.page_size
         return slots // size * (self.group.num_layers * size) + slots % size
 
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the rows ``k`` [T, 1, D] of ``layer`` to the slots behind ``token_rows`` [T]; ``v`` is part of them."""
+        """Write the latent rows ``k`` [T, 1, D] of ``layer`` to T slots. ``v`` is ignored: it is part of ``k``.
+
+        ``token_rows`` [T]: what the method ``token_rows`` returned for the slots.
+        """
         rows = token_rows + self._index[layer] * self.layout.page_size
         self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the rows of ``layer`` in ``pages`` (int64 [N]), [N * page_size, 1, D], and return the values
-        in it too.
+        """Copy the latent rows of ``layer`` in ``pages`` (int64 [N]), and return them as keys and values.
+
+        Keys are [N * page_size, 1, D]. Values are a view of their first ``value_dim`` elements.
         """
         rows = pages * self.group.num_layers + self._index[layer]
         found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
         return found, found[..., : self.group.value_dim]
 
     def layer_rows(self, layer: int) -> Tensor:
-        """Return a view of the rows of ``layer``, [P, page_size, D], of a pool in the order "tokens"."""
+        """Return a view of the latent rows of ``layer``, [P, page_size, D].
+
+        Raises ``ValueError`` unless the pool is in the order "tokens".
+        """
         if self.layout.order != "tokens":
             raise ValueError(f"the order {self.layout.order!r} is not by token")
         return self.data[:, self._index[layer]]
 
     def clear(self, pages: Tensor) -> None:
-        """Set ``pages`` (int64) to zero in all layers."""
+        """Write zeros to ``pages`` (int64) in all layers of the group."""
         self.data.index_fill_(0, pages, 0)
 
 
@@ -227,8 +238,10 @@ def make_pool(
     group: int = 0,
     labels: LabelChannels | None = None,
 ) -> KVPool:
-    """Make the pool of one ``group`` of the layout; see the classes. ``labels``: those that the layout was
-    made with.
+    """Make the pool of one page group: for latent rows, for labelled keys, or else for keys and values.
+
+    ``num_pages``, ``buffer``, ``heads``, ``group``: as for ``MHATokenToKVPool``. ``labels``: the label channels that
+    the layout was made with; None: it has no labels.
     """
     if labels is not None:
         return SparseTokenToKVPool(layout, num_pages, device, labels.indices, buffer)

@@ -17,7 +17,7 @@ class NoPoolHasher:
     """The hasher of an instance without ``--kv-debug``: it is asked for nothing."""
 
     def obey(self, command: HashPages) -> PagesHashed:
-        """Raise ``RuntimeError``."""
+        """Raise ``RuntimeError``: without ``--kv-debug`` the scheduler must not ask for hashes."""
         raise RuntimeError("an instance without --kv-debug was asked to hash pages")
 
 
@@ -32,7 +32,10 @@ class PoolHasher:
         """A page of a device's pool at a time, by group."""
 
     def obey(self, command: HashPages) -> PagesHashed:
-        """Wait for what was computed so far, and look."""
+        """Wait for all work queued on the device, then hash the command's pages and return the answer.
+
+        The answer names the order that was hashed: "tokens", or the pool's own if pages can't be converted.
+        """
         self._device.synchronize()
         hashes = [
             hasher.hash_all(pages, partial(self._page, group))

@@ -39,14 +39,18 @@ def plan_pools(
     device_type: str,
     step_bytes: int,
 ) -> PoolPlan:
-    """Choose the sizes of pools beside weights that are loaded; see ``choose_pools``. Raises ``ModelError``."""
+    """Return the number of pages and slots of the KV pools that fit into the device's memory beside loaded weights.
+
+    ``memory``: the device's, with the weights loaded. ``step_bytes``: what steps will take of an accelerator. Raises
+    ``ModelError`` if too little is free or an option is impossible.
+    """
     tokens, reserved = choose_pools(options, layout, context_length, weight_bytes, memory, device_type, step_bytes)
     num_window_pages = reserved.windowed // options.page_size + 1 if reserved.windowed else 0
     return PoolPlan(reserved.kept // options.page_size + 1, tokens, num_window_pages)
 
 
 def shares_pools(options: WorkerOptions) -> bool:
-    """Return whether other processes map the pools."""
+    """Return whether the transfer backend needs the pools in shared memory, so that other processes can map them."""
     return BACKENDS[options.disaggregation_transfer_backend].needs_shared_memory
 
 
@@ -63,52 +67,52 @@ class Pools:
 
     @property
     def blocks(self) -> list[BlockPool]:
-        """Pools of the C++ engine; empty for torch's."""
+        """Pools in the C++ engine's order, one for each page group; empty with a torch engine."""
         return [pool for pool in self.by_group if isinstance(pool, BlockPool)]
 
     @property
     def tensors(self) -> list[KVPool]:
-        """Pools of a torch engine; empty for the C++ engine's."""
+        """Pools of a torch engine, one for each page group; empty with the C++ engine."""
         return [pool for pool in self.by_group if not isinstance(pool, BlockPool)]
 
     @property
     def pool(self) -> BlockPool | KVPool:
-        """Pool of the layers that keep their pages."""
+        """Pool of the layers that keep all of a request's pages, the first page group."""
         return self.by_group[0]
 
     @property
     def region(self) -> KVRegion | None:
-        """Memory of ``pool``."""
+        """Host memory of ``pool`` as one buffer; None on an accelerator, or if its pages have no bytes."""
         return self.regions[0]
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page."""
         return self.layout.page_size
 
     @property
     def num_slots(self) -> int:
-        """Slots that are reserved, page 0 included."""
+        """Number of slots that memory or addresses are reserved for, page 0 included."""
         return self.plan.num_pages * self.page_size
 
     @property
     def limit_tokens(self) -> int:
-        """Slots that may be handed out, page 0 excluded."""
+        """Number of slots that the pool can grow to, page 0 excluded."""
         return self.num_slots - self.page_size
 
     @property
     def max_total_tokens(self) -> int:
-        """Slots to hand out at first, page 0 excluded."""
+        """Number of slots that the scheduler may use from the start, page 0 excluded."""
         return min(self.plan.max_total_tokens or self.limit_tokens, self.limit_tokens)
 
     @property
     def num_window_pages(self) -> int:
-        """Pages of the window pool, page 0 included; 0 without one."""
+        """Number of pages of the windowed layers' pool, page 0 included; 0 without one."""
         return self.plan.num_window_pages
 
     @property
     def max_window_tokens(self) -> int:
-        """Slots of the window pool to hand out, page 0 excluded; 0 without one."""
+        """Number of usable slots of the windowed layers' pool, page 0 excluded; 0 without one."""
         return max(0, self.num_window_pages - 1) * self.page_size
 
 
@@ -122,10 +126,11 @@ def make_pools(
     *,
     is_shared: bool = False,
 ) -> Pools:
-    """Make pools over ``region``, or over memory of their own without one.
+    """Make the KV pool, and the windowed layers' pool if the plan has one.
 
-    ``place``: device of the memory, as torch names it. ``heads``: see ``MHATokenToKVPool``. ``is_shared``: other
-    processes map it.
+    ``region``: memory of the former; None: memory of its own. ``place``: device of the memory, as torch names it.
+    ``heads``: this rank's KV heads ``[begin, end)``, None for all. ``is_shared``: whether other processes map the
+    window pool.
 
     On a CPU the window pool gets a region. Its memory is committed as it is touched, unlike that of a tensor of zeros.
     """
@@ -140,7 +145,7 @@ def make_pools(
 
 
 def make_smallest_pools(layout: KVLayout, place: str, labels: LabelChannels | None) -> Pools:
-    """Make pools of page 0 alone."""
+    """Make a pool of page 0 alone for each page group, for measuring steps before the real pools are sized."""
     pools = [_make_pool(layout, 1, place, group=group, labels=labels) for group in range(len(layout.groups))]
     return Pools(layout, PoolPlan(1, 0, len(pools) - 1), pools, [None] * len(pools))
 

@@ -63,51 +63,58 @@ class PoolPrefault:
 
     @classmethod
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
-        """Make a prefault with a margin that this host's free memory allows now."""
+        """Make the prefault of ``region``, with a margin that depends on the host memory that is free now.
+
+        The margin is at most ``MARGIN_BYTES``.
+        """
         margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
         # Window pages are few, and used over and over.
         return cls(region, layout.groups[0].page_bytes // layout.page_size, host_memory, margin)
 
     @property
     def committed(self) -> int:
-        """Bytes committed by us, from the region's beginning."""
+        """Bytes committed so far by ``advance``, from the region's beginning."""
         return self._end
 
     @property
     def trimmed(self) -> int:
-        """Bytes at the region's end that are not used."""
+        """Bytes at the region's end that ``trim`` cut off, so that they are never committed."""
         return 0 if self._region is None else self._region.nbytes - self._most
 
     @property
     def wait_ms(self) -> int:
-        """How long to wait for work before the next ``advance``; -1, for ever, when there is nothing to commit."""
+        """Milliseconds to wait for work before ``advance`` is called; -1 (no limit) if there is nothing to commit."""
         if self._end >= self._target:
             return -1
         return 0 if self._is_idle else IDLE_MS
 
     def used(self, slot: int) -> None:
-        """Note that a step writes ``slot``, so that the margin begins behind it."""
+        """Note that a step writes up to ``slot``; ``advance`` then commits memory up to a margin beyond it."""
         self._is_idle = False
         if self._region is not None:
             self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._most))
 
     def trim(self, nbytes: int) -> None:
-        """End the region behind ``nbytes``: what is beyond was given back."""
+        """Use only the first ``nbytes`` of the region from now on: the memory beyond was given back to the system."""
         self._most = nbytes
         self._end = self._looked_until = min(self._end, nbytes)
         self._target = min(self._target, nbytes)
 
     def forget(self) -> None:
-        """Commit nothing until ``again``, because the region's memory was given back."""
+        """Count nothing as committed, and commit nothing until ``again``: the region's memory was given back."""
         self._end = self._looked_until = self._target = 0
 
     def again(self) -> None:
-        """Commit the region from its beginning again."""
+        """Resume after ``forget``: let ``advance`` commit the margin from the region's beginning."""
         if self._region is not None:
             self._target = min(self._margin, self._most)
 
     def advance(self) -> None:
-        """Commit the next slice, when nothing came within ``wait_ms``."""
+        """Commit the next slice of the region, if there is one within the margin and the host keeps enough free memory.
+
+        The worker calls this when it has had no work for ``wait_ms``. If the kernel refuses, nothing is committed any
+        more.
+        """
         self._is_idle = True
         if self._region is None or self._end >= self._target:
             return
@@ -130,5 +137,5 @@ class PoolPrefault:
 
 
 def highest_slot(step: ForwardStep) -> int:
-    """Return the highest slot that the step writes."""
+    """Return the highest KV slot that the step writes, 0 if it writes none."""
     return int(unpack_i32(step.out_cache_loc).max(initial=0))

@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """Round the heads ``x`` [..., D] to elements of ``dtype``."""
+    """Round the heads ``x`` [..., D] to elements of ``dtype``, with a float32 scale for each head."""
     wide = x.float()
     largest = wide.abs().amax(-1)
     # Divided by a tensor: by a number, accelerators would multiply with its inverse.
@@ -45,17 +45,20 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def dequantize(elements: Tensor, scales: Tensor) -> Tensor:
-    """Return the values that ``quantize`` rounded, [..., D] float32."""
+    """Return elements times scales, [..., D] float32: what ``quantize`` rounded, with its rounding errors."""
     return elements.float() * scales[..., None]
 
 
 def pack_heads(x_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pack ``x_THD`` as a pool in token order holds it, [T, H, D + 4] uint8: a head's elements, then its scale."""
+    """Quantise ``x_THD`` to the rows of a pool in the order "tokens": [T, H, D + 4] uint8.
+
+    A head's elements come first, then its float32 scale.
+    """
     elements, scales = quantize(x_THD, dtype)
     return torch.cat((elements.view(torch.uint8), scales[..., None].view(torch.uint8)), -1)
 
 
 def unpack_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that ``pack_heads`` packed into ``rows`` [..., D + 4], as [..., D] float32."""
+    """Return the dequantised values of ``rows`` [..., D + 4] as [..., D] float32. ``dtype``: type of the elements."""
     elements, scales = rows[..., :-SCALE_BYTES].view(dtype), rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return dequantize(elements, scales[..., 0])

@@ -74,10 +74,10 @@ class PoolChoice(NamedTuple):
 
 
 def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Return the window of each layer that frees the pages behind its window, by layer.
+    """Return the layers with a sliding window that frees the pages behind it, each with its window in tokens.
 
-    There are none if prompts are never cut, since each then needs all of its pages at once. There are none either with
-    a second tier that rounds pages, or that gets pages later than they are computed, when windows have moved on.
+    The result is empty if prompts are never cut, since each then needs all of its pages at once. So it is with a second
+    tier that rounds pages, or that gets them later than they are computed, when windows have moved on.
     """
     keeps_whole = options.hicache_write_policy == "write_through" and options.hicache_host_dtype == "auto"
     if options.chunked_prefill_size == -1 or (options.enable_hierarchical_cache and not keeps_whole):
@@ -88,12 +88,12 @@ def layers_apart(options: WorkerOptions, spec: ModelSpec) -> dict[int, int]:
 
 
 def piece_of(options: WorkerOptions, device_type: str) -> int:
-    """Return the largest number of tokens of a prompt that one step computes."""
+    """Return the maximum tokens of prompts that one step computes, under ``options`` on a device of this type."""
     return min(options.chunked_prefill_size or USUAL_PIECE[device_type], options.max_prefill_tokens)
 
 
 def windows_ratio(window: int, context_length: int, page_size: int) -> float:
-    """Return the share of a typical request's tokens that lies in its window.
+    """Return the share, at most 1, of a typical request's tokens that lies in its window of ``window`` tokens.
 
     A typical request is as long as four windows. With fewer window pages, many short requests, which never leave their
     first window, would find much less room than in a single pool.
@@ -110,9 +110,10 @@ def choose_pools(
     device_type: str,
     step_bytes: int = 0,
 ) -> PoolChoice:
-    """Size the pools of a model of that layout, beside weights that are loaded. Raises ``ModelError``.
+    """Return how many slots the KV pools of this layout have at first, and how many are reserved for growth.
 
-    ``step_bytes``: see ``PoolRequest``.
+    ``memory``: the device's, with ``weight_bytes`` of weights loaded. ``step_bytes``: what steps will take of an
+    accelerator. Raises ``ModelError`` if too little is free, or if a pool that can't grow should.
     """
 
     def choose(request: PoolRequest, memory: Memory) -> PoolTokens:
@@ -153,10 +154,10 @@ def choose_pool_tokens(
     memory: Memory,
     device_type: str,
 ) -> PoolTokens:
-    """Choose the slots of the pool that keeps all tokens and of the one behind a window.
+    """Return the slots of the pool that keeps all tokens, and of the pool of layers with a window.
 
-    Sizes the pools as ``choose_max_total_tokens`` does. ``page_bytes``: bytes of a page in each of them; the first is 0
-    if all layers have windows.
+    Divides what ``choose_max_total_tokens`` would give to one pool. ``page_bytes``: bytes of a page in each pool; the
+    first is 0 if all layers have windows. Raises ``NotEnoughMemory``.
     """
     size, (kept_bytes, window_bytes) = request.page_size, page_bytes
     ratio = windows.ratio or windows_ratio(windows.window, windows.context_length, size)
@@ -196,7 +197,7 @@ def choose_pool_tokens(
 def choose_max_total_tokens(
     request: PoolRequest, page_bytes: int, weight_bytes: int, memory: Memory, device_type: str
 ) -> int:
-    """Return the number of slots to hand out, a multiple of the page size.
+    """Return the number of usable slots of the KV pool, without page 0, a multiple of the page size.
 
     ``memory``: the device's, with the weights loaded. Raises ``NotEnoughMemory`` if not a page fits, or if
     ``max_total_tokens`` asks for more than is free.
@@ -247,15 +248,16 @@ def _takes_what_is_free(request: PoolRequest, device_type: str) -> bool:
 
 
 def _budget(request: PoolRequest, weight_bytes: int, memory: Memory, device_type: str) -> int:
-    """Return the bytes for the pool.
+    """Return the bytes that the KV pool may take, page 0 included; below 0 if there is no room.
 
-    A fraction of the device is the instance's share. What others use does not count against it, as long as the pool
-    fits into what they leave. So the result does not depend on which of several instances on a device starts first.
+    A fraction of the device is the instance's share. What other processes use does not count against it, as long as the
+    pool fits into what they leave. So the result does not depend on which of several instances on a device starts
+    first.
 
     What steps take comes from the instance's part of the rest. If that is too small, it is deducted from the share.
 
-    Without a given fraction, the default on a host is for the pools alone, beside weights of any size. A share for
-    both would refuse every model that is larger than the share.
+    Without a given fraction, the default on a host is for the pools alone, beside weights of any size. A share for both
+    would refuse every model that is larger than the share.
     """
     fraction = _fraction(request, device_type)
     if _takes_what_is_free(request, device_type):

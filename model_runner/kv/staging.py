@@ -47,20 +47,24 @@ class PoolPages:
         return self._data.data_ptr()
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of the pool to the host's; waits."""
+        """Copy bytes of the pool to host memory, and wait for that. Each piece is an offset and a buffer."""
         self._device.transfer([(host, there) for there, host in self._pairs(pieces)])
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Copy the host's to the pool; waits."""
+        """Copy bytes of host memory to the pool, and wait for that. Each piece is an offset and a buffer."""
         self._device.transfer(self._pairs(pieces))
 
     @property
     def has_sums(self) -> bool:
-        """Whether Triton's kernel runs on the pool's device."""
+        """Whether the pool's device can compute checksums: Triton's kernels run on it."""
         return triton_refusal(self._data.device) is None
 
     def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
-        """Compute the checksums by a Triton kernel beside the steps. Waits once for each ``SUMS_AT_ONCE`` of them."""
+        """Return a 64-bit checksum for each of ``parts`` (pages and a range of layers), computed by a Triton kernel.
+
+        The kernels run beside the steps. The host waits once for each ``SUMS_AT_ONCE`` checksums. ``num_layers``:
+        layers of a page.
+        """
         from .triton.checksum import page_checksum
 
         sums: list[int] = []
@@ -77,7 +81,7 @@ class PoolPages:
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Host memory for sums."""
+        """Host memory for ``SUMS_AT_ONCE`` checksums, allocated at first use."""
         return self._device.host_zeros((SUMS_AT_ONCE,), torch.int64)
 
     def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
@@ -86,9 +90,9 @@ class PoolPages:
 
 
 def direct_groups(layout: KVLayout, pools: Sequence[BlockPool | KVPool], device: Device) -> list[PageGroup | None]:
-    """Return the page groups of ``pools`` that peers reach directly, one for each group of the layout.
+    """Return the page groups of ``pools`` that peers reach by device address, one for each group of the layout.
 
-    A group without bytes is None. Peers see pages through one window, which is allocated here.
+    A group without bytes is None. One host buffer, through which single pages can be read, is allocated here for all.
     """
     largest = max(group.page_bytes for group in layout.groups)
     window = _host_memory(device, max(largest, WINDOW_BYTES))
@@ -111,7 +115,7 @@ def staged_groups(
 ) -> list[PageGroup | None]:
     """Return the page groups of ``pools`` that peers reach through host memory, one for each group of the layout.
 
-    A group without bytes is None. The ``gigabytes`` of host memory are allocated here.
+    A group without bytes is None. ``gigabytes`` (10^9 bytes; None: ``DEFAULT_GB``) of host memory are allocated here.
     """
     kept = [group for group in layout.groups if group.page_bytes]
     sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])

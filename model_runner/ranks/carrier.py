@@ -19,9 +19,10 @@ class Carrier:
         self._world = world
 
     def agree(self, pages: int, identity: str) -> int:
-        """Return the fewest pages that any host has room for.
+        """Return the smallest ``pages`` of all hosts, the KV pages that each has room for.
 
-        ``identity``: equal on all hosts that serve the same. Raises ``UnsupportedModel`` if it differs.
+        Every host's lead must call this. ``identity``: equal on all hosts that serve the same. Raises
+        ``UnsupportedModel`` if it differs.
         """
         own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
         answers = [answer.tolist() for answer in self._world.gather(own)]
@@ -34,9 +35,10 @@ class Carrier:
         return int(min(answer[0] for answer in answers))
 
     def carry(self, memory: NativeRanks, what: Exchange, exchange: int, count: int) -> None:
-        """Exchange partial sums or logits in ``memory`` with the other hosts, by torch.distributed.
+        """Exchange partial sums or logits in ``memory`` with the other hosts, by torch.distributed; wait for them.
 
-        The C++ engine calls it within a pass (``Carry`` in ``cpu_engine/ranks.py``), so a failure ends the process.
+        ``exchange``: number of the exchange, or of the slice of logits. ``count``: floats of a part, or rows of logits.
+        The C++ engine calls this within a pass, so a failure ends the process.
         """
         try:
             if what is Exchange.PARTS:

@@ -70,7 +70,10 @@ class HostRanks(ABC):
         self._world: World | None = None
 
     def join(self) -> World:
-        """Meet the others, the first time; all ranks do, or none. Raises ``UnsupportedModel``."""
+        """Connect to all other ranks by torch.distributed at the first call, and return the connections.
+
+        Waits for the others: all ranks call this, or none. Raises ``UnsupportedModel`` if they don't meet in time.
+        """
         if self._world is None:
             note_torch("torch.distributed, by which ranks of several hosts, or of a torch model, exchange")
             from .world import World
@@ -87,37 +90,39 @@ class HostRanks(ABC):
         return shard(spec, self.place.rank, self.place.size)
 
     def pool_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """Return ``[begin, end)`` of the model's KV heads that the host's pool has."""
+        """Return the range ``[begin, end)`` of the model's KV heads that the shared pool of this host has."""
         first = shard(spec, self.place.first, self.place.size).kv_heads()
         last = shard(spec, self.place.first + self.place.local_size - 1, self.place.size).kv_heads()
         return first[0], last[1]
 
     def kept(self, spec: ModelSpec) -> KVShape:
-        """Return the shape of the model's KV in the host's pool."""
+        """Return the KV sizes of the pool that this host's ranks share: all layers, and the heads of these ranks."""
         begin, end = self.pool_heads(spec)
         return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
     def kept_apart(self, spec: ModelSpec) -> KVShape:
-        """Return the shape of the model's KV in this rank's own pool, if it has a device of its own."""
+        """Return the KV sizes of a pool of this rank alone, on a device of its own: all layers, and its own heads."""
         begin, end = self.shard(spec).kv_heads()
         return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
     def agree(self, pages: int, identity: str) -> int:
-        """Return the number of pages of each rank's own pool, given that this one has room for ``pages``.
+        """Return the smallest ``pages`` of all ranks: the pages that each rank's own pool gets.
 
-        Raises ``UnsupportedModel`` if the ranks' identities differ.
+        Every rank must call this. ``pages``: what this rank has room for. Raises ``UnsupportedModel`` if the ranks'
+        identities differ.
         """
         return self.join().agree(pages, identity)
 
     def own_heads(self, spec: ModelSpec) -> tuple[int, int]:
-        """Return ``[begin, end)`` of the pool's heads that are this rank's."""
+        """Return the range ``[begin, end)`` of this rank's heads, counted from the first head of the host's pool."""
         (begin, end), first = self.shard(spec).kv_heads(), self.pool_heads(spec)[0]
         return begin - first, end - first
 
     @abstractmethod
     def share(self, own: Own) -> Shared:
-        """Make or map the memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and
-        ``OSError``.
+        """Make the memory that this host's ranks share, or map what the lead made; wait for the other ranks.
+
+        Raises ``ModelError``, ``RegionError`` or ``OSError``.
         """
 
 
@@ -134,7 +139,7 @@ class LeadRank(HostRanks):
         self._loaded = loaded
 
     def share(self, own: Own) -> Shared:
-        """Allocate the pool and the exchange memory beside all ranks' weights, and tell the followers how to map them.
+        """Wait for all ranks' weights, allocate the shared pool and exchange memory, and tell the followers.
 
         With several hosts, all of them use the smallest number of pages that any has room for.
         """
@@ -159,20 +164,21 @@ class LeadRank(HostRanks):
         return Shared(plan, region, exchange)
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
-        """Have the other ranks of this host obey; see ``OtherRanks``."""
+        """Send ``command`` to the other ranks of this host, and don't wait. They execute it after earlier steps."""
         for follower in self.followers:
             follower.send(command)
 
     def answers(self) -> list[str]:
-        """Wait for the other ranks; see ``OtherRanks``."""
+        """Wait until every other rank of this host has answered a command; return the errors of those that failed."""
         loaded: list[RankLoaded] = []
         while self._loaded is not None and len(loaded) < len(self.followers):
             loaded += self._loaded.recv(-1)
         return [f"rank {rank.rank}: {rank.error}" for rank in loaded if rank.error]
 
     def next_frame(self) -> bytes:
-        """Wait for the next step of rank 0, on another host, and return its bytes. Ends the process if rank
-        0 is gone.
+        """Wait for the next step from rank 0, on another host, and return it as encoded bytes.
+
+        Ends the process if rank 0 is gone.
         """
         try:
             return self.join().recv_frame()
@@ -180,7 +186,10 @@ class LeadRank(HostRanks):
             end_process(gone(0, 0), e)
 
     def _host_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of the weights of all ranks on this host, after waiting until they are loaded."""
+        """Wait until all ranks of this host have loaded their weights, and return the sum of their bytes.
+
+        ``weight_bytes``: those of this rank.
+        """
         sizes = [weight_bytes]
         while self._loaded is not None and len(sizes) < self.place.local_size:
             sizes += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
@@ -208,15 +217,15 @@ class FollowerRank(HostRanks):
         return Shared(PoolPlan(setup.num_pages), region, exchange)
 
     def answer(self, weight_bytes: int, error: str) -> None:
-        """Tell the lead that its command is done, or why it is not (``error``)."""
+        """Tell the lead that this rank has executed its command, or why it failed (``error``; empty: it did not)."""
         self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
 
     def next_step(
         self, timeout_ms: int
     ) -> ForwardStep | MemoryCommand | TrimPool | ProfileCommand | CaptureGraphs | None:
-        """Return the lead's next command, or None after ``timeout_ms`` (-1: wait for ever).
+        """Return the lead's next step or other command, or None after ``timeout_ms`` milliseconds (-1: wait for ever).
 
-        Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
+        Raises ``UndeclaredMessage`` or ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
         """
         commands = self._commands.recv(timeout_ms)
         if not commands:

@@ -34,7 +34,10 @@ class LeadingSteps(StepRunner):
         self._world = lead.join() if place.rank == 0 and place.nodes > 1 else None
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """Send the step to the other ranks, then launch it here. Only this rank's copy pushes pages to peers."""
+        """Send the step to the ranks that this one leads, then launch it here.
+
+        ``pushes`` are left out of what is sent: only this rank pushes pages to peers.
+        """
         # Pages are pushed by rank 0, which sees every rank's heads.
         own_step = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
         for follower in self._lead.followers:
@@ -64,7 +67,7 @@ class FollowingSteps(StepRunner):
     """Steps of another rank: graphs are captured when its lead says so, and at no other time."""
 
     def capture_graphs(self) -> None:
-        """Do nothing: graphs are captured with the lead (see the class)."""
+        """Do nothing: ``capture_with_lead`` captures them, at the same time as the lead."""
 
     def capture_with_lead(self) -> None:
         """Capture graphs now, at the same time as all other ranks."""

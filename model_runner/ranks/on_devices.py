@@ -12,7 +12,11 @@ log = logging.getLogger(__name__)
 
 
 def refuse_on_devices(options: WorkerOptions, place: RankPlace) -> None:
-    """Raise ``UnsupportedModel`` for what each rank's own pool, of its own heads, does not allow."""
+    """Raise ``UnsupportedModel`` for options that can't be combined with ranks on a GPU each.
+
+    These are several hosts, and all that handles whole KV pages, as each rank's pool has only its own heads. Rank 0
+    warns that NCCL has not been tried.
+    """
     asked = f"--tp-size {place.size} on GPUs"
     if place.nodes > 1:
         raise UnsupportedModel(f"{asked} of several hosts (--nnodes {options.nnodes}) is not there: give it one host's")

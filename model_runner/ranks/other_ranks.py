@@ -13,15 +13,15 @@ class OtherRanks(Protocol):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of these ranks."""
+        """Numbers of the other ranks on this host, among all ranks of the instance."""
         ...
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
-        """Have the ranks execute ``command``, after the steps that they have got. ``answers`` waits for them."""
+        """Send ``command`` to the ranks, which execute it after the steps sent before. ``answers`` waits for them."""
         ...
 
     def answers(self) -> list[str]:
-        """Wait for the ranks; return why some could not obey. Empty: all have done it."""
+        """Wait until every rank has answered the last command; return a line of text for each that failed."""
         ...
 
 
@@ -31,8 +31,8 @@ class NoOtherRanks:
     numbers: tuple[int, ...] = ()
 
     def tell(self, command: MemoryCommand | TrimPool | ProfileCommand) -> None:
-        """Do nothing."""
+        """Do nothing: there are no other ranks."""
 
     def answers(self) -> list[str]:
-        """Return no problem."""
+        """Return an empty list at once: there are no other ranks to fail."""
         return []

@@ -64,11 +64,17 @@ class ModelPart(ABC):
 
     @abstractmethod
     def group(self, device: torch.device) -> RankGroup:
-        """Return the ranks that the torch model computes with; meets them. Raises ``UnsupportedModel``."""
+        """Return the ranks that the torch model adds up its partial sums with, after connecting to them.
+
+        Raises ``UnsupportedModel``.
+        """
 
     @abstractmethod
     def reserve(self, own: Own) -> Reserved:
-        """Reserve room for the pool, as all ranks agree. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
+        """Choose the KV pool's size, which all ranks agree on, and reserve its memory on the host.
+
+        Raises ``ModelError``, ``RegionError`` or ``OSError``.
+        """
 
 
 class WholeModel(ModelPart):
@@ -77,7 +83,10 @@ class WholeModel(ModelPart):
     def __init__(
         self, kept: HasKV, place: str, options: WorkerOptions, windows: Mapping[int, int] | None = None
     ) -> None:
-        """Compute all of ``kept`` on the device that torch calls ``place``."""
+        """Describe a whole model with KV of the sizes ``kept``, on the device that torch calls ``place``.
+
+        ``windows``: tokens of the window of each layer that frees pages behind it, by layer.
+        """
         self.kept = kept
         self.windows = windows or {}
         self._on_host = place == "cpu"

@@ -38,7 +38,10 @@ class PartInSharedPool(_RankPart):
         self.shares_heads = self.shard.shares_kv_heads
 
     def reserve(self, own: Own) -> Reserved:
-        """Make or map the host's shared pool; return it with this rank's heads and exchange."""
+        """Make or map the host's shared pool, and return it with this rank's heads and its exchange.
+
+        Waits for the other ranks of the host.
+        """
         plan, region, exchange = self._ranks.share(own)
         return Reserved(plan, region, self._ranks.own_heads(self.shard.whole), exchange)
 

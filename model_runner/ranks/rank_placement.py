@@ -10,9 +10,9 @@ from ..device.placement import Placement, plan_placement
 
 
 def plan_rank_placement(threads: int | None, cpus: str | None, machine: Machine, place: RankPlace) -> Placement:
-    """Plan the placement of one rank, as ``plan_placement`` does for a process.
+    """Return which cores the compute threads of one rank use, beside the other ranks of its host.
 
-    ``threads`` and ``cpus`` are those of all ranks on this host. Raises ``PlacementError``.
+    ``threads`` and ``cpus``: options for all ranks of this host together, None to choose. Raises ``PlacementError``.
     """
     ranks = place.local_size
     if ranks == 1:

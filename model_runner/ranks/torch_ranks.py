@@ -21,7 +21,7 @@ class TorchRanks:
         self._columns = [end - begin for begin, end in pairwise(ends)]
 
     def sum(self, part_TN: Tensor) -> Tensor:
-        """Gather all parts and add them up in the order of the ranks.
+        """Return the sum of all ranks' parts, in the type of ``part_TN``, added in float32 in the order of the ranks.
 
         NCCL's own sums are not used, because their order depends on the number of elements.
         """
@@ -32,20 +32,23 @@ class TorchRanks:
         return total.to(part_TN.dtype)
 
     def join(self, columns: Tensor) -> Tensor:
-        """Gather all ranks' columns, padded to the widest, and join them without the padding."""
+        """Gather all ranks' columns of the logits, and return them side by side: [rows, vocabulary].
+
+        Exchanged columns are padded to the widest rank's.
+        """
         padded = torch.nn.functional.pad(columns, (0, max(self._columns) - columns.shape[1]))
         parts = self._gather(padded)
         return torch.cat([parts[rank, :, :width] for rank, width in enumerate(self._columns)], 1)
 
     def meet(self) -> None:
-        """Queue an exchange that ends when all ranks' devices have reached it.
+        """Exchange a number with all ranks.
 
-        With NCCL, the host does not wait for it.
+        On a GPU this is only queued, and holds up the device until all have reached it.
         """
         self._gather(torch.zeros(1, device=self._device))
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather each rank's part as [R, ...]."""
+        """Return each rank's ``part`` as [R, ...]. All parts have the same shape and type."""
         own = part.contiguous()
         parts = own.new_empty((self._size, *own.shape))
         if own.numel():

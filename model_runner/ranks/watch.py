@@ -20,7 +20,10 @@ WORD_SECONDS = WATCH_SECONDS / 6
 
 
 def start_watch(world: World) -> None:
-    """Start watching: rank 0 watches every other lead, and each of those watches rank 0."""
+    """Start the threads that watch other hosts: rank 0 watches every other lead, and each of those watches rank 0.
+
+    A host that is lost ends this process.
+    """
     place = world.place
     others = range(1, place.nodes) if place.rank == 0 else range(1)
     for node in others:

@@ -47,8 +47,9 @@ class World:
     """This rank's membership. Raises ``UnsupportedModel`` where the ranks don't find each other in time."""
 
     def __init__(self, place: RankPlace, address: str | None, run_dir: Path, seconds: float) -> None:
-        """Connect the ranks. ``address``: where several hosts meet. ``run_dir``: folder where the processes of one host
-        meet.
+        """Connect to all other ranks within ``seconds``.
+
+        ``address``: where several hosts meet; None: all ranks are on this host, and meet in ``run_dir``.
         """
         self.place = place
         limit = timedelta(seconds=seconds)
@@ -73,7 +74,10 @@ class World:
             ) from e
 
     def torch_ranks(self, vocab: int, device: torch.device) -> TorchRanks:
-        """Make the ranks of a torch model with its part on ``device``. Raises ``UnsupportedModel``."""
+        """Return the ranks of a torch model for a vocabulary of ``vocab`` tokens: by gloo on CPUs, by NCCL on GPUs.
+
+        The first call on GPUs connects them, and every rank must take part. Raises ``UnsupportedModel``.
+        """
         if device.type != "cuda":
             return TorchRanks(self.model, vocab, device)
         if self._devices is None:
@@ -83,7 +87,7 @@ class World:
         return TorchRanks(self._devices, vocab, device)
 
     def agree(self, pages: int, identity: str) -> int:
-        """Return the fewest pages that any rank has room for. Every rank calls it.
+        """Return the smallest ``pages`` of all ranks, the KV pages that each has room for. Every rank must call this.
 
         ``identity`` is equal if all serve the same. Raises ``UnsupportedModel`` if it differs.
         """
@@ -99,22 +103,31 @@ class World:
         return min(int(answer[0]) for answer in answers)
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """Gather ``own`` from the lead of each host. All have one size. Only leads call it."""
+        """Return ``own`` of each host's lead, in the order of the hosts.
+
+        All leads call this, with tensors of one size and type.
+        """
         parts = [torch.empty_like(own) for _ in range(self.place.nodes)]
         dist.all_gather(parts, own, group=self.leads)
         return parts
 
     def broadcast(self, tensor: Tensor, node: int) -> None:
-        """Copy ``tensor`` from the lead of host ``node`` to the leads of all others, in place."""
+        """Copy ``tensor`` from the lead of host ``node`` into that of all other leads, in place.
+
+        All leads call this.
+        """
         dist.broadcast(tensor, node * self.place.local_size, group=self.leads)
 
     def send_frame(self, frame: bytes) -> None:
-        """Send ``frame`` from rank 0 to the leads of the other hosts."""
+        """Send the bytes ``frame`` from rank 0 to the leads of all other hosts, which call ``recv_frame``."""
         self.broadcast(torch.tensor([len(frame)]), 0)
         self.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
 
     def recv_frame(self) -> bytes:
-        """Wait for a frame of rank 0 and return it."""
+        """Wait, without a limit, for the bytes that rank 0 sends by ``send_frame``, and return them.
+
+        Leads of other hosts call it.
+        """
         size = torch.zeros(1, dtype=torch.int64)
         self.broadcast(size, 0)
         frame = torch.empty(int(size), dtype=torch.uint8)
@@ -123,7 +136,10 @@ class World:
 
 
 def _nccl() -> dist.ProcessGroup:
-    """Connect all ranks by NCCL, each with the current GPU of its thread. Not tried on GPUs yet."""
+    """Connect all ranks by NCCL, each with the current GPU of its thread. Raises ``UnsupportedModel``.
+
+    This has not been tried on GPUs yet.
+    """
     if not dist.is_nccl_available():
         raise UnsupportedModel("--tp-size on GPUs needs NCCL, which this build of torch has not: install one for CUDA")
     # Where its ranks find each other; what they exchange goes by NVLink, PCIe or the host's memory.
@@ -159,7 +175,10 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _interface(host: str, port: int) -> str:
-    """Return the name of the network interface that leads to ``host``."""
+    """Return the name of the network interface by which ``host`` is reached; nothing is sent.
+
+    Raises ``UnsupportedModel``.
+    """
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -40,13 +40,14 @@ class HostPool:
         self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, self.page_bytes)
 
     def page(self, page: int) -> memoryview:
-        """Return a page's bytes, writable."""
+        """Return the bytes of one page in this tier, as a writable view."""
         return memoryview(self._memory)[page * self.page_bytes : (page + 1) * self.page_bytes]
 
     def copy(self, pools: Sequence[Bytes], copies: I32) -> None:
-        """Copy pages between the KV pool and this pool, in the order of ``copies`` ([N, 3] of ``CopyPages``).
+        """Copy pages between the KV pool and this pool, one after another, converting them by the group's codec.
 
-        ``pools``: [pages, bytes] of each group.
+        ``copies`` [N, 3]: a ``PageCopy``'s number (group and direction), a page of the KV pool, and a page here.
+        ``pools``: bytes [pages, page_bytes] of each group's KV pool.
         """
         for number, pool_page, host_page in copies.tolist():
             what = COPIES[number]
@@ -58,7 +59,10 @@ class HostPool:
 
 
 def _map_file(nbytes: int, folder: Path | None) -> mmap.mmap:
-    """Map an unnamed file of ``nbytes`` in ``folder``. Raises ``NotEnoughMemory``."""
+    """Reserve ``nbytes`` on disk in an unnamed file in ``folder`` (None: the system's temporary folder), and map it.
+
+    Raises ``NotEnoughMemory``.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="pdserve-hicache-") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -11,5 +11,5 @@ class NoWorkerTiers:
     num_pages = 0
 
     def obey(self, command: TierCommand) -> PagesCopied | None:
-        """Raise ``RuntimeError``."""
+        """Raise ``RuntimeError``: an instance without tiers gets no tier commands."""
         raise RuntimeError(f"an instance without tiers was sent {type(command).__name__}")

@@ -32,10 +32,10 @@ class PageCodec(Protocol):
     nbytes: int
 
     def encode(self, page: Bytes, kept: Bytes) -> None:
-        """Convert ``page`` of the pool into ``kept``."""
+        """Convert the KV pool's ``page`` to the tier's form, and write it into ``kept`` (``nbytes`` long)."""
 
     def decode(self, kept: Bytes, page: Bytes) -> None:
-        """Convert ``kept`` back into ``page`` of the pool."""
+        """Convert ``kept``, the tier's form of a page, back and write it into the KV pool's ``page``."""
 
 
 class AsItIs:
@@ -90,14 +90,17 @@ class Int8:
         return page.view(self._dtype).astype(np.float32, copy=False)
 
     def _narrow(self, values: npt.NDArray[np.float32]) -> Bytes:
-        """Return float32 numbers as the bytes of a page."""
+        """Return float32 numbers as the bytes of a page, in the pool's type."""
         if self._dtype == "bfloat16":
             return round_to_bfloat16(values).view(np.uint8)
         return values.astype(self._dtype, copy=False).view(np.uint8)
 
 
 def make_codecs(name: Literal["auto", "int8"], layout: KVLayout) -> list[PageCodec]:
-    """Make the codec of each group. ``name`` as in ``--hicache-host-dtype``. Raises ``UnsupportedModel``."""
+    """Return the codec of each page group, in the layout's order: unchanged bytes for "auto", or rounding to int8.
+
+    ``name``: value of ``--hicache-host-dtype``. Raises ``UnsupportedModel`` for pages that can't be rounded.
+    """
     if name == "auto":
         return [AsItIs(group.page_bytes) for group in layout.groups]
     return [_int8_of(group) for group in layout.groups]

@@ -61,16 +61,16 @@ class StoreEngine:
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
 
     def start(self) -> StoreEngine:
-        """Begin; returns itself."""
+        """Start the store's thread, and return this engine."""
         self._thread.start()
         return self
 
     def submit(self, command: StoreCommand) -> None:
-        """Queue a command. Any thread may call it."""
+        """Queue a command for the store's thread; never wait. Its answer is emitted later. Any thread may call this."""
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Do what was submitted, and end. Waits."""
+        """Let the thread carry out what was submitted, wait for its end, and close the store."""
         self._commands.put(None)
         self._thread.join()
         self._store.close()
@@ -88,18 +88,22 @@ class StoreEngine:
 
     @property
     def probe_in(self) -> float | None:
-        """Seconds until ``probe`` is due, None: not before something fails."""
+        """Seconds until ``probe`` is due; None: no probe is due unless the store fails."""
         return self._breaker.probe_in(self._clock())
 
     def probe(self) -> None:
-        """Try the store. After a failure no command is sent to it, so without this it would never be seen
-        to recover.
+        """Test whether the store answers again, and report its state if that has changed.
+
+        After a failure no command is sent to the store, so without this it would never be seen to recover.
         """
         self._ask(self._store.probe, None)
         self._report_state()
 
     def obey(self, command: StoreCommand) -> None:
-        """Carry out one command and emit its answer, and the state of the store if that has changed."""
+        """Carry out one command in this thread, emit its answer, and emit the store's state if that has changed.
+
+        A failure gives an answer with the count 0. ``DropPages`` has no answer.
+        """
         self._obey(command)
         self._report_state()
 
@@ -130,7 +134,7 @@ class StoreEngine:
         return len(hashes)
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> tuple[T, str]:
-        """Return the result of ``work`` and "", or ``otherwise`` and the reason."""
+        """Call ``work``, and return its result and "", or ``otherwise`` and why it failed or was not tried."""
         if self._breaker.state(self._clock()) is BreakerState.OPEN:
             return otherwise, self._breaker.reason
         try:

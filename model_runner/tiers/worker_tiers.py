@@ -25,14 +25,18 @@ EmitStored = Callable[[StoreEvent], None]
 
 
 def host_pages(options: WorkerOptions, num_pages: int, page_bytes: int) -> int:
-    """Return the number of pages of ``page_bytes`` in the second tier, beside a pool of ``num_pages``."""
+    """Return the number of pages in the second tier, at least 1.
+
+    It is set by ``hicache_size`` in GB, or else by ``hicache_ratio`` to the pool's ``num_pages``. ``page_bytes``: bytes
+    of a page in the tier.
+    """
     if options.hicache_size:
         return max(1, int(options.hicache_size * GB) // page_bytes)
     return max(1, int(options.hicache_ratio * num_pages))
 
 
 def _bytes_of(pools: Pools, group: int) -> Bytes:
-    """Return a group's pool as [pages, bytes]; pages of a pool without bytes, which are mere numbers, have none."""
+    """Return a view of a group's KV pool as bytes [pages, page_bytes]; no bytes if the group's pages have none."""
     region = pools.regions[group]
     if region is None:
         return np.empty((pools.plan.num_pages, 0), dtype=np.uint8)
@@ -45,7 +49,7 @@ class WorkerTiers:
     def __init__(
         self, options: WorkerOptions, pools: Pools, device_type: str, make_emit: Callable[[], EmitStored]
     ) -> None:
-        """Set up the tiers of a worker.
+        """Reserve the second tier's file, and start the store's thread if the options name a store.
 
         ``make_emit`` returns a function that sends to the scheduler from another thread. Raises ``ModelError``.
         """
@@ -75,7 +79,10 @@ class WorkerTiers:
             self._store = StoreEngine(store, self._host, make_emit()).start()
 
     def obey(self, command: TierCommand) -> PagesCopied | None:
-        """Carry out one command. Returns its answer if it is done already, else None."""
+        """Carry out a copy between pool and tier now, and return its answer; or queue a store command, and return None.
+
+        The store's thread answers the latter. Raises ``RuntimeError`` without a store.
+        """
         if isinstance(command, CopyPages):
             began = time.monotonic()
             self._host.copy(self._pools, unpack_i32(command.copies).reshape(-1, 3))

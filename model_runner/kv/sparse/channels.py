@@ -43,7 +43,10 @@ class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(spec: ModelSpec) -> ModelSizes:
-        """Return the sizes of ``spec``. ``refuse_unsuitable`` refuses models without such sizes."""
+        """Return the sizes of ``spec`` by which a channel file identifies its model.
+
+        ``spec`` has attention that ``refuse_unsuitable`` accepts.
+        """
         attention = spec.layers[0].attention
         return ModelSizes(
             family=spec.family,
@@ -78,25 +81,32 @@ class LabelChannels(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """C."""
+        """Number of channels in a label (C)."""
         return self.indices.shape[2]
 
     @staticmethod
     def of(ranked: Tensor, count: int) -> LabelChannels:
-        """Make labels of the first ``count`` of the channels ``ranked`` [L, K, D]."""
+        """Return labels of each head's first ``count`` channels in ``ranked`` [L, K, D], with their digest."""
         indices = ranked[..., :count].sort(-1).values
         return LabelChannels(indices, sha256(repr(indices.tolist()).encode()).hexdigest()[:16])
 
 
 def write_channels(path: Path, spec: ModelSpec, ranked: Tensor, tokens: int) -> None:
-    """Write ``ranked`` [L, K, D] int64, the channels of ``spec`` as ``tokens`` tokens rank them. Raises ``OSError``."""
+    """Write a channel file for ``spec`` to ``path``. Raises ``OSError``.
+
+    ``ranked`` [L, K, D] int64: each KV head's channels, those that matter most first. ``tokens``: how many tokens they
+    were ranked by.
+    """
     content = ChannelFile(FORMAT, ModelSizes.of(spec), "qk", tokens, ranked.tolist())
     # A line for each layer: a file that people look into.
     path.write_bytes(msgspec.json.encode(content).replace(b"]],[[", b"]],\n[[") + b"\n")
 
 
 def read_channels(path: Path, spec: ModelSpec) -> Tensor:
-    """Read all channels, ranked: [L, K, D] int64. Raises ``UnsupportedModel`` for a file of another model."""
+    """Read the ranked channels of ``spec`` from a channel file: [L, K, D] int64, those that matter most first.
+
+    Raises ``UnsupportedModel`` if the file can't be read, is damaged, or is of another model.
+    """
     flag = f"--ds-channel-config-path {path}"
     try:
         content = msgspec.json.decode(path.read_bytes(), type=ChannelFile)
@@ -115,7 +125,10 @@ def read_channels(path: Path, spec: ModelSpec) -> Tensor:
 
 
 def choose_channels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | None:
-    """Return the channels that ``options`` ask for, or None. Raises ``UnsupportedModel``."""
+    """Return the label channels for ``--enable-double-sparsity``, read from the file that ``options`` name.
+
+    Return None if the option is not set. Raises ``UnsupportedModel``.
+    """
     if not options.enable_double_sparsity:
         return None
     refuse_unsuitable("--enable-double-sparsity", spec)
@@ -127,7 +140,11 @@ def choose_channels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | 
 
 
 def refuse_unsuitable(asked: str, spec: ModelSpec) -> None:
-    """Raise ``UnsupportedModel`` where ``asked`` can't be had with ``spec``'s attention."""
+    """Raise ``UnsupportedModel`` if a layer of ``spec`` has attention that labels can't serve.
+
+    That is latent attention, a sliding window, a soft cap or sinks. ``asked``: the option or command that needs labels,
+    for the message.
+    """
     for i, layer in enumerate(spec.layers):
         attention = layer.attention
         if isinstance(attention, MLASpec):

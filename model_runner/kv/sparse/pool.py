@@ -33,9 +33,9 @@ class SparseTokenToKVPool:
         channels: Tensor,
         buffer: Buffer | None = None,
     ) -> None:
-        """Make a pool with the arguments of ``MHATokenToKVPool``.
+        """Make the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own on ``device``.
 
-        ``channels`` ([L, K, C]): the elements of each key that are its label.
+        ``num_pages`` counts page 0. ``channels`` ([L, K, C]): the elements of each key that are its label.
         """
         self.layout = layout
         self.group = kept = layout.groups[0]
@@ -69,26 +69,29 @@ class SparseTokenToKVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all pages, page 0 and labels included."""
         return self.data.nbytes
 
     @property
     def num_pages(self) -> int:
-        """Pages, page 0 included."""
+        """Number of pages, page 0 included."""
         return len(self.data)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head of a key or of a value."""
+        """Bytes of one KV head of one token in one layer, for its key or its value alone, without its label."""
         return self.group.head_dim * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Return the pages of ``slots`` (int64) and their places within, [2, T], the argument of ``store``."""
+        """Return the page of each of ``slots`` (int64) and its offset in the page, [2, T], as ``store`` takes them."""
         size = self.layout.page_size
         return torch.stack((slots // size, slots % size))
 
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write ``k`` and ``v`` [T, K, D] of ``layer``, and the labels of ``k``, to ``token_rows``."""
+        """Write ``k`` and ``v`` [T, K, D] of ``layer``, and the labels of ``k``, to T slots.
+
+        ``token_rows`` [2, T]: what the method ``token_rows`` returned for the slots.
+        """
         pages, offsets = token_rows
         self._kv[pages, layer, 0, offsets] = k.to(self.dtype)
         self._kv[pages, layer, 1, offsets] = v.to(self.dtype)
@@ -96,7 +99,10 @@ class SparseTokenToKVPool:
         self._labels[pages[:, None], layer, self._all_heads, offsets[:, None]] = labels.to(self.dtype)
 
     def label(self, layer: int, x: Tensor) -> Tensor:
-        """Return the labels' channels of ``x`` [N, K, G, D] (keys, or the queries of their heads): [N, K, G, C]."""
+        """Return the label channels of ``x`` [N, K, G, D], as [N, K, G, C].
+
+        ``x`` are keys (G is 1), or the G queries that read each KV head.
+        """
         channels = self.channels[layer][None, :, None]
         return x.gather(-1, channels.expand(*x.shape[:3], -1))
 
@@ -107,30 +113,34 @@ class SparseTokenToKVPool:
         return keys, self._page_runs.index_select(0, (starts + self._part) // self._step).view(shape)
 
     def label_rows(self, pages: Tensor) -> Tensor:
-        """Return the place of each head's labels of ``pages`` (int64 [N, M]) in the first layer, [N, K, M].
+        """Return the row indices [N, K, M] that ``gather_labels`` takes, one for each KV head and page.
 
-        It is the argument of ``gather_labels``.
+        ``pages``: int64 [N, M]. The indices serve every layer.
         """
         heads = self._all_heads[:, None] * (self.layout.page_size * self.group.label_dim)
         return (self._starts(0, pages)[:, None] + 2 * self._part + heads) // self._step
 
     def gather_labels(self, layer: int, label_rows: Tensor) -> Tensor:
-        """Copy the labels of ``layer`` behind ``label_rows`` [N, K, M] to a tensor [N * K, M * page_size, C]."""
+        """Copy the labels of ``layer`` to a tensor [N * K, M * page_size, C].
+
+        ``label_rows`` [N, K, M]: what the method ``label_rows`` returned for the pages.
+        """
         found = self._label_runs.index_select(0, (label_rows + layer * self._layer_steps).flatten())
         return found.view(label_rows.shape[0] * label_rows.shape[1], -1, self.group.label_dim)
 
     def lane_rows(self, pages: Tensor) -> Tensor:
-        """Return the place of the first head's key of each token in ``pages`` (int64 [N, M]), [N, M * page_size].
+        """Return a row index for each token in ``pages`` (int64 [N, M]): [N, M * page_size].
 
-        It is that in the first layer. The places of some tokens are the argument of ``gather_heads``.
+        ``gather_heads`` takes these indices for chosen tokens. They serve every layer and head.
         """
         offsets = torch.arange(self.layout.page_size, device=pages.device)
         starts = self._starts(0, pages)[..., None] + offsets * (self.group.kv_heads * self.group.head_dim)
         return starts.flatten(1) // self._step
 
     def gather_heads(self, layer: int, lane_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of ``layer`` behind ``lane_rows`` [N, K, M], for each KV head: two tensors [N, K, M,
-        D].
+        """Copy the keys and values of M chosen tokens for each KV head of ``layer``: two tensors [N, K, M, D].
+
+        ``lane_rows`` [N, K, M]: indices of the tokens, from the method ``lane_rows``.
         """
         dim = self.group.head_dim
         heads = self._all_heads[:, None] * (dim // self._step) + layer * self._layer_steps
@@ -139,15 +149,16 @@ class SparseTokenToKVPool:
         return keys, self._head_runs.index_select(0, rows.add_(self._part // self._step)).view(shape)
 
     def clear(self, pages: Tensor) -> None:
-        """Set ``pages`` (int64) to zero in all layers."""
+        """Write zeros to ``pages`` (int64) in all layers, labels included."""
         self.data.index_fill_(0, pages, 0)
 
     def _starts(self, layer: int, pages: Tensor) -> Tensor:
-        """Return where the layer's part of each page begins, in elements."""
+        """Return the index of the first element of ``layer`` in each page, counted from the pool's beginning."""
         return (pages * self.group.num_layers + layer) * self._width
 
     def _runs(self, length: int) -> Tensor:
-        """Return a view of all runs of ``length`` elements, one for each place that a run may begin at.
+        """Return an overlapping view of the pool: row i is the ``length`` elements from element i * ``_step`` on.
+
         Only read it.
         """
         count = (self.data.numel() - length) // self._step + 1

@@ -18,10 +18,11 @@ _BLOCK = 4096
 
 
 def page_checksum(pool: Tensor, pages: Tensor, layers: LayerRange, num_layers: int, out: Tensor) -> None:
-    """Write the checksum of ``layers`` of ``pages`` ([N] int32 or int64), page by page in this order, to ``out``.
+    """Queue the computation of the checksum of ``layers`` of ``pages`` ([N] int32 or int64).
 
-    ``pool``: any type, contiguous, its first dimension the pages, which have ``num_layers`` equal parts of a multiple
-    of 8 bytes. ``out``: [1] int64, the checksum's bits (two launches).
+    It is written to ``out`` [1] int64, as bits. The order of pages matters. ``pool``: any type, contiguous; its first
+    dimension is pages, each of ``num_layers`` equal parts of a multiple of 8 bytes. Raises ``ValueError`` if parts are
+    no such multiple.
     """
     page_bytes = pool.nbytes // len(pool)
     words = _words(page_bytes, num_layers)

@@ -25,9 +25,9 @@ _ROUNDS_INTEGERS = tl.constexpr(12582912.0)
 def load_scales(
     scales: tl.tensor, offsets: tl.tensor, mask: tl.tensor, KIND: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Load the scales of heads that begin at byte ``offsets`` of the pool; 0 where masked.
+    """Load the float32 scales of heads that begin at byte ``offsets`` of the pool; 0 where masked.
 
-    ``scales``: the pool as float32. The result includes the factor that ``widen`` leaves to the scale.
+    ``scales``: pointer to the pool as float32. FP8 E4M3 scales are multiplied by the factor that ``widen`` leaves out.
     """
     found = tl.load(scales + ((offsets + HEAD_DIM) >> 2), mask=mask, other=0.0)
     return found * HALF_OF_E4M3 if KIND == "fp8_e4m3" else found

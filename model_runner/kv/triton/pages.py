@@ -28,11 +28,11 @@ _BLOCK = 2048
 def gather_pages(
     pool: Tensor, pages: Tensor, layers: LayerRange, num_layers: int, staging: Tensor, units: Tensor | None = None
 ) -> None:
-    """Copy ``layers`` of ``pages`` ([N] int32 or int64) to ``staging``, one after another.
+    """Queue the copy of ``layers`` of ``pages`` ([N] int32 or int64) from the pool to ``staging``, one after another.
 
-    ``pool``: any type, contiguous. Its first dimension is pages, which consist of ``num_layers`` equal parts.
-    ``staging``: contiguous and large enough. ``units``: from ``order_units``; pages then get the order that it leads
-    to.
+    ``pool``: any type, contiguous; its first dimension is pages, each of ``num_layers`` equal parts. ``staging``:
+    contiguous. ``units``: permutation from ``order_units`` that is applied on the way; None: none. Raises
+    ``ValueError`` if ``staging`` is too small.
     """
     _move(pool, pages, layers, num_layers, staging, units, is_gather=True)
 
@@ -40,9 +40,9 @@ def gather_pages(
 def scatter_pages(
     pool: Tensor, pages: Tensor, layers: LayerRange, num_layers: int, staging: Tensor, units: Tensor | None = None
 ) -> None:
-    """Copy ``staging`` to ``layers`` of ``pages``, as ``gather_pages`` does in the other direction.
+    """Queue the copy of ``staging`` to ``layers`` of ``pages`` in the pool, the reverse of ``gather_pages``.
 
-    ``units`` leads from the order of ``staging`` to the pool's.
+    ``units``: permutation from the order of ``staging`` to the pool's; None: none.
     """
     _move(pool, pages, layers, num_layers, staging, units, is_gather=False)
 
@@ -66,7 +66,7 @@ def order_units(layout: KVLayout, source: KVOrder, group: int = 0) -> np.ndarray
 
 
 def unit_bytes(layout: KVLayout, group: int = 0) -> int:
-    """Return the bytes of a unit, which orders move as one."""
+    """Return the bytes of a unit, the smallest piece that moves as a whole when the order of a page changes."""
     kept = layout.groups[group]
     return 1 if kept.scale_dtype is not None else int(getattr(torch, kept.dtype).itemsize)
 
