@@ -192,7 +192,7 @@ class ControlEndpoints:
         return json_response({"open": sum(answer.count("open") for answer in answers), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: abort at all instances that health checks have not found down.
+        """POST /abort_request: abort at all instances that answer health checks, draining ones included.
 
         A request of a pair runs on both of its legs and counts once. If an instance refuses, the answer is the first
         refusal; the others have aborted all the same.
@@ -205,7 +205,7 @@ class ControlEndpoints:
         return json_response({"aborted": aborted, "instances": [answer.report() for answer in answers]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """POST /flush_cache: flush the caches of all instances that health checks have not found down.
+        """POST /flush_cache: flush the caches of all instances that answer health checks, draining ones included.
 
         If an instance refuses, the answer is the first refusal; the others have flushed all the same.
         """
@@ -236,10 +236,10 @@ class ControlEndpoints:
         """Pass the client's request on to ``instance``, and return its answer.
 
         Never raises. Status 0 means no answer, and 502 one that can't be passed on; the body has the reason. An
-        instance that health checks found down is not asked. One that can't be reached is reported to the fleet.
+        instance that is down or hangs is not asked. One that can't be reached is reported to the fleet.
         ``seconds`` limits the time. ``query`` is appended to the path, with its question mark.
         """
-        if instance.state is HealthState.UNHEALTHY:
+        if instance.state is HealthState.UNHEALTHY and not instance.answers_questions:
             return ControlAnswer(instance, 0, instance.reason)
         scope = request.scope
         # The server leaves out the body of an answer to HEAD by itself.

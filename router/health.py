@@ -74,6 +74,7 @@ class HealthMonitor:
                     continue
                 problem = f"no answer to /health within {self._timeout:g} s, {silences} times"
                 hangs = True
+                instance.answers_questions = False
             hung_since = (hung_since or asked_at) if hangs else None
             if hung_since and time.monotonic() - hung_since >= self._hang_timeout:
                 for leg in list(instance.legs):
@@ -98,9 +99,11 @@ class HealthMonitor:
             async with asyncio.timeout(self._timeout):
                 answer = await self._client.fetch("GET", instance.url, "/health")
         except ClientError as exc:
+            instance.answers_questions = False
             return f"can't be reached ({exc})", False
         error = {} if answer.status == HTTPStatus.OK else parse_error(answer.body) or {}
         hangs = error.get("code") == HANGS
+        instance.answers_questions = not hangs and answer.status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE)
         if not hangs:
             instance.alive_at = time.monotonic()  # also while it drains: it still finishes its requests
         if answer.status == HTTPStatus.OK:

@@ -119,6 +119,8 @@ class Instance:
     """Time at which it last sent a part of an answer (``time.monotonic()``)."""
     alive_at: float = 0.0
     """Time at which it last answered a health check without reporting a hang (``time.monotonic()``)."""
+    answers_questions: bool = True
+    """Whether it answered its last health check and does not hang. A draining instance does, and has requests."""
     legs: set[Asked] = field(default_factory=set)
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)

@@ -141,8 +141,10 @@ async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
     assert (await generate(client)).status_code == 200
     assert "bootstrap_room" not in p.requests[0].body
     assert not d.requests
-    info = await rig.until_states("healthy", "healthy")
-    assert [i["token_ms"] for i in info["instances"]] == [10, 90]
+    # A check that was asked while the request ran estimates the time without it, until the next check.
+    async with asyncio.timeout(TIME_LIMIT):
+        while [i["token_ms"] for i in (await rig.until_states("healthy", "healthy"))["instances"]] != [10, 90]:
+            pass
     d.health_report["pace"] |= {"token_ms": 12, "decode_ms": 12}
     async with asyncio.timeout(TIME_LIMIT):
         while not d.requests:

@@ -90,6 +90,24 @@ async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
 
 
 @scenario()
+async def test_orders_reach_an_instance_that_drains(rig):
+    w, draining = await rig.instance(), await rig.instance()
+    draining.health = 503
+    client = await rig.route(worker=[w, draining])
+    assert (await client.post("/abort_request", json={"rid": "r"})).status_code == 200
+    assert ("POST", "/abort_request", b'{"rid":"r"}') in draining.questions
+
+
+@scenario()
+async def test_orders_do_not_reach_what_is_no_instance(rig):
+    w, stranger = await rig.instance(), await rig.instance()
+    stranger.health = 404
+    client = await rig.route(worker=[w, stranger])
+    assert (await client.post("/abort_request", json={"rid": "r"})).status_code == 200
+    assert not [path for _, path, _ in stranger.questions if path == "/abort_request"]
+
+
+@scenario()
 async def test_open_handovers_of_all_instances_are_reported_together(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
