@@ -37,8 +37,9 @@ if os.environ.get("CI"):
 LONGEST = [
     *("test_failures", "test_token_identity", "test_roles", "test_backends", "test_sessions", "test_determinism"),
     *("test_tensor_parallel", "test_abort_storm", "test_campaign", "test_strangers"),
-    *("test_world", "test_library_backends", "test_models_page", "test_kernels_experts", "test_triton_ops"),
-    *("test_kernels_attention", "test_triton_attention", "test_bootstrap_process", "test_kernels_layers"),
+    *("test_world", "test_triton_ops", "test_models_page", "test_campaigns", "test_library_backends"),
+    *("test_triton_attention", "test_bench_kernel", "test_kernels_experts", "test_kernels_attention", "test_gpu_check"),
+    *("test_handover", "test_model_smollm2", "test_eviction_properties", "test_kernels_ranks"),
 ]
 """Files that take longest, those of real processes and the others. If they came late, one worker would be alone with
 the last."""
