@@ -24,20 +24,20 @@ class Backend(ABC):
         self._extra = _read_extra(options.extra_body)
 
     async def prepare(self, client: HttpClient) -> None:
-        """Ask the server for what requests need; raises ``ServerError``."""
+        """Ask the server, once before all requests, for what they need; by default nothing. Raises ``ServerError``."""
         return
 
     def body(self, spec: RequestSpec) -> bytes:
-        """Make the request's JSON."""
+        """Return the JSON body of the request for ``spec``: its fields, and those of --extra-body."""
         return orjson.dumps({**self.fields(spec), **self._extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
     @abstractmethod
     def fields(self, spec: RequestSpec) -> dict[str, Any]:
-        """Make the request's fields."""
+        """Return the JSON fields of the request for ``spec``, without those of --extra-body."""
 
     @abstractmethod
     def reader(self) -> AnswerReader:
-        """Make a reader for one answer."""
+        """Return a new reader for one streamed answer."""
 
 
 class GenerateBackend(Backend):

@@ -43,13 +43,13 @@ _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Set the style of everything that is drawn in the block."""
+    """Use the style of pdserve's plots for everything that is drawn in the block."""
     with mpl.rc_context(STYLE):
         yield
 
 
 def color(index: int) -> str:
-    """Return the colour of line ``index``."""
+    """Return the colour of line ``index``; colours repeat after the last one."""
     return COLORS[index % len(COLORS)]
 
 
@@ -66,14 +66,20 @@ def new_figure(
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the PNG; returns ``path``."""
+    """Write ``figure`` to ``path``, in the format of its suffix, and return ``path``.
+
+    Makes the folder if it is missing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 
 
 def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> None:
-    """Draw the share of ``samples`` (ms) that is at most x, on an axis that gives each nine the same room."""
+    """Draw the share of ``samples`` (ms) that is at most x, as line ``index``.
+
+    P90, P99 and P99.9 are equally far apart.
+    """
     values = np.maximum(np.sort(np.fromiter(samples, np.float64)), SHORTEST_MS)
     if not values.size:
         return
@@ -83,7 +89,7 @@ def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> No
 
 
 def finish_cdf(axes: Axes, title: str) -> None:
-    """Set titles and scales of a plot of ``draw_cdf``; call it when all is drawn."""
+    """Set the title and the scales of a plot of ``draw_cdf``. Call this after all lines are drawn."""
     shares = (0.5, 0.9, 0.99, 0.999, 0.9999)
     heights = [-np.log10(1 - share) for share in shares]
     shown = [i for i, height in enumerate(heights) if height <= max(axes.dataLim.y1, 1.0)]
@@ -102,14 +108,20 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 
 def draw_rate(axes: Axes, times: Sequence[float], weights: Sequence[float], end: float, label: str, index: int) -> None:
-    """Draw events per second over time, in bins of about a second (less for a short run)."""
+    """Draw events per second over time, as line ``index``, in bins of about a second (less for a short run).
+
+    ``times``: seconds of the events. ``weights``: what each counts for. ``end``: end of the time axis in seconds.
+    """
     bins = int(np.clip(np.ceil(end), 20, 300))
     counts, edges = np.histogram(times, bins=bins, range=(0, max(end, 1e-9)), weights=weights)
     axes.stairs(counts / np.diff(edges), edges, label=label, color=color(index), linewidth=1.4)
 
 
 def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, label: str, index: int) -> None:
-    """Draw a running sum of ``changes`` (time, difference). Levels too short to be seen are left out."""
+    """Draw the running sum of ``changes`` (seconds, difference) up to ``end``, as line ``index``.
+
+    Levels that last too short to be seen are left out.
+    """
     blink = max(end, 1e-9) / 1000
     levels, now = {0: 0}, 0
     for at, change in sorted(changes):
@@ -120,7 +132,7 @@ def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, lab
 
 
 def log_x(axes: Axes) -> None:
-    """Make the x axis logarithmic, with plain numbers; call it when all is drawn."""
+    """Make the x axis logarithmic, with plain numbers as labels. Call this after everything is drawn."""
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low / 1.1, high * 1.1)
@@ -128,7 +140,7 @@ def log_x(axes: Axes) -> None:
 
 
 def log_y(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers; call it when all is drawn."""
+    """Make the y axis logarithmic, with plain numbers as labels."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(_THOUSANDS)
     axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -140,13 +152,13 @@ def whole_numbers(axes: Axes) -> None:
 
 
 def show_legend(axes: Axes, entries: int) -> None:
-    """Show a legend if there is more than one entry."""
+    """Show a legend if ``entries``, the number of lines, is more than one."""
     if entries > 1:
         axes.legend()
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """Show one legend below all panels for the lines of ``axes``, if there is more than one."""
+    """Show one legend below all panels of ``figure``, for the lines of ``axes``, if there is more than one."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))

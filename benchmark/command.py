@@ -14,12 +14,15 @@ PIPE_COLUMNS = 150
 
 
 def wide_console() -> Console:
-    """Make a console for tables. A pipe has no width, and 80 columns would cut them."""
+    """Make a console on standard output for tables. It has ``PIPE_COLUMNS`` columns if that is no terminal."""
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def exit_code(name: str, measure: Callable[[], bool | None]) -> int:
-    """Run ``measure``, which returns False after a failure that it has reported. Report other failures."""
+    """Run ``measure``, print its benchmark errors to standard error after ``name``, and return the exit code.
+
+    ``measure`` returns False after a failure that it has reported itself.
+    """
     try:
         return EXIT_FAILED if measure() is False else 0
     except (BenchOptionsError, BenchError) as e:

@@ -30,7 +30,7 @@ class BodySink(Protocol):
     """Takes the body of a 200 as it arrives."""
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take bytes that arrived at ``at`` (of the client's clock)."""
+        """Take the next bytes of the body. ``at``: when they arrived, in seconds of the client's clock."""
 
 
 class _WholeBody:
@@ -68,7 +68,10 @@ class _Exchange:
         self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self, message: bytes) -> int:
-        """Send the request, wait for the whole answer, return its status; raises ``ClientError``."""
+        """Send ``message``, wait for the whole answer, and return its status; raises ``ClientError``.
+
+        If this is cancelled before the end, the connection is closed.
+        """
         self._connection.ask([message], self)
         try:
             return await self._done
@@ -115,15 +118,21 @@ class HttpClient:
         self._pool = ConnectionPool(Origin.of(base_url), lambda: _TimedConnection(clock), CONNECT_TIMEOUT_SECONDS)
 
     async def get_json(self, path: str) -> Any:
-        """Return the JSON that GET ``path`` answers; raises ``RequestError``."""
+        """Return the decoded JSON body of the answer to GET ``path``.
+
+        Raises ``RequestError``, also for a status other than 200.
+        """
         return _parse(path, await self._read(self._message("GET", path, b"")))
 
     async def post(self, path: str, body: bytes = b"") -> bytes:
-        """Return the answer to POST ``path``; raises ``RequestError``."""
+        """Return the body of the answer to POST ``path``. Raises ``RequestError``, also for a status other than 200."""
         return await self._read(self._message("POST", path, body))
 
     async def post_stream(self, path: str, body: bytes, sink: BodySink) -> None:
-        """POST ``body`` and feed the answer to ``sink``; raises ``RequestError`` when it is no 200 or breaks off."""
+        """POST ``body``, feed the answer to ``sink`` as it arrives, and return at its end.
+
+        Raises ``RequestError`` for a status other than 200, or if the answer breaks off.
+        """
         await self._request(self._message("POST", path, body), sink)
 
     def close(self) -> None:

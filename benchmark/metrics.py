@@ -49,11 +49,11 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def is_given(self) -> bool:
-        """Whether there is any limit."""
+        """Return whether there is any limit."""
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2e))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Return whether this request counts for goodput."""
+        """Return whether this request succeeded and met every limit, so that it counts for goodput."""
         if record.error is not None:
             return False
         measured = (record.ttft, record.tpot or 0.0, max(record.itls, default=0.0), record.e2e)
@@ -145,7 +145,7 @@ def report_run(result: RunResult, slo: Slo) -> RunReport:
 
 
 def report_group(name: str, records: Sequence[RequestRecord], window: _Window, slo: Slo) -> GroupReport:
-    """Compute the figures of ``records``."""
+    """Compute the figures of ``records`` under the name ``name``. ``window``: the time that rates are taken over."""
     done = [record for record in records if record.error is None]
     finished = [r for r in done if not window.is_cut or r.ended <= window.seconds]
     good = sum(slo.is_met(record) for record in finished)
@@ -178,7 +178,10 @@ def report_group(name: str, records: Sequence[RequestRecord], window: _Window, s
 
 
 def distribution(seconds: Iterable[float]) -> Distribution | None:
-    """Compute the distribution of samples in seconds. Percentiles are interpolated linearly between samples."""
+    """Compute the distribution, in ms, of samples in seconds; None without samples.
+
+    Percentiles are interpolated linearly between samples.
+    """
     samples = np.fromiter(seconds, np.float64) * MS
     if not samples.size:
         return None
@@ -187,7 +190,10 @@ def distribution(seconds: Iterable[float]) -> Distribution | None:
 
 
 def concurrency(records: Sequence[RequestRecord], seconds: float) -> tuple[float, int]:
-    """Return the number of requests under way: mean over ``seconds``, and maximum."""
+    """Return the mean and the maximum number of requests under way.
+
+    The mean is over ``seconds`` from the first request's start.
+    """
     if not records or seconds <= 0:
         return 0.0, 0
     begin = min(record.sent for record in records)

@@ -19,13 +19,13 @@ Runs = Sequence[tuple[RunResult, RunReport]]
 
 
 def require_matplotlib() -> None:
-    """Raise ``PlotsUnavailable`` when it is missing: before a long measurement, not after."""
+    """Raise ``PlotsUnavailable`` if matplotlib is missing. Call this before a long measurement, not after."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotsUnavailable("--plot needs matplotlib: pip install 'pdserve[bench]'")
 
 
 def plot_runs(folder: Path, runs: Runs) -> list[Path]:
-    """Write the plots into ``folder``; returns their paths."""
+    """Write the three PNG plots of latency, throughput and TTFT against load into ``folder``; return their paths."""
     from . import chart
 
     with chart.style():
@@ -38,7 +38,10 @@ def plot_runs(folder: Path, runs: Runs) -> list[Path]:
 
 
 def _series(runs: Runs) -> list[tuple[str, list[RequestRecord]]]:
-    """Return the lines of a plot: each load of a sweep, each group of a scenario; complete answers only."""
+    """Return the names and records of a plot's lines: one for each load of a sweep and each group of a scenario.
+
+    Failed requests are left out.
+    """
     series = []
     for result, report in runs:
         for group in report.groups:
@@ -120,7 +123,10 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
 
 
 def _offered(report: RunReport, by_rate: bool) -> float:
-    """Return the value on the x axis."""
+    """Return the load's value on the x axis: its rate or its concurrency.
+
+    A load without a limit of concurrency has its measured mean.
+    """
     offered = report.rate if by_rate else report.concurrency
     return report.total.mean_concurrency if offered is None else offered
 

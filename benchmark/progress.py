@@ -38,14 +38,17 @@ class ProgressView:
 
     @contextmanager
     def showing(self, label: str, total: int | None) -> Iterator[None]:
-        """Show one run of ``total`` requests; None: unknown."""
+        """Show the progress of one run in the block. ``total``: its number of requests; None: unknown."""
         self._failed = 0
         self._progress.reset(self._task, description=label, total=total, failed="")
         with self._progress:
             yield
 
     def advance(self, record: RequestRecord) -> None:
-        """Count a finished request."""
+        """Count a finished request, and redraw the bar at most every ``REDRAW_SECONDS``.
+
+        Does nothing without a terminal.
+        """
         if not self._is_shown:
             return
         self._failed += record.error is not None

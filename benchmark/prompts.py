@@ -22,7 +22,7 @@ class RequestSpec:
 
     @property
     def input_len(self) -> int | None:
-        """Prompt tokens; None where only the server can count them."""
+        """Return the number of prompt tokens; None for a text, because only the server can count them."""
         return None if isinstance(self.prompt, str) else len(self.prompt)
 
 
@@ -51,7 +51,7 @@ class PromptShape:
 
 
 def random_requests(shape: PromptShape, tokens: TokenRange, seed: Seed) -> Iterator[RequestSpec]:
-    """Yield endless random requests of one shape."""
+    """Yield endless random requests of one shape. Equal seeds give equal requests."""
     prefixes = [
         tokens.draw(np.random.default_rng([*seed, _PREFIX, i]), shape.prefix_len) for i in range(shape.num_prefixes)
     ]

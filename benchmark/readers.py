@@ -26,15 +26,24 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def read(self, event: bytes) -> int:
-        """Return the number of new tokens that this event carries. Raises ``RequestError``."""
+        """Return the number of new tokens that this event carries, and note the counts in it.
+
+        Raises ``RequestError``.
+        """
 
     def finish(self) -> None:
-        """Call when the stream is over. Raises ``RequestError`` when the answer is not a good one."""
+        """Check the answer at the end of the stream. Raises ``RequestError`` if it is incomplete or failed.
+
+        Only after this are all counts set.
+        """
         return
 
 
 def load_event(event: bytes) -> dict[str, Any]:
-    """Parse the event's object; raises ``RequestError`` for anything else, and for an event that reports an error."""
+    """Parse the JSON object of an event.
+
+    Raises ``RequestError`` for anything else, and for an event that reports an error.
+    """
     try:
         content = orjson.loads(event)
     except orjson.JSONDecodeError:

@@ -34,23 +34,23 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Seconds from sending to the first chunk with a token."""
+        """Return the seconds from sending to the first chunk with a token. Needs such a chunk, as a good answer has."""
         return self.chunk_times[0] - self.sent
 
     @property
     def e2e(self) -> float:
-        """Seconds from sending to the last chunk with a token."""
+        """Return the seconds from sending to the last chunk with a token. Needs such a chunk, as a good answer has."""
         return self.chunk_times[-1] - self.sent
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between successive chunks with tokens: chunks - 1 of them."""
+        """Return the seconds between successive chunks with tokens: one value fewer than there are chunks."""
         times = self.chunk_times
         return [times[i] - times[i - 1] for i in range(1, len(times))]
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each output token after the first; None when there was only one."""
+        """Return the mean seconds for each output token after the first; None for fewer than two tokens."""
         if self.completion_tokens < 2:
             return None
         return (self.e2e - self.ttft) / (self.completion_tokens - 1)
@@ -68,7 +68,10 @@ class StreamRecorder:
         self._problem: RequestError | None = None
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take bytes of the answer; see ``BodySink``."""
+        """Take bytes of the answer, and record the time of each event with tokens.
+
+        ``at``: when they arrived, in seconds of the client's clock. Errors are kept until ``finish``.
+        """
         for event in self._splitter.feed(data):
             if event == DONE:
                 self._done = True
@@ -87,7 +90,10 @@ class StreamRecorder:
             self._record.chunk_tokens.append(tokens)
 
     def finish(self) -> None:
-        """Take over the server's counts, because the answer is complete. Raises ``RequestError`` for a bad answer."""
+        """Take over the server's counts into the record, because the answer has ended.
+
+        Raises ``RequestError`` for an answer that is incomplete, without tokens or reports an error.
+        """
         if self._problem is not None:
             raise self._problem
         if self._reader.ends_with_done and not self._done:

@@ -92,7 +92,10 @@ def _optional(value: float | None, form: str) -> str:
 
 
 def write_json(path: Path, options: BenchOptions, runs: Sequence[tuple[RunResult, RunReport]], details: bool) -> None:
-    """Write everything as one JSON object: ``options``, and for each load its ``report`` and its ``requests``."""
+    """Write one JSON object: ``options``, and for each load its ``report`` and its ``requests``.
+
+    The API key is masked. ``details``: also write the time of every chunk.
+    """
     given = dataclasses.asdict(options)
     # A file of results gets passed around; a key must not.
     given["api_key"] = None if options.api_key is None else "***"

@@ -52,7 +52,10 @@ class LoadRunner:
         self._records: list[RequestRecord] = []
 
     async def warm_up(self, workload: Workload) -> None:
-        """Send the warm-up requests, as many at a time as the load has; raises ``ServerError`` when one fails."""
+        """Send the warm-up requests and wait for their answers; raises ``ServerError`` if one fails.
+
+        As many are under way at a time as the load allows, or all of them. They leave no trace in the results.
+        """
         self._origin = self._client.clock()
         limit = asyncio.Semaphore(workload.load.concurrency or max(1, len(workload.warmup)))
 
@@ -70,7 +73,10 @@ class LoadRunner:
             raise group.exceptions[0] from None
 
     async def run(self, workload: Workload) -> RunResult:
-        """Send everything and wait for the answers."""
+        """Send all requests of ``workload``, wait for the answers, and return a record of each, failed ones included.
+
+        A scenario's unfinished requests are cancelled after its duration and the drain timeout.
+        """
         self._records = []
         with _no_garbage_collection():
             cpu = time.process_time()
@@ -157,7 +163,7 @@ class LoadRunner:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Switch the garbage collector off. It would stop this process for milliseconds, counted as the server's time."""
+    """Switch the garbage collector off in the block. Its pauses of milliseconds would count as the server's time."""
     by_others = gc.get_freeze_count()
     gc.collect()
     gc.freeze()

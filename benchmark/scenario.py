@@ -54,7 +54,7 @@ class ScenarioGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def shape(self) -> PromptShape:
-        """Shape of the group's prompts and answers."""
+        """Return the shape of the group's prompts and answers."""
         return PromptShape(
             self.input_len, self.output_len, self.range_ratio, self.prefix_len, self.prefix_share, self.num_prefixes
         )

@@ -20,7 +20,10 @@ from .workload import WorkloadSource
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Measure, print, write; returns the exit code: 1 when nothing could be measured (or, strictly, not all)."""
+    """Measure every load, print the tables and write the files; return the exit code.
+
+    It is 1 if the benchmark or every request failed. With ``strict``, one failed request is enough.
+    """
     # The tables are the result; progress is not, and goes where it can't get into a file of results.
     console, notes = Console(), Console(stderr=True)
     try:
@@ -44,7 +47,10 @@ def run_bench(options: BenchOptions) -> int:
 
 
 async def measure(options: BenchOptions, console: Console, notes: Console) -> list[tuple[RunResult, RunReport]]:
-    """Run every load in turn and print its report; raises ``BenchError`` when the server can't be measured."""
+    """Measure every load in turn, print its report to ``console``, and return the results. Raises ``BenchError``.
+
+    ``notes``: console for the progress.
+    """
     source = WorkloadSource(options)
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms, options.slo_itl_ms, options.slo_e2e_ms)
     progress = ProgressView(notes)

@@ -12,7 +12,7 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take ``data``, and return the events that it completes."""
+        """Take ``data``, and return the payloads of the events that it completes. An incomplete event is kept."""
         if self._rest:
             data = self._rest + data
         if b"\r" in data:

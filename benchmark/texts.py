@@ -27,7 +27,7 @@ class TextEntry(NamedTuple):
 
 
 def read_texts(path: Path, limit: int | None) -> list[TextEntry]:
-    """Read the first ``limit`` prompts; raises ``WorkloadError``."""
+    """Read the first ``limit`` prompts of a file (None: all), in the format of its suffix; raises ``WorkloadError``."""
     try:
         content = path.read_text(encoding="utf-8")
         entries = _conversations(path, content) if path.suffix == ".json" else _lines(path, content)
@@ -67,7 +67,11 @@ def _json_line(line: str) -> TextEntry:
 def text_requests(
     entries: Sequence[TextEntry], tokenizer_path: str | None, output_len: int | None
 ) -> list[RequestSpec]:
-    """Make requests for ``entries``; ``output_len`` wins over their own. Raises ``WorkloadError``."""
+    """Make a request for each entry. Its prompt is sent as text or, with a tokenizer, as token ids.
+
+    ``output_len``: tokens to ask for; None: what each entry says, or the length of its answer. Raises
+    ``WorkloadError``.
+    """
     if tokenizer_path is None:
         return [RequestSpec(e.prompt, _wanted(e, output_len, None)) for e in entries]
     tokenizer = _tokenizer(tokenizer_path)

@@ -37,7 +37,10 @@ class TracedRequest:
 
 
 def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
-    """Read the first ``limit`` entries, by time; raises ``WorkloadError``."""
+    """Read the first ``limit`` entries of the file (None: all), and return them in order of time.
+
+    Raises ``WorkloadError``.
+    """
     decoder = msgspec.json.Decoder(TraceEntry)
     entries: list[TraceEntry] = []
     try:
@@ -80,11 +83,11 @@ class TraceReplay:
 
     @property
     def effective_scale(self) -> float:
-        """The factor that lengths are really scaled by."""
+        """Return the factor by which lengths are scaled, rounded to steps of 1/512."""
         return self._block_len / BLOCK_TOKENS
 
     def replay(self, entries: list[TraceEntry]) -> list[TracedRequest]:
-        """Make the requests, in order of time."""
+        """Make a request for each entry, in the order of ``entries``. The first one arrives at 0 seconds."""
         first = entries[0].timestamp
         return [
             TracedRequest((entry.timestamp - first) * MS * self._time_scale, self._request(entry)) for entry in entries

@@ -28,7 +28,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """Name of the load in reports."""
+        """Return the load's name for reports, such as "4 req/s, concurrency 8"."""
         rate = "" if math.isinf(self.rate) else f"{self.rate:g} req/s"
         limit = f"concurrency {self.concurrency}" if self.concurrency else ""
         return ", ".join(filter(None, (rate, limit))) or "all at once"
@@ -79,13 +79,16 @@ class WorkloadSource:
 
     @property
     def loads(self) -> list[Load]:
-        """The points of the sweep."""
+        """Return the loads to measure: every request rate with every limit of concurrency."""
         rates = self._options.request_rate or [math.inf]
         limits: list[int] | list[None] = self._options.max_concurrency or [None]
         return [Load(rate, limit) for rate, limit in itertools.product(rates, limits)]
 
     def build(self, step: int, load: Load) -> Workload:
-        """Build the workload of one load. ``step`` is its number in the sweep; each has prompts of its own."""
+        """Build the workload of one load. ``step``: its number in the sweep.
+
+        Each load has random prompts of its own, but the texts of a file are the same for all.
+        """
         seed = (self._options.seed, step)
         if self._scenario is not None:
             return self._build_scenario(self._scenario, seed)
@@ -113,7 +116,7 @@ class WorkloadSource:
         return PromptShape(o.input_len, output_len, o.range_ratio, o.prefix_len, o.prefix_share, o.num_prefixes)
 
     def _warmup(self, shapes: list[PromptShape], seed: Seed) -> list[RequestSpec]:
-        """Draw random requests of each shape in turn. They share nothing with the measured ones."""
+        """Draw the warm-up requests, of each shape in turn. They share no prompts with the measured ones."""
         streams = [random_requests(shape, self._tokens, (*seed, _WARMUP_STREAM, i)) for i, shape in enumerate(shapes)]
         return [next(stream) for stream in itertools.islice(itertools.cycle(streams), self._options.warmup_requests)]
 

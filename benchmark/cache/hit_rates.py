@@ -42,7 +42,7 @@ class TraceTotals:
 
 
 def make_jobs(options: CacheBenchOptions) -> list[Job]:
-    """Make the trace's requests, scaled; raises ``WorkloadError``."""
+    """Read the trace, and return its requests with scaled lengths in order of arrival; raises ``WorkloadError``."""
     assert options.trace is not None
     entries = read_trace(options.trace, options.num_requests)
     replay = TraceReplay(TokenRange(1000, 29999), (0,), options.length_scale, 1.0)
@@ -55,9 +55,10 @@ def make_jobs(options: CacheBenchOptions) -> list[Job]:
 
 
 def totals(jobs: list[Job], page_size: int) -> TraceTotals:
-    """Count tokens and possible hits of each prompt after all earlier ones. Pages are identified by their whole prefix.
+    """Count the tokens of all prompts, and the hits of a cache that never evicts anything.
 
-    A prompt's last token is always computed.
+    Each prompt is compared with all earlier ones, page by page; pages are identified by their whole prefix. A prompt's
+    last token is always computed.
     """
     seen: set[bytes | int] = set()
     tokens = hits = 0
@@ -78,7 +79,10 @@ def totals(jobs: list[Job], page_size: int) -> TraceTotals:
 def hit_rate(
     options: CacheBenchOptions, policy: EvictionPolicyName, share: float, jobs: list[Job], different: int
 ) -> HitRate:
-    """Run the trace once. Requests that do not fit the pool by themselves are left out, and not counted."""
+    """Run ``jobs`` once through the scheduler in virtual time, and return the hit rate with other counts.
+
+    The pool holds ``share`` of the ``different`` tokens. Requests that do not fit it by themselves are left out.
+    """
     page = options.page_size
     pool = max(page, round(different * share) // page * page)
     fitting = [job for job in jobs if len(job.prompt) + job.max_tokens <= pool]
@@ -101,7 +105,10 @@ def hit_rate(
 
 
 def table(rates: list[HitRate], bound: float) -> str:
-    """Make a table: a row for each size, a column for each policy, and the best one's share of the bound."""
+    """Return a Markdown table of hit rates: a row for each pool size, a column for each policy, and one for the bound.
+
+    ``bound``: the hit rate of a cache that never evicts.
+    """
     policies = list(dict.fromkeys(rate.policy for rate in rates))
     lines = ["| pool, % of the trace | tokens | " + " | ".join(policies) + " | bound |"]
     lines.append("|---:|---:|" + "---:|" * (len(policies) + 1))
@@ -114,7 +121,10 @@ def table(rates: list[HitRate], bound: float) -> str:
 
 
 def draw(path: Path, rates: list[HitRate], bound: float) -> None:
-    """Draw hit rates against the pool's size."""
+    """Draw hit rates against the pool's size, a line for each policy, into the file ``path``.
+
+    ``bound``: the hit rate of a cache that never evicts, drawn as a dashed line.
+    """
     from .. import chart
 
     with chart.style():

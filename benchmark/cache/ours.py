@@ -23,7 +23,7 @@ LOOKUPS, DECODES, EVICTIONS = 200, 400, 4
 
 
 def microseconds(what: Callable[[int], object], times: int) -> list[float]:
-    """Measure each call."""
+    """Call ``what`` with 0, 1, … ``times`` - 1, and return the µs that each call took."""
     took = []
     for i in range(times):
         began = time.perf_counter()
@@ -60,14 +60,14 @@ class Ours:
         return slots
 
     def match(self) -> list[float]:
-        """Measure the way from token ids to slots, through all nodes of a path."""
+        """Return the µs of lookups from token ids to slots, through all nodes of a path."""
         for tokens in self.deep:
             found = self.cache.match_prefix(tokens)
             assert (len(found.slots), len(list(found.node.path_up())) - 1) == (len(tokens), self.nodes)
         return microseconds(lambda i: self.cache.match_prefix(self.deep[i % len(self.deep)]), LOOKUPS)
 
     def insert(self) -> list[float]:
-        """Measure inserting a prompt from its first token; the tree lacks its end."""
+        """Return the µs of insertions of a prompt from its first token. The tree lacks only the prompt's end."""
         slots = []
         for tail in self.tails[::2]:
             known = self.cache.match_prefix(tail).slots
@@ -75,7 +75,7 @@ class Ours:
         return microseconds(lambda i: self.cache.insert(self.tails[2 * i], slots[i]), len(slots))
 
     def store(self) -> list[float]:
-        """Measure storing the tokens that a request has computed after its cached prompt."""
+        """Return the µs of storing the tokens that a request has computed after its cached prompt."""
         holds = []
         for tail in self.tails[1::2]:
             row = self.table.alloc()
@@ -90,7 +90,10 @@ class Ours:
         return took
 
     def decode(self) -> list[float]:
-        """Measure allocating one slot for each request; about every 16th begins a page."""
+        """Return the µs of allocating one slot for each request, step by step.
+
+        About every ``page``-th slot begins a page.
+        """
         lens = np.random.default_rng(1).integers(100, 4000, self.decoding).astype(np.int32)
         last = self._slots(self.decoding * self.page)[:: self.page] + (lens - 1) % self.page
 
@@ -104,12 +107,12 @@ class Ours:
         return microseconds(step, min(DECODES, 32 * self.page))
 
     def evict(self) -> list[float]:
-        """Measure evicting the pages of ``evicted`` tokens to the allocator."""
+        """Return the µs of evictions, each of ``evicted`` tokens. The tree is smaller afterwards."""
         return microseconds(lambda _: self.cache.evict(self.evicted), EVICTIONS)
 
 
 def main() -> None:
-    """Run the measurement."""
+    """Measure everything on the workload file of the command line, and print the times as JSON."""
     with np.load(Path(sys.argv[1])) as load:
         ours = Ours({name: load[name] for name in load.files})
     gc.collect()

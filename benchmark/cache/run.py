@@ -50,7 +50,7 @@ LPM_BAR = 10_000.0
 
 
 def run_cache_bench(options: CacheBenchOptions) -> int:
-    """Run, print tables, write files. Returns the exit status."""
+    """Measure speeds, or hit rates if there is a trace; print tables and write files. Returns the exit code."""
     try:
         return _hit_rates(options) if options.trace is not None else _speeds(options)
     except BenchError as e:
@@ -113,7 +113,10 @@ def _p99(times: list[float]) -> float:
 
 
 def _gather(times: Times, argv: list[str]) -> None:
-    """Let a contestant run by itself, and add its times. Raises ``BenchError``."""
+    """Run the command ``argv``, one contestant's program, to its end, and add the times that it prints to ``times``.
+
+    Raises ``BenchError``.
+    """
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except OSError as e:

@@ -59,7 +59,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names: set[str] = set()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Find only modules that were missing."""
+        """Return a spec for a module of a package in ``names``, which were found missing; None for any other."""
         if name.split(".")[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -74,7 +74,10 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load(*names: str) -> list[Any]:
-    """Import the modules; raises ``ImportError`` if SGLang itself lacks one."""
+    """Import the modules of SGLang and return them. Missing modules of other packages are replaced by empty ones.
+
+    Raises ``ImportError`` if a module of SGLang or torch is missing.
+    """
     stand_ins = _StandIns()
     sys.meta_path.append(stand_ins)
     for _ in range(MOST_MISSING):
@@ -91,7 +94,7 @@ def load(*names: str) -> list[Any]:
 
 
 def microseconds(what: Callable[[int], object], times: int) -> list[float]:
-    """Measure each call."""
+    """Call ``what`` with 0, 1, … ``times`` - 1, and return the µs that each call took."""
     took = []
     for i in range(times):
         began = time.perf_counter()
@@ -128,7 +131,7 @@ class Theirs:
             self.allocator.free(slots[: self._insert(self.key(tokens), slots)])
 
     def key(self, tokens: Any) -> Any:
-        """Make the key of tokens, as a request has it."""
+        """Return the radix cache's key of token ids, as a request has it."""
         return self.radix.RadixKey(array("q", tokens.tolist()))
 
     def _slots(self, count: int) -> Any:
@@ -144,13 +147,13 @@ class Theirs:
         return self.cache.path_device_indices(found.last_device_node)
 
     def match(self) -> list[float]:
-        """Measure the way from token ids to slots."""
+        """Return the µs of lookups from token ids to slots."""
         keys = [self.key(tokens) for tokens in self.deep]
         assert len(self._match(keys[0])) == len(self.deep[0])
         return microseconds(lambda i: self._match(keys[i % len(keys)]), LOOKUPS)
 
     def insert(self) -> list[float]:
-        """Measure inserting a prompt from its first token; the tree lacks its end."""
+        """Return the µs of insertions of a prompt from its first token. The tree lacks only the prompt's end."""
         keys, slots = [], []
         for tail in self.tails[::2]:
             keys.append(self.key(tail))
@@ -159,7 +162,7 @@ class Theirs:
         return microseconds(lambda i: self._insert(keys[i], slots[i]), len(keys))
 
     def decode(self) -> list[float]:
-        """Measure allocating one slot for each request."""
+        """Return the µs of allocating one slot for each request, step by step."""
         lens = torch.from_numpy(np.random.default_rng(1).integers(100, 4000, self.decoding))
         last = self._slots(self.decoding * self.page)[:: self.page] + (lens - 1) % self.page
 
@@ -172,12 +175,12 @@ class Theirs:
         return microseconds(step, min(DECODES, 32 * self.page))
 
     def evict(self) -> list[float]:
-        """Measure evicting the pages of ``evicted`` tokens to the allocator."""
+        """Return the µs of evictions, each of ``evicted`` tokens. The tree is smaller afterwards."""
         return microseconds(lambda _: self.cache.evict(self.params.EvictParams(num_tokens=self.evicted)), EVICTIONS)
 
 
 def main() -> None:
-    """Run the measurement."""
+    """Measure everything on the workload file of the command line, and print the times as JSON."""
     torch.set_num_threads(1)
     with np.load(sys.argv[1]) as workload:
         theirs = Theirs({name: workload[name] for name in workload.files})

@@ -35,7 +35,7 @@ LOOKUPS, DECODES, EVICTIONS = 50, 100, 4
 
 
 def microseconds(what: Callable[[int], object], times: int) -> list[float]:
-    """Measure each call."""
+    """Call ``what`` with 0, 1, … ``times`` - 1, and return the µs that each call took."""
     took = []
     for i in range(times):
         began = time.perf_counter()
@@ -66,13 +66,16 @@ class Theirs:
             self.manager.free(self.run(tokens))
 
     def request(self, tokens: Any) -> Any:
-        """Make a request with hashed blocks, as a server does when a prompt comes."""
+        """Make vLLM's request for ``tokens``, with its blocks hashed as when a prompt comes to a server."""
         self.count += 1
         sampling = SamplingParams(max_tokens=4096)
         return Request(str(self.count), tokens.tolist(), sampling, None, block_hasher=self.hasher)
 
     def run(self, tokens: Any, *, delay: bool = False) -> Any:
-        """Give a request all of its blocks."""
+        """Make a request, allocate blocks for all of its ``tokens``, and return it as if they were computed.
+
+        ``delay``: don't cache the new blocks yet.
+        """
         request = self.request(tokens)
         cached, found, _ = self.manager.get_computed_blocks(request)
         given = self.manager.allocate_slots(request, len(tokens) - found, found, cached, delay_cache_blocks=delay)
@@ -81,19 +84,19 @@ class Theirs:
         return request
 
     def match(self) -> list[float]:
-        """Measure the way from token ids to blocks."""
+        """Return the µs of lookups from token ids to blocks, hashing included."""
         deep = self.deep
         return microseconds(lambda i: self.manager.get_computed_blocks(self.request(deep[i % len(deep)])), LOOKUPS)
 
     def lookup(self) -> list[float]:
-        """Measure the way from hashes to blocks."""
+        """Return the µs of lookups from known hashes to blocks."""
         requests = [self.request(tokens) for tokens in self.deep]
         found = self.manager.get_computed_blocks(requests[0])[1]
         assert found >= len(self.deep[0]) - self.page
         return microseconds(lambda i: self.manager.get_computed_blocks(requests[i % len(requests)]), LOOKUPS)
 
     def store(self) -> list[float]:
-        """Measure storing the blocks after a cached prompt."""
+        """Return the µs of caching a request's blocks after its cached prompt."""
         requests = [self.run(tail, delay=True) for tail in self.tails[1:16:2]]
         took = microseconds(lambda i: self.manager.cache_blocks(requests[i], requests[i].num_tokens), len(requests))
         for request in requests:
@@ -101,7 +104,7 @@ class Theirs:
         return took
 
     def decode(self) -> list[float]:
-        """Measure one token for each request."""
+        """Return the µs of allocating room for one more token of each request, step by step."""
         lens = np.random.default_rng(1).integers(100, 1000, self.decoding)
         requests = [self.run(np.arange(n, dtype=np.int64) + 40_000 * (i + 1)) for i, n in enumerate(lens)]
         took = []
@@ -119,13 +122,13 @@ class Theirs:
         return took
 
     def evict(self) -> list[float]:
-        """Measure finding, forgetting and handing out the blocks of ``evicted`` tokens."""
+        """Return the µs of allocating blocks for ``evicted`` tokens, which evicts cached blocks."""
         pool = self.manager.block_pool
         return microseconds(lambda _: pool.get_new_blocks(self.evicted // self.page), EVICTIONS)
 
 
 def main() -> None:
-    """Run the measurement."""
+    """Measure everything on the workload file of the command line, and print the times as JSON."""
     with np.load(sys.argv[1]) as load:
         theirs = Theirs({name: load[name] for name in load.files})
     gc.collect()

@@ -55,9 +55,9 @@ def _waiting(count: int) -> list[Req]:
 
 
 def measure_queue(options: CacheBenchOptions) -> QueueTimes:
-    """Measure how long it takes to order waiting requests.
+    """Measure how long it takes to order waiting requests by their longest cached prefix, and to run the first ones.
 
-    Raises ``BenchError`` if the order is not that of brute force.
+    Raises ``BenchError`` if the order differs from that of brute force.
     """
     page = options.page_size
     reqs = _waiting(options.queued)

@@ -26,7 +26,11 @@ VOCABULARY = 30_000
 
 
 def write_workload(options: CacheBenchOptions, path: Path) -> None:
-    """Write arrays ``tokens`` (all prompts one after another) and ``ends``, the same for ``tails``, and sizes."""
+    """Draw the workload and write it to ``path`` (.npz), with the sizes that measurements need.
+
+    ``stored`` and ``tails`` have the token ids of all prompts, one after another. ``stored_ends`` and ``tails_ends``
+    say where each prompt ends.
+    """
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> I32:

@@ -28,7 +28,7 @@ TOLERANCE_OF_BYTES = 1e-1
 
 
 def attention(ask: Ask, place: Place) -> Case:
-    """Return attention of decode steps (``rows`` in the shape) or of one prompt's tokens (``tokens``)."""
+    """Return the case of attention of a decode step (``rows`` in the shape) or of one prompt's tokens (``tokens``)."""
     sizes, is_decode = ask.sizes, "rows" in ask.sizes
     rows = sizes["rows"] if is_decode else 1
     count = 1 if is_decode else sizes["tokens"]
@@ -65,7 +65,7 @@ def attention(ask: Ask, place: Place) -> Case:
 
 
 def _tiles(ask: Ask, place: Place, shape: TileShape) -> tuple[tuple[DecodeTiles, PrefillTiles], dict[str, int]]:
-    """Return both tiles, and the sizes of the one that is asked for."""
+    """Return the tiles of both kernels, and the sizes of the measured one. ``ask.tile`` replaces sizes of that one."""
     capability = 90 if place.mode is Mode.INTERPRETED else place.capability
     try:
         both = decode_tiles(shape, capability), prefill_tiles(shape, capability)
@@ -79,7 +79,7 @@ def _tiles(ask: Ask, place: Place, shape: TileShape) -> tuple[tuple[DecodeTiles,
 
 
 def _batch(table: Tensor, start: int, count: int) -> ForwardBatch:
-    """Return a pass of ``count`` tokens of every row of ``table``, from position ``start`` on."""
+    """Return a forward batch of ``count`` tokens of every row of ``table``, from position ``start`` on."""
     rows, device = len(table), table.device
     positions = torch.arange(start, start + count, device=device).repeat(rows)
     row_of_token = torch.arange(rows, device=device).repeat_interleave(count)
@@ -96,7 +96,7 @@ def _batch(table: Tensor, start: int, count: int) -> ForwardBatch:
 
 
 def _reference(q_RTHD: Tensor, k_RCKD: Tensor, v_RCKD: Tensor, window: int | None) -> Tensor:
-    """Return [R * T, H, D] float32."""
+    """Compute causal attention with torch in float32, and return it as [R * T, H, D]. ``window`` is in tokens."""
     count, context = q_RTHD.shape[1], k_RCKD.shape[1]
     at = torch.arange(context - count, context, device=q_RTHD.device)[:, None]
     keys = torch.arange(context, device=q_RTHD.device)[None, :]

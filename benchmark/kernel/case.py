@@ -31,16 +31,22 @@ class Place(NamedTuple):
     capability: int
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        """Return random numbers with a standard deviation of ``scale``."""
+        """Return normally distributed numbers with a standard deviation of ``scale``.
+
+        In mode ``ON_PAPER`` they are not drawn.
+        """
         return self.drawn(shape, dtype, lambda: torch.randn(shape, device=self.device).mul_(scale).to(dtype))
 
     def randint(self, end: int, *shape: int) -> Tensor:
-        """Return random bytes below ``end``."""
+        """Return random bytes below ``end``, in the shape ``shape``. In mode ``ON_PAPER`` they are not drawn."""
         draw = lambda: torch.randint(0, end, shape, dtype=torch.uint8, device=self.device)  # noqa: E731
         return self.drawn(shape, torch.uint8, draw)
 
     def drawn(self, shape: Sequence[int], dtype: torch.dtype, draw: Callable[[], Tensor]) -> Tensor:
-        """Return what ``draw`` returns, or memory that was never written where nothing runs."""
+        """Return what ``draw`` returns.
+
+        In mode ``ON_PAPER``, return uninitialised memory of that shape and type instead.
+        """
         return torch.empty(shape, dtype=dtype, device=self.device) if self.mode is Mode.ON_PAPER else draw()
 
 
@@ -69,13 +75,16 @@ class Case(NamedTuple):
     """What a difference is compared with, of the result's shape."""
 
     def error(self) -> float:
-        """Run once, and return the largest difference from what is expected."""
+        """Run the kernel once, and return the largest difference from ``expected``, each divided by its ``scale``."""
         difference = (self.run().float() - self.expected()).abs() / self.scale()
         return float(difference.max().item())
 
 
 def replaced(tile: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    """Return the tile with the sizes that were given; raises ``BenchOptionsError`` for one that no kernel takes."""
+    """Return ``tile`` with the sizes in ``given`` in place of its own.
+
+    Raises ``BenchOptionsError`` for a size that has to be a power of two and is none.
+    """
     for name, size in given.items():
         if name not in ("least_split", "programs") and size & (size - 1) and name != "num_stages":
             raise BenchOptionsError(f"--tile {name}={size}: it must be a power of two")

@@ -36,7 +36,10 @@ class _NoGPU:
 
 
 def launched(run: Callable[[], object], capability: int, *, has_gpu: bool) -> list[CompileRequest]:
-    """Call ``run`` and return the kernels that it launches for the first time, in order."""
+    """Call ``run``, and return the kernel variants that it launches for the first time in this process, in order.
+
+    Without a GPU they are neither compiled nor run, as for one of ``capability`` (times ten).
+    """
     found: list[CompileRequest] = []
 
     def note(*, fn: Any, compile: dict[str, Any], **_more: Any) -> bool:
@@ -50,7 +53,10 @@ def launched(run: Callable[[], object], capability: int, *, has_gpu: bool) -> li
 
 @contextmanager
 def on_paper(capability: int) -> Iterator[None]:
-    """Launch nothing: for what is prepared where there is no GPU."""
+    """Make kernel launches in the block do nothing, as if for a GPU of ``capability`` (times ten).
+
+    It lets a case be prepared where there is no GPU.
+    """
     with _hooked(lambda **_more: True, _NoGPU(capability)):
         yield
 

@@ -52,17 +52,17 @@ class KernelBenchOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The whole shape."""
+        """Return the whole shape: the kernel's default sizes, with those of --shape in their place."""
         return KERNELS[self.kernel].shape | _numbers("--shape", self.shape, KERNELS[self.kernel].shape)
 
     @property
     def tile_sizes(self) -> dict[str, int]:
-        """The tile sizes that were given."""
+        """Return the tile sizes that --tile gives, without defaults."""
         return _numbers("--tile", self.tile, KERNELS[self.kernel].tile)
 
     @property
     def chosen_variant(self) -> str:
-        """The variant that was given, or the kernel's first."""
+        """Return the variant that was given, or the kernel's first one."""
         return KERNELS[self.kernel].variants[0] if self.variant is None else self.variant
 
     def check(self) -> None:
@@ -84,7 +84,10 @@ class KernelBenchOptions:
 
 
 def _numbers(flag: str, given: Iterable[str], known: Iterable[str]) -> dict[str, int]:
-    """Return NAME=NUMBER entries as a dict. Raises ``BenchOptionsError``."""
+    """Parse entries NAME=NUMBER of option ``flag`` into a dict.
+
+    Raises ``BenchOptionsError`` for a name that is not in ``known``, or a number out of range.
+    """
     numbers = {}
     for entry in given:
         name, _, text = entry.partition("=")

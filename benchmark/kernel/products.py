@@ -33,7 +33,7 @@ ROUNDING_OF_FP8 = 3e-2
 
 
 def int4(ask: Ask, place: Place) -> Case:
-    """Return a product with weights of four bits (AWQ, GPTQ, INT4)."""
+    """Return the case of a product with weights of four bits (AWQ, GPTQ, INT4)."""
     tokens, inputs, outputs, group = (ask.sizes[name] for name in ("tokens", "inputs", "outputs", "group"))
     is_wide = ask.dtype == torch.float32
     tile = replaced(int4_tile(tokens, group, is_wide=is_wide), ask.tile)
@@ -52,7 +52,7 @@ def int4(ask: Ask, place: Place) -> Case:
 
 
 def fp8(ask: Ask, place: Place) -> Case:
-    """Return a product with weights in FP8, W8A16 or W8A8."""
+    """Return the case of a product with weights in FP8, W8A16 or W8A8."""
     tokens, inputs, outputs = (ask.sizes[name] for name in ("tokens", "inputs", "outputs"))
     is_blocked, eight = ask.variant.startswith("blocks"), ask.variant.endswith("w8a8")
     if eight and place.mode is not Mode.INTERPRETED and place.capability < 89:
@@ -72,7 +72,7 @@ def fp8(ask: Ask, place: Place) -> Case:
 
 
 def experts(ask: Ask, place: Place, *, is_up: bool) -> Case:
-    """Return one of the two products of all experts of a layer."""
+    """Return the case of one of the two products of a layer's experts: gate and up, or down without ``is_up``."""
     names = ("tokens", "experts", "chosen", "inner", "hidden")
     tokens, count, chosen_count, inner, hidden = (ask.sizes[name] for name in names)
     block_m = ask.tile.get("M", BLOCK_M)
@@ -119,7 +119,7 @@ def experts(ask: Ask, place: Place, *, is_up: bool) -> Case:
 
 
 def norm(ask: Ask, place: Place) -> Case:
-    """Return a root-mean-square norm of each token."""
+    """Return the case of a root-mean-square norm of each token."""
     x = place.randn(ask.sizes["tokens"], ask.sizes["width"], dtype=ask.dtype)
     weight, spec = place.randn(ask.sizes["width"]), NormSpec(eps=1e-5)
 

@@ -34,14 +34,17 @@ class Resources(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """Why no GPU of this kind runs it; "" if one does."""
+        """Return why no GPU of this kind can run the kernel; "" if one can."""
         if self.programs:
             return ""
         return f"no program of {self.kernel} fits: {self.registers} registers, {self.shared_bytes} bytes shared"
 
 
 def resources_of(requests: Sequence[CompileRequest]) -> list[Resources]:
-    """Compile each kernel, without a GPU. Raises ``BenchError`` for one that does not compile."""
+    """Compile each kernel, which needs no GPU, and return what it takes of a multiprocessor.
+
+    Raises ``BenchError`` for a kernel that does not compile, or not in time.
+    """
     try:
         compiled = compile_kernels(requests)
     except CompileError as e:
@@ -67,7 +70,10 @@ def resources_of(requests: Sequence[CompileRequest]) -> list[Resources]:
 
 
 def programs_that_fit(capability: int, num_warps: int, registers: int, shared_bytes: int) -> int:
-    """Return how many programs a multiprocessor runs at a time; 0 if one takes more than there is."""
+    """Return how many programs (thread blocks) fit on a multiprocessor at a time; 0 if one takes more than it has.
+
+    ``registers``: of a thread. ``shared_bytes``: of a program.
+    """
     # A warp's registers are given out 256 at a time, 8 to a thread.
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * num_warps) if registers else WARPS[90]
     by_shared = (_of(SHARED_BYTES, capability) + SHARED_RESERVED) // (shared_bytes + SHARED_RESERVED)

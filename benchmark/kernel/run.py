@@ -25,7 +25,7 @@ DEFAULT_CAPABILITY = 90
 
 
 def run_kernel_bench(options: KernelBenchOptions) -> int:
-    """Measure what can be measured here, print and write it; returns the exit code."""
+    """Measure what can be measured on this machine, print it and write the file; return the exit code."""
     return exit_code("pdserve bench kernel", lambda: _run(options))
 
 
@@ -71,7 +71,10 @@ def _run(options: KernelBenchOptions) -> bool:
 
 
 def _prepare(options: KernelBenchOptions, place: Place) -> tuple[Ask, Case, list[Resources]]:
-    """Make the case, and compile what it launches."""
+    """Make the case that the options ask for, and compile the kernels that it launches.
+
+    In Triton's interpreter nothing is compiled, and the list of resources is empty.
+    """
     import torch
 
     from .case import Ask, Mode
@@ -126,7 +129,7 @@ def _why_not(place: Place) -> str:
 
 
 def _measured(options: KernelBenchOptions, ask: Ask, case: Case, console: Console) -> dict[str, Any]:
-    """Print and return the times."""
+    """Measure the case on the GPU, print its times and its share of the roofline, and return them for the JSON file."""
     from .timing import measure, measure_rates, roofline
 
     times: Times = measure(case, options.seconds)

@@ -41,7 +41,10 @@ class Roofline(NamedTuple):
 
 
 def measure(case: Case, seconds: float) -> Times:
-    """Time the case as the server runs it, in a graph, with nothing of it in the caches."""
+    """Return the times of one run of the case, replayed as a CUDA graph with cold caches. Raises ``BenchError``.
+
+    ``seconds``: how long to measure.
+    """
     try:
         case.run()
         graph = torch.cuda.CUDAGraph()
@@ -53,7 +56,7 @@ def measure(case: Case, seconds: float) -> Times:
 
 
 def measure_rates(dtype: torch.dtype) -> Rates:
-    """Measure both rates, of random data."""
+    """Measure how fast this GPU copies memory, and multiplies square matrices of ``dtype``; both with random data."""
     source = torch.randn(COPIED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / _times(lambda: target.copy_(source), 0.2).median
@@ -62,7 +65,7 @@ def measure_rates(dtype: torch.dtype) -> Rates:
 
 
 def roofline(nbytes: int, operations: int, rates: Rates) -> Roofline:
-    """Return the least time of this work."""
+    """Return the least time that this work takes at ``rates``, and whether memory or arithmetic bounds it."""
     by_memory, by_arithmetic = nbytes / rates.copy, operations / rates.multiply
     if by_memory >= by_arithmetic:
         return Roofline(by_memory, f"memory at {rates.copy / 1e9:.0f} GB/s")

@@ -46,7 +46,10 @@ class Result:
 
 
 def run_schedule_bench(options: ScheduleBenchOptions) -> int:
-    """Run, print a table, write the file. Returns the exit status."""
+    """Run the trace for each policy and admission rule, print a table and write the file. Returns the exit code.
+
+    Requests that do not fit the pool by themselves are left out.
+    """
     assert options.trace is not None
     try:
         entries = read_trace(options.trace, options.num_requests)

@@ -31,7 +31,7 @@ MEASURED = (StepShape(1, 64), StepShape(8, 512), *(StepShape().with_piece(0, n) 
 
 
 def step_ms(shape: StepShape) -> float:
-    """Return the time of a step of SmolLM2-135M in bfloat16 on two cores of an AMD EPYC.
+    """Return an estimate in ms of a step of SmolLM2-135M in bfloat16 on two cores of an AMD EPYC.
 
     It follows the tables of docs/performance.md. A small step reads the weights; a large one is bound by arithmetic.
     """
@@ -93,7 +93,10 @@ class VirtualInstance:
         self.now = 1.0
 
     def run(self, jobs: list[Job]) -> None:
-        """Run until all jobs have ended. Raises ``BenchError`` if one is refused."""
+        """Serve ``jobs``, which are in order of arrival, in virtual time until all have ended. Fills ``outcomes``.
+
+        Raises ``BenchError`` if a job is refused or cannot go on.
+        """
         start = self.now
         todo = deque(jobs)
         while todo or not self.scheduler.is_idle:
@@ -121,7 +124,7 @@ class VirtualInstance:
         self.scheduler.arrivals.admit(req, req.arrival)
 
     def _work(self) -> None:
-        """Run the oldest of the sent steps to its end."""
+        """Simulate the oldest step that was sent: advance the virtual clock and give the scheduler its result."""
         step = self._worker.messages.popleft()
         assert isinstance(step, ForwardStep)
         for row in step.new_rows:
@@ -159,5 +162,8 @@ class VirtualInstance:
 
 
 def ttft_ms(outcomes: list[Outcome], start: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return [N]: the time from each request's arrival to its first token."""
+    """Return [N] in ms: the time from each request's arrival to its first token.
+
+    ``start``: virtual time in seconds from which arrivals count.
+    """
     return np.array([(o.first_token - start - o.job.at) * 1000 for o in outcomes])

@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one request moves."""
+        """Return the bytes that one request moves."""
         return self.num_pages * self.page_bytes
 
 
@@ -36,7 +36,7 @@ class PageLists(NamedTuple):
 
 
 def cases_of(options: TransferBenchOptions, page_bytes: int) -> list[Case]:
-    """Return the cases with pages of this size."""
+    """Return the cases with pages of ``page_bytes``: one for each request size and contiguity."""
     return [
         Case(page_bytes, size, contiguity, max(1, round(size * MIB / page_bytes)))
         for size in options.request_mib

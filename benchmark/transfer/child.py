@@ -90,7 +90,10 @@ def obey(side: Side, command: Command) -> Answer:
 
 
 def move(side: Writer, command: Move) -> Moved:
-    """Move the pages of ``command`` for its ``seconds``, at least once, and return the seconds of each round."""
+    """Move the pages of ``command`` again and again for its ``seconds``, at least once.
+
+    Return the seconds of each time, and the checksums of the last one.
+    """
     src, dst, until = unpack_i32(command.src), unpack_i32(command.dst), time.perf_counter() + command.seconds
     times: list[float] = []
     while not times or time.perf_counter() < until:
@@ -100,7 +103,10 @@ def move(side: Writer, command: Move) -> Moved:
 
 
 def verify(side: Side, command: Verify) -> Verified:
-    """Verify the checksums of ``command`` for its ``seconds``, at least once, and return the seconds of each round."""
+    """Verify the checksums of ``command`` again and again for its ``seconds``, at least once.
+
+    Return the seconds of each time.
+    """
     pages, until = unpack_i32(command.pages), time.perf_counter() + command.seconds
     times: list[float] = []
     while not times or time.perf_counter() < until:
@@ -109,7 +115,10 @@ def verify(side: Side, command: Verify) -> Verified:
 
 
 def serve(connection: Connection, files: Descriptors) -> None:
-    """Answer every command; ends by ``EOFError``."""
+    """Execute every command that comes and send its answer; errors are answers, too. Ends by ``EOFError``.
+
+    While no command comes, an owner that wants it is polled.
+    """
     side: Side | None = None
     while True:
         while isinstance(side, Owner) and not connection.poll(side.look_seconds):

@@ -46,7 +46,7 @@ class Contestant:
     """
 
     def __init__(self, way: Way, pools: SharedPools) -> None:
-        """Start and connect the processes of ``way``. Raises ``LeftOut``."""
+        """Start and connect the processes of ``way``. Raises ``LeftOut`` if its library is not installed."""
         self.way = way
         self._pools = pools
         self._pages: PageLists | None = None
@@ -82,7 +82,10 @@ class Contestant:
         return _expect(Begun, answer).means
 
     def prepare(self, pages: PageLists) -> None:
-        """Let ``pages`` be moved, and see that they land."""
+        """Choose ``pages`` for the next measurements, move them once, and check that their bytes have arrived.
+
+        Raises ``SideError`` if they have not. The whole destination is cleared before.
+        """
         self._pages = pages
         self._pools.clear()
         self._grant(pack_i32(pages.dst))
@@ -92,7 +95,11 @@ class Contestant:
             raise SideError(f"{self.way.label} left other bytes behind than it was given")
 
     def measure(self, seconds: float) -> Round:
-        """Measure one round of moving the prepared pages. Each measurement repeats for ``seconds``."""
+        """Move the prepared pages for one round, and return the median seconds of a request.
+
+        Moving with checksums, without them, and verifying are each measured for ``seconds``, as far as the way has
+        them.
+        """
         assert self._pages is not None
         there = pack_i32(self._pages.dst)
         self._grant(there)
@@ -121,7 +128,7 @@ class Contestant:
         self.close()
 
     def close(self) -> None:
-        """Kill its processes, if they still run."""
+        """Kill the way's processes, if they still run."""
         self._ending.close()
 
 

@@ -35,7 +35,7 @@ class Way(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name, for people."""
+        """Return the way's name for people, such as "raw nixl"."""
         return {How.ENGINE: self.backend, How.RAW: f"raw {self.backend}", How.MEMCPY: "memcpy"}[self.how]
 
 

@@ -25,15 +25,15 @@ class SharedPools:
 
     @property
     def descriptors(self) -> list[int]:
-        """Return the file descriptors of the source and the destination, if they have any."""
+        """Return the file descriptors of the source and the destination, in this order."""
         return [region.fd for region in self._regions if region.fd is not None]
 
     def clear(self) -> None:
-        """Make the destination unlike the source; what is behind it is memory from then on."""
+        """Overwrite the destination with zeros, so that it differs from the source. That also commits its memory."""
         self._destination[:] = 0
 
     def has_landed(self, pages: PageLists) -> bool:
-        """Return whether each page of the destination holds the bytes of its page of the source."""
+        """Return whether each destination page in ``pages`` has the bytes of its source page."""
         here, there = self._source, self._destination
         return all(
             np.array_equal(here[src], there[dst])

@@ -59,9 +59,9 @@ class SideProcess:
         self._printed.close()
 
     def ask(self, command: Command, seconds: float = 0.0) -> Answer:
-        """Send ``command`` to the child process and return its answer.
+        """Send ``command`` to the child process, wait, and return its answer. Raises ``SideError``.
 
-        The limit is the usual one plus ``seconds``, which the command takes on purpose. Raises ``SideError``.
+        ``seconds``: what the command takes on purpose, added to the usual limit.
         """
         doing, limit = type(command).__name__, self._limit + seconds
         try:
@@ -80,10 +80,7 @@ class SideProcess:
         return answer
 
     def _last_words(self) -> str:
-        """Return the last lines that the child process or its libraries printed.
-
-        They are shown with an error only; elsewhere they would be among the results.
-        """
+        """Return the last lines that the child process or its libraries printed, to be shown with an error."""
         self._printed.seek(0)
         lines = self._printed.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         return "".join(f"\n    {line}" for line in lines)

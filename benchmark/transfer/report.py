@@ -20,7 +20,7 @@ COLUMNS = ("GB/s", "of memcpy", "of raw", "unhashed GB/s", "checksum ms/GiB", "v
 
 
 def print_cases(console: Console, results: Sequence[CaseResult]) -> None:
-    """Print the table of one page size."""
+    """Print one table of ``results``, which are all of one page size."""
     table = Table(title=f"pages of {results[0].case.page_bytes:,} bytes", title_justify="left")
     for name in ("request", "pages", "moved by"):
         table.add_column(name, no_wrap=True)
@@ -47,7 +47,7 @@ def print_cases(console: Console, results: Sequence[CaseResult]) -> None:
 
 
 def print_problems(console: Console, results: TransferResults) -> None:
-    """Print what the tables leave out, and why."""
+    """Print what is missing in the tables: what is not installed or failed, and why."""
     for what, colour, problems in (("left out", "yellow", results.left_out), ("failed", "red", results.failed)):
         for name, reason in problems.items():
             # Escaped: "pdserve[nixl]" would be taken for a colour.

@@ -47,7 +47,7 @@ class CaseResult:
     rounds: dict[Way, list[Round]] = field(default_factory=dict)
 
     def figures(self, way: Way) -> Figures:
-        """Summarise the rounds of ``way``, one of ``rounds``."""
+        """Return the figures of ``way``, which must be in ``rounds``: rates, and ratios to other ways."""
         own, nbytes = self.rounds[way], self.case.nbytes
         unhashed = [r.unhashed for r in own if r.unhashed is not None]
         verify = [r.verify for r in own if r.verify is not None]

@@ -20,7 +20,7 @@ LIBRARIES = ("nixl", "mooncake")
 
 
 def ways_of(backends: list[HostBackendName]) -> list[Way]:
-    """Return the ways to measure: these backends, and what they are compared with."""
+    """Return the ways to measure: a plain copy, each of ``backends``, and the libraries of some by themselves."""
     ways = [MEMCPY]
     for name in backends:
         ways.append(Way(How.ENGINE, name))
@@ -38,7 +38,10 @@ class TransferBench:
         self._notes = notes
 
     def run(self) -> Iterator[list[CaseResult]]:
-        """Measure every case and yield the results of each page size. Raises ``RegionError``."""
+        """Measure every case; after each page size, add its results to ``results`` and yield them.
+
+        Raises ``RegionError``.
+        """
         for page_bytes in self._options.page_bytes:
             cases = cases_of(self._options, page_bytes)
             pool_pages = max(case.num_pages for case in cases) + 1
@@ -63,7 +66,10 @@ class TransferBench:
         return contestants
 
     def _measure(self, case: Case, pages: PageLists, contestants: list[Contestant]) -> CaseResult:
-        """Measure one case in rounds. A contestant that fails is taken out of ``contestants``."""
+        """Measure one case in rounds, and return the results of the contestants that got through all of them.
+
+        A contestant that fails is closed, and taken out of ``contestants``.
+        """
         self._notes.print(f"[dim]{case.page_bytes:,}-byte pages, {case.request_mib:g} MiB {case.contiguity}[/dim]")
         rounds: dict[Way, list[Round]] = {contestant.way: [] for contestant in contestants}
         for number in range(-1, self._options.rounds):
@@ -82,9 +88,6 @@ class TransferBench:
 
 
 def _rotated(contestants: list[Contestant], number: int) -> list[Contestant]:
-    """Return a copy of ``contestants`` that begins at index ``number``.
-
-    The loop over it may remove contestants from the original.
-    """
+    """Return a copy of ``contestants`` that begins at index ``number``, modulo their count; at 0 for a negative one."""
     at = max(number, 0) % max(len(contestants), 1)
     return contestants[at:] + contestants[:at]

@@ -16,7 +16,10 @@ from .rounds import TransferBench
 
 
 def run_transfer_bench(options: TransferBenchOptions) -> int:
-    """Measure, print, write; returns the exit code: 1 when something failed, or no backend could be measured."""
+    """Measure all cases, print the tables and write the file; return the exit code.
+
+    It is 1 if something failed, or no backend could be measured.
+    """
     console = wide_console()
     bench = TransferBench(options, Console(stderr=True))
     try:

@@ -39,7 +39,10 @@ class Side:
     """Either of them. Every method may raise ``SideFailed``."""
 
     def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
-        """Hold ``pages`` of the destination against ``slices``; returns the seconds that it took."""
+        """Check ``pages`` of the destination against the checksums ``slices``, and return the seconds that it took.
+
+        Raises ``SideFailed`` if they differ, and by default always.
+        """
         raise SideFailed("nothing is verified here")
 
 
@@ -54,18 +57,24 @@ class Owner(Side):
     look_seconds: float | None = None
 
     def look(self) -> None:
-        """Let the library take what has come."""
+        """Let the transfer library process what has arrived. By default do nothing."""
 
     def grant(self, pages: I32) -> None:
-        """Allow writes to ``pages`` and to no others. Without pages, another contestant is measured now."""
+        """Allow writes to ``pages`` and to no others. By default do nothing.
+
+        Without pages, an owner that polls its library stops doing so: another contestant is measured then.
+        """
 
 
 class Writer(Side, ABC):
     """Side that writes pages into the pool of the other one."""
 
     def connect(self, means: bytes) -> None:
-        """Reach the owner."""
+        """Connect to the owner. ``means``: how to reach it. By default do nothing."""
 
     @abstractmethod
     def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
-        """Move pages ``src`` to ``dst``; every byte has landed when it returns."""
+        """Copy pages ``src`` to pages ``dst`` of the owner; every byte has arrived when this returns.
+
+        ``hashed``: whether to compute checksums meanwhile.
+        """
