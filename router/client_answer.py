@@ -6,12 +6,12 @@ import orjson
 from starlette.types import Send
 
 from ..runtime.web.errors import ErrorShape, plain_error
-from ..runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
+from ..runtime.web.sse import StreamFormat
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
+OPENAI_STREAM = StreamFormat()
 READY = b'{"status":"ready"}'
-"""Last event of every stream, even after an error, because clients wait for it."""
 
 
 class ClientAnswer:
@@ -21,9 +21,13 @@ class ClientAnswer:
     the answer.
     """
 
-    def __init__(self, send: Send, error_shape: ErrorShape = plain_error) -> None:
+    def __init__(
+        self, send: Send, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM
+    ) -> None:
         self._send = send
         self._error_shape = error_shape
+        self.stream_format = stream_format
+        """Format of the answer if it is a stream."""
         self.started = False
         """True from just before the first byte of an answer is sent. From then on there is no retry."""
         self.finished = False
@@ -69,7 +73,7 @@ class ClientAnswer:
         """
         body = orjson.dumps(self._error_shape(error.fields()))
         if self._opened:
-            await self.finish(DATA_PREFIX + body + EVENT_END + DONE_EVENT)
+            await self.finish(self.stream_format.end_with_error(body))
             return
         await self.whole(error.status, [JSON_TYPE, *error.all_headers()], body)
 

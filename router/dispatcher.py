@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from ..runtime.cluster_secret import BootstrapSignature, RouterKeys
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from ..runtime.web.moved_answer import FOLLOW, MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, read_ticket
+from ..runtime.web.sse import StreamFormat
 from .client_answer import ClientAnswer
 from .errors import (
     InstanceAnsweredError,
@@ -57,12 +57,8 @@ LINGER = 5.0
 """Seconds that a prefill's leg may stay open after the decode's answer is complete."""
 CRASH_SHOWS = 0.1
 """Seconds in which a broken connection shows that a pair's hand-over failed because an instance died."""
-ERROR_EVENT = b'data: {"error"'
-"""Beginning of an error event. It never occurs inside a JSON string, where its quotes would be escaped."""
 FAILED_CODE = f'"code":"{INSTANCE_FAILED}"'.encode()
 """Part of an error event after an instance died in the middle of its answer."""
-FIRST_ERROR = re.compile(rb'(?:(?::[^\r\n]*)?\r?\n)*+data: ?(\{"error"[^\n]*)')
-"""Pattern of an error event after comments and empty lines. A line matches in one way only, so the time is linear."""
 TICKET_REFUSED = (400, 401, 403, 404, 429)
 """Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
 EVENT_STREAM = b"text/event-stream"
@@ -344,10 +340,10 @@ class Dispatcher:
                     if is_comment(events):
                         await answer.keep_alive(head.status, back, events)
                         continue
-                    raise_first_error(events, instance)
+                    raise_first_error(events, instance, answer.stream_format)
                     begun()
                     await answer.start(head.status, back)
-                if ERROR_EVENT in events:
+                if answer.stream_format.error_sign in events:
                     answer.sent_error = True
                     if FAILED_CODE in events:
                         self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
@@ -436,11 +432,10 @@ def ticket_in(text: bytes, instance: Instance) -> Ticket:
         raise MovedAwayError(f"{instance} handed the request on, but does not say to whom: {e}") from None
 
 
-def raise_first_error(events: bytes, instance: Instance) -> None:
+def raise_first_error(events: bytes, instance: Instance, stream_format: StreamFormat) -> None:
     """Raise ``RouterError`` if an answer's first SSE event is an error. Comments may precede it in the same read.
 
     The client has been sent nothing yet, so the error can still become a status, or lead to a retry.
     """
-    if (found := FIRST_ERROR.match(events)) is not None:
-        first = found[1]
+    if (first := stream_format.first_error(events)) is not None:
         raise error_of(error_status(parse_error(first) or {}), first, str(instance), ())

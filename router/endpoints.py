@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..runtime.web.access_log import AccessRecord, error_shape
+from ..runtime.web.access_log import AccessRecord, error_shape, stream_format
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
@@ -81,7 +81,8 @@ class GenerationEndpoint:
         self._fixed_body = fixed_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = (ClientAnswer if self._fixed_body is None else ReadyAnswer)(send, error_shape(scope))
+        kind = ClientAnswer if self._fixed_body is None else ReadyAnswer
+        answer = kind(send, error_shape(scope), stream_format(scope))
         try:
             raw = await self._bodies.read(Request(scope, receive))
             with self._bodies.hold(len(raw), Caller.of(scope).name):

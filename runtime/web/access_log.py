@@ -25,6 +25,7 @@ from ..refusal_log import RefusalLog
 from .errors import ErrorShape, plain_error
 from .paths import Access, PathFacts, PathTable
 from .proxies import UNKNOWN, TrustedProxies
+from .sse import StreamFormat
 
 log = logging.getLogger("pdserve.access")
 
@@ -113,6 +114,12 @@ def error_shape(scope: Scope) -> ErrorShape:
     """Return the shape of errors at the path of ``scope``: the usual one if the path does not exist."""
     record: AccessRecord | None = scope.get(SCOPE_KEY)
     return record.facts.error_shape if record is not None and record.facts is not None else plain_error
+
+
+def stream_format(scope: Scope) -> StreamFormat:
+    """Return the format of streams at the path of ``scope``: the usual one if the path does not exist."""
+    record: AccessRecord | None = scope.get(SCOPE_KEY)
+    return record.facts.stream_format if record is not None and record.facts is not None else StreamFormat()
 
 
 class AccessCounts:

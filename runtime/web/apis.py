@@ -4,6 +4,7 @@ Everything else about paths derives from the declarations:
 
 - the routes of instances and routers;
 - access by keys, load limits, CORS, and errors before an endpoint is reached;
+- the shape of errors, and the events with which streams end;
 - labels of metrics;
 - the OpenAPI page, and the table of endpoints in docs/http-api.md.
 
@@ -19,6 +20,7 @@ from itertools import chain
 from .errors import ErrorShape, plain_error
 from .moved_answer import MOVED_PATH
 from .paths import DELETE, GET, POST, Access, AtRouter, PathFacts, PathTable, Server
+from .sse import StreamFormat
 
 NOT_FOUND, GENERATE, ASK_ONE, OWN = AtRouter.NOT_FOUND, AtRouter.GENERATE, AtRouter.ASK_ONE, AtRouter.OWN
 OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Access.CACHE, Access.ADMIN
@@ -26,9 +28,15 @@ OPEN, METRICS, USER, CACHE, ADMIN = Access.OPEN, Access.METRICS, Access.USER, Ac
 Api = tuple[PathFacts, ...]
 
 
-def api(*paths: PathFacts, error_shape: ErrorShape = plain_error) -> Api:
-    """Declare an API by its paths. ``error_shape`` is the shape of all their errors."""
-    return tuple(facts._replace(error_shape=error_shape) for facts in paths)
+OPENAI_STREAM = StreamFormat()
+
+
+def api(*paths: PathFacts, error_shape: ErrorShape = plain_error, stream_format: StreamFormat = OPENAI_STREAM) -> Api:
+    """Declare an API by its paths.
+
+    ``error_shape`` is the shape of all their errors, ``stream_format`` the format of their streams.
+    """
+    return tuple(facts._replace(error_shape=error_shape, stream_format=stream_format) for facts in paths)
 
 
 def get(

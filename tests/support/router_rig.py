@@ -18,6 +18,7 @@ from .machine import limit
 TIME_LIMIT = limit(10.0)
 EVENT = b'data: {"text": "a"}\n\n'
 DONE = b"data: [DONE]\n\n"
+GENERATION_PATHS = ("/generate", "/v1/completions", "/parley/say")
 FLOOD_EVENTS = 256
 FLOOD_EVENT = b"data: " + b"x" * (1 << 18) + b"\n\n"
 
@@ -93,7 +94,7 @@ class FakeInstance:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if path == "/health":
             self.reply(writer, self.health, self.health_report)
-        elif path in ("/generate", "/v1/completions"):
+        elif path in GENERATION_PATHS:
             seen = Seen(path, headers, json.loads(body))
             self.requests.append(seen)
             self.arrived.set()
@@ -240,6 +241,12 @@ class FakeInstance:
         await writer.drain()
         await self.go_on.wait()
         writer.transport.abort()
+
+    async def do_say_and_leave(self, seen, reader, writer):
+        """Send the first piece, and end the connection before the stream has ended."""
+        self.begin_stream(writer)
+        self.chunk(writer, self.pieces[0])
+        writer.close()
 
     async def do_hang(self, seen, reader, writer):
         if not await reader.read(1):

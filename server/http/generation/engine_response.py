@@ -2,7 +2,7 @@
 
 The response submits the requests itself: whatever ends it (the last token, an error, the client, a bug) ends them as
 well. The status line waits for the first delta, so that a request that fails at once gets its true status. A failure
-after that is the event ``{"error": {...}}``. If nothing comes for ``KEEP_ALIVE_SECONDS``, the status is sent
+after that is an error event. If nothing comes for ``KEEP_ALIVE_SECONDS``, the status is sent
 nonetheless, with a comment: proxies cut idle connections.
 """
 
@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ....messages.outputs import FinishType
-from ....runtime.web.access_log import AccessRecord
+from ....runtime.web.access_log import AccessRecord, stream_format
 from ....runtime.web.keys import Caller
 from ....runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, header
-from ....runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
+from ....runtime.web.sse import DATA_PREFIX, EVENT_END
 from ..engine.engine_client import EngineClient
 from ..engine.plan import PromptPlan
 from ..engine.request_metrics import CLIENT_GONE, ERROR, HANDED_OVER, MOVED
@@ -69,7 +69,7 @@ class Renderer(Protocol):
         """Return the events for what is new of a choice; may be empty."""
 
     def last_events(self, choices: list[Choice]) -> bytes:
-        """Return the events between the last choice's end and ``[DONE]``; may be empty."""
+        """Return the events between the last choice's end and ``StreamFormat.last_event``; may be empty."""
 
 
 def event(content: Any) -> bytes:
@@ -227,7 +227,7 @@ class EngineResponse(Response):
         return Ticket(moved.epoch, moved.host, moved.port, moved.key, *sent, self._name, self._renderer.created).dump()
 
     async def _send_stream(self, submission: Submission, scope: Scope, send: Send) -> None:
-        started = False
+        started, ends = False, stream_format(scope)
         try:
             with KeepAlive(submission):
                 while True:
@@ -237,14 +237,14 @@ class EngineResponse(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                     events = b"".join(map(self._renderer.events, deltas)) if deltas else KEEP_ALIVE
                     if submission.done:
-                        events += self._renderer.last_events(submission.choices)
+                        events += self._renderer.last_events(submission.choices) + ends.last_event
                         break
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as e:
             if not started:
                 raise
-            events = event(e.renamed(self._renderer.field_names).body(scope))
+            events = ends.end_with_error(orjson.dumps(e.renamed(self._renderer.field_names).body(scope)))
         except AnswerMoved as e:
             if not started:
                 await self._send_ticket(submission, e, send)
@@ -252,4 +252,4 @@ class EngineResponse(Response):
             events = MOVED_EVENT + self._ticket(submission, e) + EVENT_END
             await send({"type": "http.response.body", "body": events, "more_body": False})
             return
-        await send({"type": "http.response.body", "body": events + DONE_EVENT, "more_body": False})
+        await send({"type": "http.response.body", "body": events, "more_body": False})

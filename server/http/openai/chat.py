@@ -85,14 +85,14 @@ class ChatCompletionRenderer(EnvelopeRenderer):
             }
             for choice in choices
         ]
-        return {**self._envelope.wrap(KIND, rendered), **self._prompt_ids(choices[0]), "usage": usage(choices)}
+        return {**self._envelope.wrap(KIND, rendered), **self._envelope.prompt_ids(choices[0]), "usage": usage(choices)}
 
     def events(self, delta: Delta) -> bytes:
         """Return the role first, then what is new; nothing for tokens that show no text yet."""
         choice, opening = delta.choice, b""
         if delta.is_first:
             start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            opening = self._envelope.chunk(CHUNK_KIND, choice, start, self._prompt_ids(choice))
+            opening = self._envelope.chunk(CHUNK_KIND, choice, start, self._envelope.prompt_ids(choice))
         parts = self._parts.new(choice, self._reader.read(delta))
         if not (parts or delta.logprobs or delta.finish or self._envelope.token_ids):
             return opening
@@ -107,8 +107,3 @@ class ChatCompletionRenderer(EnvelopeRenderer):
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the usage chunk if it was asked for, else nothing."""
         return self._envelope.usage_chunk(CHUNK_KIND, choices)
-
-    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        if not self._envelope.token_ids or choice.prompt is None:
-            return {}
-        return {"prompt_token_ids": choice.prompt.token_ids}

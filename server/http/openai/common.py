@@ -116,6 +116,12 @@ class Envelope:
         """Return ``token_ids`` as a field of a choice if it was asked for, else no field."""
         return {"token_ids": token_ids} if self.token_ids else {}
 
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the ids of a choice's prompt as a field if they were asked for, else no field."""
+        if not self.token_ids or choice.prompt is None:
+            return {}
+        return {"prompt_token_ids": choice.prompt.token_ids}
+
     def chunk(self, kind: str, choice: Choice, fields: dict[str, Any], around: dict[str, Any] | None = None) -> bytes:
         """Encode the event of one choice's chunk; ``around``: more fields beside the choice."""
         content = {**self.wrap(kind, [{"index": choice.index, **fields}]), **(around or {})}

@@ -100,7 +100,7 @@ class CompletionRenderer(EnvelopeRenderer):
                 "logprobs": self._logprobs(choice, choice.logprobs, True),
                 **ending(choice.finish),
                 **self._envelope.ids(choice.token_ids),
-                **self._prompt_ids(choice),
+                **self._envelope.prompt_ids(choice),
             }
             for choice in choices
         ]
@@ -117,15 +117,10 @@ class CompletionRenderer(EnvelopeRenderer):
             "logprobs": self._logprobs(choice, delta.logprobs, delta.is_first),
             **ending(delta.finish),
             **self._envelope.ids(delta.token_ids),
-            **(self._prompt_ids(choice) if delta.is_first else {}),
+            **(self._envelope.prompt_ids(choice) if delta.is_first else {}),
         }
         return self._envelope.chunk(KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the usage chunk if it was asked for, else nothing."""
         return self._envelope.usage_chunk(KIND, choices)
-
-    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        if not self._envelope.token_ids or choice.prompt is None:
-            return {}
-        return {"prompt_token_ids": choice.prompt.token_ids}

@@ -16,12 +16,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ....runtime.web.paths import PathFacts
+from ....runtime.web.sse import DATA_PREFIX, StreamFormat
 from ..answers import MetricsText
 from ..endpoint import HttpEndpoint, QueryParameter, endpoint
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
-STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
+STREAMED = 'With "stream": true, each event{but} holds one of these.'
 
 
 @endpoint()
@@ -46,14 +47,15 @@ def make_openapi(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> C
         page["components"] = {"schemas": schemas["$defs"]}
         ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
         # The page names a path parameter without its converter.
-        named = {facts.label: known for facts, known in described.items()}
+        named = {facts.label: (facts, known) for facts, known in described.items()}
         for path, operations in page["paths"].items():
+            facts, known = named[path]
             for operation in operations.values():
                 operation["parameters"] = [
                     *(_path_parameter(name) for name in PARAMETER.findall(path)),
-                    *map(_query_parameter, named[path].query),
+                    *map(_query_parameter, known.query),
                 ]
-                _describe(operation, named[path], ref_of)
+                _describe(operation, known, facts.stream_format, ref_of)
         return page
 
     return openapi
@@ -70,15 +72,18 @@ def _list_paths(version: str, endpoints: Mapping[PathFacts, HttpEndpoint]) -> di
     return app.openapi()
 
 
-def _describe(operation: dict[str, Any], path: HttpEndpoint, ref_of: Mapping[Any, dict[str, Any]]) -> None:
+def _describe(
+    operation: dict[str, Any], path: HttpEndpoint, stream_format: StreamFormat, ref_of: Mapping[Any, dict[str, Any]]
+) -> None:
     if path.body is not None:
         operation["requestBody"] = {"required": not path.body.may_be_left_out, "content": _json(ref_of[path.body])}
     good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
     if path.answer is MetricsText:
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path.event is not None:
-        good["description"] = STREAMED
-        good["content"]["text/event-stream"] = {"schema": _event(ref_of[path.event])}
+        last = stream_format.last_event.removeprefix(DATA_PREFIX).strip().decode()
+        good["description"] = STREAMED.format(but=f" but the last, {last}," if last else "")
+        good["content"]["text/event-stream"] = {"schema": _event(ref_of[path.event], last)}
     error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[path.error])}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}
 
@@ -94,10 +99,10 @@ def _query_parameter(parameter: QueryParameter) -> dict[str, Any]:
     return {"name": parameter.name, "in": "query", "required": parameter.required, "schema": schema}
 
 
-def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a stream's event: its data is JSON of ``schema`` as text, or ``[DONE]``."""
+def _event(schema: dict[str, Any], last: str) -> dict[str, Any]:
+    """Return the schema of a stream's event: its data is JSON of ``schema`` as text, or that of the ``last`` event."""
     chunk = {"contentMediaType": "application/json", "contentSchema": schema}
-    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
+    data = {"type": "string", "anyOf": [*([{"const": last}] if last else []), chunk]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 

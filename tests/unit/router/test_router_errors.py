@@ -10,6 +10,7 @@ from support.router_rig import EVENT, generate, scenario
 from pdserve.router.dispatcher import raise_first_error
 from pdserve.router.errors import InstanceAnsweredError
 from pdserve.router.instance import Instance, Role
+from pdserve.runtime.web.sse import StreamFormat
 
 ERROR = {
     "message": "prompt: too long",
@@ -100,7 +101,7 @@ def test_a_status_that_the_body_lacks_is_added():
 
 def test_headers_that_the_api_promises_are_there_after_an_event_too():
     with pytest.raises(InstanceAnsweredError) as raised:
-        raise_first_error(b'data: {"error": {"message": "full", "status": 429}}\n\n', WORKER)
+        raise_first_error(b'data: {"error": {"message": "full", "status": 429}}\n\n', WORKER, StreamFormat())
     assert raised.value.all_headers() == [(b"retry-after", b"1")]
     kept = InstanceAnsweredError(429, b"", "w", [(b"retry-after", b"9")])
     assert kept.all_headers() == [(b"retry-after", b"9")]
@@ -109,16 +110,16 @@ def test_headers_that_the_api_promises_are_there_after_an_event_too():
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_many_comments_before_the_first_event_take_no_time(end):
     comments = (b": ping" + end) * 10_000
-    raise_first_error(comments + b'data: {"text": "a"}' + 2 * end, WORKER)
+    raise_first_error(comments + b'data: {"text": "a"}' + 2 * end, WORKER, StreamFormat())
     with pytest.raises(InstanceAnsweredError, match="full"):
-        raise_first_error(comments + b'data: {"error": {"message": "full"}}' + 2 * end, WORKER)
+        raise_first_error(comments + b'data: {"error": {"message": "full"}}' + 2 * end, WORKER, StreamFormat())
 
 
 @pytest.mark.parametrize(
     "events", [EVENT, EVENT + EVENT_OF_IT, b": x\n\n", b'data: {"text": "data: {\\"error\\""}\n\n', b""]
 )
 def test_what_is_no_first_error(events):
-    raise_first_error(events, WORKER)
+    raise_first_error(events, WORKER, StreamFormat())
 
 
 @scenario(retries=0)
