@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args, get_origin
 
-from pdserve.server.http.bodies.fields import Body
+from pdserve.runtime.web.apis import PATHS
+from pdserve.runtime.web.paths import AtRouter
+from pdserve.server.http.app import load_endpoint
+from pdserve.server.http.bodies.fields import Body, inner_bodies, named_fields
 from pdserve.server.http.bodies.unserved import ANYTHING, IGNORED
-from pdserve.server.http.native.schemas import GenerateBody, SamplingParamsBody
-from pdserve.server.http.openai.schemas import ChatBody, ChatMessageBody, CompletionBody, StreamOptions, TextPart
 
 PAGE = Path(__file__).with_name("http-api.md")
 BEGIN = "<!-- Written by `make docs` from server/http/*/schemas.py: edit those. -->"
@@ -23,56 +24,59 @@ BETWEEN = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 ABSENT = "–"
 
 
-class Api(NamedTuple):
-    """A column of the table: schemas of request bodies, each with the prefix of its fields' paths."""
-
-    title: str
-    bodies: tuple[tuple[type[Body], str], ...]
-
-
-APIS = (
-    Api("`/v1/chat/completions`", ((ChatBody, ""),)),
-    Api("`/v1/completions`", ((CompletionBody, ""),)),
-    Api("`/generate`", ((GenerateBody, ""), (SamplingParamsBody, "in `sampling_params`: "))),
-)
-INSIDE = (
-    Api("`messages[]`", ((ChatMessageBody, ""),)),
-    Api("`messages[].content[]`", ((TextPart, ""),)),
-    Api("`stream_options`", ((StreamOptions, ""),)),
-)
+BODIES = {facts.path: load_endpoint(facts).body for facts in reversed(PATHS) if facts.at_router is AtRouter.GENERATE}
+"""Body of each API that generates, by its path. The first column is of the API that was declared last."""
+Column = Mapping[str, str]
+"""How an API treats each of its fields, by the field's path."""
 
 
 def render() -> str:
     """Return the page with its tables as the code has them."""
     text = PAGE.read_text(encoding="utf-8")
-    tables = f"{BEGIN}\n\n{table(APIS)}\n\nThe objects inside of them:\n\n{table(INSIDE)}\n\n{END}"
+    columns = {f"`{path}`": dict(column(body)) for path, body in BODIES.items() if body is not None}
+    top = {title: {name: one for name, one in rows.items() if "." not in name} for title, rows in columns.items()}
+    inside = {title: {name: one for name, one in rows.items() if "." in name} for title, rows in columns.items()}
+    tables = f"{BEGIN}\n\n{table(top)}\n\nThe objects inside of them:\n\n{table(inside)}\n\n{END}"
     return BETWEEN.sub(lambda _: tables, text)
 
 
-def table(apis: tuple[Api, ...]) -> str:
-    """Return a table with a row for each field of any of ``apis``, by name."""
-    names = sorted({name for api in apis for body, _ in api.bodies for name in names_of(body)})
-    rows = [("field", *(api.title for api in apis))]
-    rows += [("---",) * len(rows[0])]
-    rows += [(f"`{name}`", *(cell(api, name) for api in apis)) for name in names]
+def table(columns: Mapping[str, Column]) -> str:
+    """Return a table with a row for each field of any column, by name. Columns without fields are left out."""
+    columns = {title: rows for title, rows in columns.items() if rows}
+    names = sorted({name for rows in columns.values() for name in rows})
+    rows = [("field", *columns), ("---",) * (len(columns) + 1)]
+    rows += [(f"`{name}`", *(column.get(name, ABSENT) for column in columns.values())) for name in names]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def names_of(body: type[Body]) -> Iterator[str]:
-    """Return the column's fields, served or not, without the ones that only routers send."""
-    yield from (name for name in (*body.model_fields, *body.unserved) if not name.startswith("bootstrap_"))
+def column(body: type[Body], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a body and of the objects in it, served or not, with how each is treated.
+
+    Fields that other APIs have at the top stand there, too. Those that only routers send are left out.
+    """
+    apart = set(body.belongs.values())
+    inner = {name: nested for name, nested in inner_bodies(body).items() if nested is not None}
+    for name in (*named_fields(body), *body.unserved):
+        if not name.startswith("bootstrap_"):
+            yield path + name, fate(body, name)
+        if name in apart and name in inner:
+            yield from ((field, f"in `{name}`: {said}") for field, said in column(inner[name]))
+        elif name in inner:
+            items = "[]" if is_list(named_fields(body)[name].annotation) else ""
+            yield from column(inner[name], f"{path}{name}{items}.")
 
 
-def cell(api: Api, name: str) -> str:
-    """Return the table cell that says how field ``name`` is treated."""
-    found = [place + fate(body, name) for body, place in api.bodies if name in set(names_of(body))]
-    return "; ".join(found) or ABSENT
+def is_list(annotation: Any) -> bool:
+    """Return whether values of a type may be lists of objects."""
+    if get_origin(annotation) is list:
+        return True
+    return any(is_list(argument) for argument in get_args(annotation))
 
 
 def fate(body: type[Body], name: str) -> str:
     """Served with its default, ignored, or refused but for some values."""
-    if name in body.model_fields:
-        field = body.model_fields[name]
+    if name not in body.unserved:
+        field = named_fields(body)[name]
         if field.is_required():
             return "served, required"
         default = field.get_default(call_default_factory=True)

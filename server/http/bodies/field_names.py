@@ -25,7 +25,7 @@ from urllib.parse import quote
 from ....messages.decode import shown
 from ....runtime.web.body import MAX_PROMPTS
 from ..errors import bad_request
-from .fields import Body, inner_bodies
+from .fields import Body, inner_bodies, named_fields
 from .unserved import IGNORED, is_neutral
 
 log = logging.getLogger(__name__)
@@ -206,6 +206,6 @@ def _find_hint(schema: type[Body], name: str) -> Hint:
     if name in schema.belongs:
         place = schema.belongs[name]
         return Hint(f"{place}.{name}", f'; it belongs in "{place}"')
-    known = schema.model_fields.keys()
+    known = named_fields(schema).keys()
     near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name.lower(), known, 1)
     return Hint(near[0], f'; did you mean "{near[0]}"?') if near else NO_HINT

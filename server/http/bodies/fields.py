@@ -20,6 +20,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -166,9 +167,15 @@ def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
 
 
 @cache
+def named_fields(schema: type[Body]) -> Mapping[str, FieldInfo]:
+    """Map the names that clients write to the fields of ``schema``."""
+    return {field.alias or name: field for name, field in schema.model_fields.items()}
+
+
+@cache
 def inner_bodies(schema: type[Body]) -> Mapping[str, type[Body] | None]:
     """Map each field of ``schema`` to its nested schema, or that of its list items; None if it has none."""
-    return {name: _body_in(field.annotation) for name, field in schema.model_fields.items()}
+    return {name: _body_in(field.annotation) for name, field in named_fields(schema).items()}
 
 
 def _body_in(annotation: Any) -> type[Body] | None:

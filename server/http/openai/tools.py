@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from ....messages.conversation import ChatToolCall
 from ...output_parsers.base import Tools
 from ..bodies.fields import MANY, ONE, Body, check_small
-from ..bodies.unserved import ANYTHING, Unserved, neutral
+from ..bodies.unserved import ANYTHING, IGNORED, Unserved
 
 MAX_TOOLS = 1024
 MAX_TOOL_VALUES = 1 << 15
@@ -28,7 +28,7 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 class FunctionBody(Body):
     """A function that the model may call. ``parameters`` is a JSON schema of an object."""
 
-    unserved: ClassVar[Unserved] = neutral(False, names="strict")
+    unserved: ClassVar[Unserved] = {"strict": IGNORED}
 
     name: ToolName
     description: str | None = None

@@ -5,6 +5,7 @@ Those that talk to a server are run by ``tests/e2e/test_examples.py``. Every exa
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,12 @@ from support.doc_examples import (
     kind_of,
     words,
 )
+from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.server.cli import app
 from pdserve.server.http.answers import ErrorAnswer
 from pdserve.server.http.native.answers import GenerateAnswer
+from pdserve.server.http.openai.answers import ChatAnswer, CompletionAnswer
 from tools.gpu_check import __main__ as gpu_check_main
 
 RUNNERS = {
@@ -47,8 +50,19 @@ RUNNERS = {
 }
 COMMANDS = commands()
 INLINE = list(dict.fromkeys(command.text for command in inline_commands()))
-ERRORS = {("docs/http-api.md", "error"): ErrorAnswer, ("docs/http-api.md", "text"): GenerateAnswer}
-"""What a JSON example is, by its page and its first key."""
+ANSWERS = {
+    "error": ErrorAnswer,
+    "text": GenerateAnswer,
+    "text_completion": CompletionAnswer,
+    "chat.completion": ChatAnswer,
+}
+"""What a JSON example of docs/http-api.md is, by its ``object`` or else its first key."""
+CALLS = {
+    ".completions.create": "/v1/completions",
+    ".chat.completions.create": "/v1/chat/completions",
+    ".post": "/generate",
+}
+"""The path that an expression in a Python example calls, by the end of the expression."""
 
 
 @pytest.fixture
@@ -92,9 +106,8 @@ def test_a_block_without_a_language_holds_no_command() -> None:
         if line.startswith(("pdserve ", "curl ", "make ", "python", "docker ", "pip ", "$ "))
     ]
     assert not lost, "name the language of these blocks (console)"
-    assert {block.language for block in blocks()} <= {"", "console", "bash", "ini", "json", "yaml"}, (
-        "say how it is checked"
-    )
+    languages = {"", "console", "bash", "ini", "json", "python", "yaml"}
+    assert {block.language for block in blocks()} <= languages, "say how it is checked"
 
 
 @pytest.mark.parametrize("command", of_kind(Kind.OPTIONS), ids=named)
@@ -143,7 +156,34 @@ def test_python_examples_run(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == "json"], ids=lambda b: f"{b.page}:{b.line}")
 def test_json_fits_its_schema(block: Block) -> None:
     content = orjson.loads(block.text)
-    ERRORS[block.page, next(iter(content))].model_validate(content)
+    assert block.page == "docs/http-api.md"
+    ANSWERS[content.get("object", next(iter(content)))].model_validate(content)
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda b: f"{b.page}:{b.line}")
+def test_a_client_in_python_sends_a_body_that_is_answered(block: Block) -> None:
+    """The names that an example assigns are literals, so that they can stand for arguments."""
+    known: dict[str, Any] = {}
+    sent: list[tuple[str, dict[str, Any]]] = []
+
+    def literal(node: ast.expr) -> Any:
+        return known[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+    for node in ast.parse(block.text).body:
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call):
+            known[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = "." + ast.unparse(node.func).partition(".")[2]
+            body = {word.arg: literal(word.value) for word in node.keywords if word.arg and name in CALLS}
+            sent += [(CALLS[name], body.get("json", body))] if name in CALLS else []
+
+    async def run(engine: FakeEngine) -> None:
+        for path, body in sent:
+            assert (await engine.post(path, body)).status_code == 200
+
+    assert sent
+    with_engine(run)
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == "yaml"], ids=lambda b: f"{b.page}:{b.line}")

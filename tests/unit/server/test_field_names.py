@@ -41,6 +41,17 @@ def post(path: str, body: dict[str, Any], unknown: UnknownFields = "warn") -> ht
     return with_engine(run, unknown_fields=unknown)
 
 
+def test_fields_are_known_by_the_names_that_clients_write() -> None:
+    schema = {"type": "object"}
+    for asked in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"structured_outputs": {"json": schema}},
+    ):
+        answer = post(CHAT, {"messages": [USER], "max_tokens": 1, **asked}, "refuse")
+        assert (answer.status_code, answer.headers.get(HEADER)) == (200, None), answer.text
+
+
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{**USER, "opts": {"a": 1}}], "max_tokens": 1}, "messages[0].opts"),
     (
