@@ -72,7 +72,7 @@ test-sanitizers: $(STAMP) ## run the tests of the CPU kernels, with all their fu
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/e2e/test_hostile_http.py
 
-test-tokenizers: $(STAMP) ## stream 2,000 token sequences by each of 25 kinds of tokenizers and compare with transformers; a sample is in make test
+test-tokenizers: $(STAMP) ## stream 2,000 token sequences by each of 27 kinds of tokenizers and compare with transformers; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/unit/detokenizer/test_tokenizer_kinds.py
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
@@ -97,7 +97,7 @@ hostile-campaign: $(STAMP) ## attack a real cluster as a client, a local user or
 template-campaign: $(STAMP) ## render conversations by the chat templates in TEMPLATES=DIR and compare with transformers; TEMPLATE_CAMPAIGN="--reasons --drawn 20 --seed 1"
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m template_campaign $(TEMPLATES) $(TEMPLATE_CAMPAIGN)
 
-reader-campaign: $(STAMP) ## read damaged model files, 100,000 for each reader; READERS="--reader gguf --count 1000 --seed 1"; a sample is in make test
+reader-campaign: $(STAMP) ## read damaged model files, 100,000 for each reader, and 2,000 templates in the product's own process; READERS="--reader gguf --count 1000 --seed 1"; a sample is in make test
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m readers $(READERS)
 
 # Not by setup: a machine with a GPU has its own PyTorch, and may have no network. There it is python3 that has PyTorch,

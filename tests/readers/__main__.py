@@ -17,7 +17,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--reader", nargs="+", choices=sorted(READERS), help="these alone")
     parser.add_argument("--seed", type=int, default=1, help="seed of all cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--count", type=int, default=100_000, help="cases of each reader")
+    parser.add_argument(
+        "--count", type=int, default=100_000, help="cases of each reader; limited-template has one in 50"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no worker of a reader starts later")
     parser.add_argument("--show", type=int, default=5, help="failures of each reader that are printed in full")
     return parser.parse_args()

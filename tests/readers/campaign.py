@@ -22,11 +22,16 @@ TURN = 5000
 
 
 class Work(NamedTuple):
-    """The cases of a reader from ``first`` to before ``end``."""
+    """The cases of a reader from ``first`` to before ``end``, as far apart as its ``step`` says."""
 
     reader: str
     first: int
     end: int
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the cases."""
+        return range(self.first, self.end, READERS[self.reader].step)
 
 
 class Failure(NamedTuple):
@@ -38,7 +43,10 @@ class Failure(NamedTuple):
 
 
 class Report(NamedTuple):
-    """``cases`` files were read in ``seconds``. ``limited``: those that took too much where that is allowed."""
+    """``cases`` files were read in ``seconds``.
+
+    ``limited``: those that took too much, and were read again within the product's own limits.
+    """
 
     cases: int
     seconds: float
@@ -55,21 +63,23 @@ class Report(NamedTuple):
 def campaign(reader: str, seed: int, first: int, count: int, folder: Path, seconds: float) -> Report:
     """Read the cases of one reader from ``first`` on, until there are ``count`` or the time is over."""
     begun, at = time.monotonic(), first
-    limited, failures = 0, list[Failure]()
+    cases, limited, failures = 0, 0, list[Failure]()
     while at < first + count and time.monotonic() < begun + seconds:
         until = min(first + count, at + TURN)
         report = run([Work(reader, at, until)], seed, folder)
+        cases += report.cases
         limited += report.limited
         failures += report.failures
         at = until
-    return Report(at - first, time.monotonic() - begun, limited, failures)
+    return Report(cases, time.monotonic() - begun, limited, failures)
 
 
 def run(todo: Sequence[Work], seed: int, folder: Path) -> Report:
-    """Read all cases of ``todo``. A case that ends its worker is a failure, unless its reader's limits may end it."""
+    """Read all cases of ``todo``. A case that ends its worker is a failure.
+
+    If its reader may take too much, the case is read again within the product's own limits.
+    """
     begun = time.monotonic()
-    for work in todo:
-        (folder / work.reader).mkdir(parents=True, exist_ok=True)
     limited, failures, left = 0, list[Failure](), list(todo)
     while left:
         ended_by, found = _read(left, seed, folder)
@@ -79,15 +89,18 @@ def run(todo: Sequence[Work], seed: int, folder: Path) -> Report:
         name, number = (folder / "case").read_text().split()
         if ended_by is signal.SIGPROF and name in LIMITED_READERS:
             limited += 1
+            left.append(Work(LIMITED_READERS[name], int(number), int(number) + 1))
         else:
             failures.append(Failure(name, int(number), f"ended by {ended_by.name}"))
-        at = next(i for i, work in enumerate(left) if work.reader == name)
-        left = [left[at]._replace(first=int(number) + 1), *left[at + 1 :]]
-    return Report(sum(work.end - work.first for work in todo), time.monotonic() - begun, limited, failures)
+        at = next(i for i, work in enumerate(left) if work.reader == name and int(number) in work.numbers)
+        left = [left[at]._replace(first=int(number) + READERS[name].step), *left[at + 1 :]]
+    return Report(sum(len(work.numbers) for work in todo), time.monotonic() - begun, limited, failures)
 
 
 def _read(todo: Sequence[Work], seed: int, folder: Path) -> tuple[signal.Signals | None, list[Failure]]:
     """Run one worker; returns the signal that ended it, if one did, and its failures."""
+    for work in todo:
+        (folder / work.reader).mkdir(parents=True, exist_ok=True)
     entries = [f"{work.reader}:{work.first}:{work.end}" for work in todo]
     command = [sys.executable, "-P", "-m", "readers.worker", str(folder), str(seed), *entries]
     tests = str(Path(__file__).parent.parent)

@@ -28,6 +28,8 @@ from pdserve.model_files.text.gguf_metadata import read_gguf_metadata
 from pdserve.model_files.text.gguf_tokenizer import tokenizer_from_gguf
 from pdserve.model_files.text.hf_files import find_eos_ids
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
+from pdserve.model_files.text.limited_template import LimitedTemplate
+from pdserve.model_files.text.named_templates import NamedTemplates
 from pdserve.model_files.text.template_source import find_template_in_folder, read_json_object
 from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.model_runner.loader.load import load_model_weights
@@ -41,6 +43,8 @@ CHATS = (
     Conversation([ChatMessage("user", "Hi"), ChatMessage("tool", "42"), ChatMessage("assistant", "")]),
 )
 
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
 
 class Reader(ABC):
     """One reader over files of its own."""
@@ -49,6 +53,8 @@ class Reader(ABC):
     """The file that is damaged."""
     good: Sequence[bytes]
     """Good contents of the file."""
+    step = 1
+    """Distance of the numbers of its cases."""
 
     def __init__(self, folder: Path) -> None:
         """Write the good files to ``folder``."""
@@ -155,15 +161,28 @@ class TemplateReader(Reader):
         return faults.damage_template(rng, data)
 
     def read(self) -> None:
-        """See ``Reader``. A conversation that a template refuses is answered, so its message names no file."""
+        """See ``Reader``."""
+        _render(ChatTemplates(self._source(), SPECIAL_TOKENS))
+
+    def _source(self) -> NamedTemplates:
         source = find_template_in_folder(self.folder, read_json_object(self.folder / "tokenizer_config.json"))
         assert source is not None, "the file is there"
-        template = ChatTemplates(source, {"bos_token": "<s>", "eos_token": "</s>"})
-        for chat in CHATS:
-            try:
-                template.render(chat)
-            except PromptError:
-                continue
+        return source
+
+
+class LimitedTemplateReader(TemplateReader):
+    """The files of ``TemplateReader``, read as the product does: in a process of their own, with its limits."""
+
+    step = 50
+
+    def read(self) -> None:
+        """See ``Reader``. The process has to answer after the template, however it behaved."""
+        template = LimitedTemplate()
+        try:
+            template.load(self._source(), SPECIAL_TOKENS)
+            _render(template)
+        finally:
+            template.close()
 
 
 class WeightsReader(Reader):
@@ -264,19 +283,29 @@ class GGUFReader(WeightsReader):
         )
 
 
-READERS: dict[str, Callable[[Path], Reader]] = {
+READERS: dict[str, type[Reader]] = {
     "config": ConfigReader,
     "generation-config": GenerationReader,
     "tokenizer": TokenizerReader,
     "tokenizer-config": TokenizerConfigReader,
     "template": TemplateReader,
+    "limited-template": LimitedTemplateReader,
     "safetensors": SafetensorsReader,
     "index": IndexReader,
     "gguf": GGUFReader,
 }
 """Readers by name."""
-LIMITED_READERS = frozenset({"template"})
-"""Readers that may take too much, because the product runs them in a process with limits."""
+LIMITED_READERS = {"template": "limited-template"}
+"""Readers that may take too much, and those that read the same files within the product's own limits."""
+
+
+def _render(template: ChatTemplates | LimitedTemplate) -> None:
+    """Render all conversations. One that a template refuses is answered, so its message names no file."""
+    for chat in CHATS:
+        try:
+            template.render(chat)
+        except PromptError:
+            continue
 
 
 def _use(tokenizer: TextTokenizer) -> None:

@@ -17,16 +17,17 @@ from pathlib import Path
 from pdserve.model_files.errors import ModelError
 from pdserve.model_files.text.errors import TextError
 
-from .cases import READERS, Reader
+from .cases import LIMITED_READERS, READERS, Reader
 
 CPU_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 MAX_MESSAGE = 700
+CASES_OF = {limited: direct for direct, limited in LIMITED_READERS.items()}
 
 
 def damaged(reader: Reader, name: str, seed: int, number: int) -> tuple[bytes, bytes]:
-    """Return the good and the damaged content of a case."""
-    rng = random.Random(f"{name}/{seed}/{number}")
+    """Return the good and the damaged content of a case. A limited reader has those of the other one."""
+    rng = random.Random(f"{CASES_OF.get(name, name)}/{seed}/{number}")
     good = rng.choice(reader.good)
     return good, reader.damage(rng, good)
 
@@ -84,7 +85,7 @@ def main() -> None:
     limit_memory()
     place = os.open(folder / "case", os.O_WRONLY | os.O_CREAT)
     for name, first, end in todo:
-        for number in range(int(first), int(end)):
+        for number in range(int(first), int(end), readers[name].step):
             os.pwrite(place, f"{name} {number}".ljust(64).encode(), 0)
             good, broken = damaged(readers[name], name, seed, number)
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
