@@ -52,6 +52,13 @@ class GGUFMetadata:
             raise self._wrong_type(key, "a list of integers")
         return value  # type: ignore[return-value]  # the element type was checked above
 
+    def floats(self, key: str) -> list[float]:
+        """Return the list of floating-point numbers of ``key``, which must be there."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or (value and not isinstance(value[0], float)):
+            raise self._wrong_type(key, "a list of floats")
+        return value  # type: ignore[return-value]  # the element type was checked above
+
     def _wrong_type(self, key: str, wanted: str) -> TokenizerLoadError:
         state = "missing" if key not in self.values else "of another type"
         return TokenizerLoadError(f"{self.path}: metadata {key!r} should be {wanted} but is {state}")

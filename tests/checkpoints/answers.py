@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from support.model_harness import Harness, draw
+from support.quick_gguf import quick_gguf
 from torch import Tensor
 
 from pdserve.model_files.errors import ModelError
@@ -29,6 +30,13 @@ TEXTS = (
     "<s>hell </s>  <pad>he<think>x <tool> y",
     "<image>ab ab<new> <end> é <extra>z",
     "  ",
+)
+GGUF_TEXTS = (
+    *TEXTS,
+    "\nüber  the quick<|user|> dog",
+    " the lazy▁the▁lazy\n\n\n 你😀[INST]   ",
+    "<0x0A><unk> tokenizer<tool> é<unused0>",
+    "",
 )
 REFUSALS = (ModelError, TextError)
 """Errors with which pdserve refuses a model."""
@@ -110,10 +118,10 @@ def reference_logits(model: torch.nn.Module, lengths: Sequence[int], tokens: Seq
     return found
 
 
-def our_texts(path: Path) -> Texts:
-    """Return what pdserve's tokenizer makes of ``TEXTS``. Raises one of ``REFUSALS``."""
+def our_texts(path: Path, texts: Sequence[str] = TEXTS) -> Texts:
+    """Return what pdserve's tokenizer makes of ``texts``. Raises one of ``REFUSALS``."""
     tokenizer = load_tokenizer(ServerOptions(model_path=str(path)))
-    ids = [tokenizer.encode_batch([text], add_special_tokens=adds)[0] for text in TEXTS for adds in (True, False)]
+    ids = [tokenizer.encode_batch([text], add_special_tokens=adds)[0] for text in texts for adds in (True, False)]
     shown = [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
     return Texts(ids, shown, dict(tokenizer.special_tokens), set(tokenizer.eos_ids))
 
@@ -130,11 +138,30 @@ def their_texts(folder: Path) -> Texts:
             generation = _generation_ends(folder)
         except Exception as e:
             raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
-        ids = [tokenizer.encode(text, add_special_tokens=adds) for text in TEXTS for adds in (True, False)]
-        shown = [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
+        ids, shown = _ids_and_texts(tokenizer, TEXTS)
     ends = _ends(folder, CONFIG) | _ends(folder, GENERATION) | {tokenizer.eos_token_id}
     assert generation <= ends
     return Texts(ids, shown, dict(tokenizer.special_tokens_map), {end for end in ends if end is not None})
+
+
+def their_gguf_texts(path: Path) -> Texts:
+    """Return what transformers' tokenizer of a GGUF makes of ``GGUF_TEXTS``. Raises ``ReferenceFailed``."""
+    with _quiet(), quick_gguf():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
+        except Exception as e:
+            raise ReferenceFailed(f"{e.__class__.__name__}: {e}") from e
+        ids, shown = _ids_and_texts(tokenizer, GGUF_TEXTS)
+    # Gemma's class has a mask whatever the file says.
+    named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "mask_token"}
+    return Texts(ids, shown, named, {end for end in (tokenizer.eos_token_id,) if end is not None})
+
+
+def _ids_and_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+    ids = [tokenizer.encode(text, add_special_tokens=adds) for text in texts for adds in (True, False)]
+    return ids, [tokenizer.decode(found, skip_special_tokens=True) for found in ids]
 
 
 def our_sampling(folder: Path) -> dict[str, float]:

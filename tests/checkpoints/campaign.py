@@ -15,6 +15,7 @@ from .head_statements import head_variants
 from .judge import Outcome, Verdict, judge, judge_gguf
 from .rope_statements import rope_variants
 from .sampling_statements import sampling_variants
+from .sentencepiece_statements import sentencepiece_variants
 from .token_statements import token_variants
 from .variant import Variant
 
@@ -32,6 +33,7 @@ def all_variants() -> list[AnyVariant]:
             token_variants(),
             sampling_variants(),
             gguf_variants(),
+            sentencepiece_variants(),
         )
     )
 

@@ -44,6 +44,11 @@ EXEMPTIONS = (
         "an index without metadata", "transformers fails: KeyError: 'metadata'", "nothing needs an index's metadata"
     ),
     Exemption(
+        "llama, SentencePiece: add_space_prefix false",
+        "^ids",
+        "transformers does not read the key; llama.cpp does, and the converter states it for models without a prefix",
+    ),
+    Exemption(
         "added_tokens_decoder another id",
         "^ids",
         "transformers gives a token another id than the file does; here it is left out, as its embedding has that id",

@@ -27,6 +27,7 @@ class GGUFVariant(NamedTuple):
 
     ``refusal``: what the message must contain, "" if any name will do; None: the file is served. ``reference``:
     makes the model that it must equal. ``texts``: makes the expected texts of those of the base.
+    On the side ``GGUF_TEXT``, the texts must be those of transformers' tokenizer of the file itself.
     """
 
     name: str
@@ -239,7 +240,8 @@ TOKENS: dict[str, Case] = {
     "no pre": (ggml("pre", None), "pre-tokenizer"),
     "pre default": (ggml("pre", "default"), "pre-tokenizer"),
     "an unknown pre": (ggml("pre", "spice"), "spice"),
-    "SentencePiece": (ggml("model", "llama"), "--tokenizer-path"),
+    "SentencePiece's name": (ggml("model", "llama"), "<0x00>"),
+    "word pieces": (ggml("model", "bert"), "--tokenizer-path"),
     "no model": (ggml("model", None), "--tokenizer-path"),
     "a number for the template": (lambda p: p.metadata.update({"tokenizer.chat_template": 5}), "chat_template"),
 }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .answers import (
+    GGUF_TEXTS,
     REFUSALS,
     ReferenceFailed,
     Texts,
@@ -20,6 +21,7 @@ from .answers import (
     our_texts,
     our_tokens,
     reference_logits,
+    their_gguf_texts,
     their_sampling,
     their_texts,
 )
@@ -28,7 +30,7 @@ from .checkpoint import unchanged
 from .exemptions import find_exemption, is_on_purpose
 from .gguf_parts import make_parts
 from .gguf_statements import GGUFVariant
-from .variant import MODEL, SAMPLING, TEXT, Variant
+from .variant import GGUF_TEXT, MODEL, SAMPLING, TEXT, Variant
 
 ATOL = 1e-3
 NAMED = re.compile(r"[\w.-]+\.(?:json|safetensors|gguf)\b|[a-z]+(?:_[a-z]+)+|'[\w.-]+'")
@@ -152,8 +154,17 @@ def difference_of_texts(ours: Texts, theirs: Texts) -> str:
     return ""
 
 
+def _difference_of_gguf_texts(path: Path, *, served: bool) -> str:
+    """Compare with transformers' tokenizer of the same file. ``served``: the file does not have to be refused."""
+    ours = our_texts(path, GGUF_TEXTS)
+    try:
+        return difference_of_texts(ours, their_gguf_texts(path)) if served else ""
+    except ReferenceFailed as e:
+        return f"transformers fails: {e}"
+
+
 def judge_gguf(variant: GGUFVariant, folder: Path, bases: Path) -> Outcome:
-    """Write the GGUF into ``folder`` and compare pdserve with transformers' model and tokenizer of the base."""
+    """Write the GGUF into ``folder`` and compare pdserve with transformers."""
     path = folder / "m.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     parts = make_parts(variant.base).copy()
@@ -164,6 +175,8 @@ def judge_gguf(variant: GGUFVariant, folder: Path, bases: Path) -> Outcome:
         if variant.side == MODEL:
             ours = our_tokens(path, variant.lengths, None)
             difference = difference_of_tokens(variant.reference(variant.base), as_model, ours)
+        elif variant.side == GGUF_TEXT:
+            difference = _difference_of_gguf_texts(path, served=variant.refusal is None)
         else:
             make_base(variant.base, bases / variant.base).write(folder / "base")
             difference = difference_of_texts(our_texts(path), variant.texts(their_texts(folder / "base")))

@@ -9,7 +9,7 @@ from .checkpoint import Change, both
 
 Axes = Mapping[str, Mapping[str, Change]]
 """Changes by axis and label."""
-MODEL, TEXT, SAMPLING = "model", "text", "sampling"
+MODEL, TEXT, SAMPLING, GGUF_TEXT = "model", "text", "sampling", "text of a GGUF"
 
 
 class Variant(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.model_files.text.byte_table import byte_level_alphabet
@@ -16,6 +16,8 @@ from pdserve.model_files.text.gguf_metadata import read_gguf_metadata
 from pdserve.model_files.text.gguf_tokenizer import tokenizer_from_gguf
 from pdserve.model_files.text.hf_tokenizer import tokenizer_from_folder
 from pdserve.model_files.text.text_tokenizer import TextTokenizer
+
+from .sentencepiece_gguf import write_metadata
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WORDS = [
@@ -149,13 +151,45 @@ KINDS: dict[str, Kind] = {
     ),
 }
 """Kinds of tokenizer.json files by name."""
-GGUF_KIND = "gguf, gpt2"
+
+
+def _gguf_byte_level() -> dict[str, Any]:
+    alphabet = byte_level_alphabet()
+    pieces = ["".join(alphabet[byte] for byte in piece) for piece in BYTE_PIECES]
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*alphabet.values(), *pieces, "ab", *SPECIALS, "<tool> é"],
+        "tokenizer.ggml.token_type": [1] * (257 + len(pieces)) + [3] * len(SPECIALS) + [4],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+
+
+def _gguf_sentencepiece(architecture: str) -> dict[str, Any]:
+    words = [word for word in dict.fromkeys(WORDS) if word.strip(" ")]
+    tokens = [*SPECIALS, *BYTES, *words, "<tool> é", "<unused>"]
+    return {
+        "general.architecture": architecture,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [3] * len(SPECIALS) + [6] * len(BYTES) + [1] * len(words) + [4, 5],
+    }
+
+
+GGUF_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "gguf, gpt2": _gguf_byte_level,
+    "gguf, llama": partial(_gguf_sentencepiece, "llama"),
+    "gguf, llama of a Gemma": partial(_gguf_sentencepiece, "gemma2"),
+}
+"""Functions that make the metadata of GGUF files, by the name of the kind."""
 
 
 def make_pair(name: str, folder: Path) -> TokenizerPair:
     """Write the files of a kind to ``folder``, and load them as pdserve does and as transformers does."""
-    if name == GGUF_KIND:
-        return _gguf_pair(folder / "tokenizer.gguf")
+    if name in GGUF_KINDS:
+        return _gguf_pair(write_metadata(folder / "tokenizer.gguf", GGUF_KINDS[name]()))
     from transformers import PreTrainedTokenizerFast
 
     kind = KINDS[name]
@@ -180,18 +214,6 @@ def make_pair(name: str, folder: Path) -> TokenizerPair:
 
 
 def _gguf_pair(path: Path) -> TokenizerPair:
-    alphabet = byte_level_alphabet()
-    pieces = ["".join(alphabet[byte] for byte in piece) for piece in BYTE_PIECES]
-    tokens = [*alphabet.values(), *pieces, "ab", *SPECIALS, "<tool> é"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * (257 + len(pieces)) + [3] * len(SPECIALS) + [4])
-    writer.add_token_merges(["a b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
     ours = tokenizer_from_gguf(read_gguf_metadata(path))
     backend = ours.backend
     return _pair(ours, lambda ids, skip: str(backend.decode(list(ids), skip_special_tokens=skip)), backend)

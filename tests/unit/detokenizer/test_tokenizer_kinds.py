@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from support.tokenizer_kinds import BYTES, GGUF_KIND, KINDS, REPLACEMENT, TokenizerPair, draw_ids, make_pair
+from support.tokenizer_kinds import BYTES, GGUF_KINDS, KINDS, REPLACEMENT, TokenizerPair, draw_ids, make_pair
 
 from pdserve.detokenizer.request_decoder import DecoderFactory, make_decoder_factory
 from pdserve.model_files.text.byte_table import byte_level_bytes
@@ -22,7 +22,7 @@ SEQUENCES, SAMPLED = 2000, 40
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerPair]:
-    folders = {name: tmp_path_factory.mktemp("tokenizer") for name in (*KINDS, GGUF_KIND)}
+    folders = {name: tmp_path_factory.mktemp("tokenizer") for name in (*KINDS, *GGUF_KINDS)}
     return {name: make_pair(name, folder) for name, folder in folders.items()}
 
 
@@ -107,13 +107,13 @@ def check(pair: TokenizerPair, seed: str, count: int) -> None:
             assert streamed(factory, ids, sizes, skip=skip) == want, (tokens, sizes)
 
 
-@pytest.mark.parametrize("name", [*KINDS, GGUF_KIND])
+@pytest.mark.parametrize("name", [*KINDS, *GGUF_KINDS])
 def test_a_stream_is_the_whole_text_of_every_kind_of_tokenizer(pairs: dict[str, TokenizerPair], name: str) -> None:
     check(pairs[name], name, SAMPLED)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*KINDS, GGUF_KIND])
+@pytest.mark.parametrize("name", [*KINDS, *GGUF_KINDS])
 def test_two_thousand_streams_of_every_kind_are_whole(pairs: dict[str, TokenizerPair], name: str) -> None:
     check(pairs[name], f"{name}, all", SEQUENCES)
