@@ -131,7 +131,7 @@ class _Window:
 
 
 def report_run(result: RunResult, slo: Slo) -> RunReport:
-    """Compute the figures of ``result``, for all requests and for each group."""
+    """Compute the figures of ``result``, for all requests and for each group. Latencies are in ms."""
     load = result.workload.load
     window = _Window(result.window, np.isfinite(result.workload.duration).item())
     names = [group.name for group in result.workload.groups]

@@ -132,7 +132,7 @@ def _offered(report: RunReport, by_rate: bool) -> float:
 
 
 def _other(report: RunReport, by_rate: bool) -> str:
-    """Return the name of the quantity that is not on the x axis."""
+    """Return the quantity that is not on the x axis, with its value, such as "concurrency 8"."""
     if by_rate:
         return f"concurrency {report.concurrency}" if report.concurrency else "no limit"
     return "all at once" if report.rate is None else f"{report.rate:g} req/s"

@@ -23,7 +23,7 @@ _LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2e")
 
 
 def print_run(console: Console, report: RunReport) -> None:
-    """Print the tables of one load."""
+    """Print the tables of one load, its failed requests, and what the load generator itself took."""
     groups = [report.total] if len(report.groups) == 1 else [*report.groups, report.total]
     console.print(_rates_table(report, groups))
     console.print(_latency_table(groups))

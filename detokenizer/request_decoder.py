@@ -97,7 +97,10 @@ class ByteDecoders(DecoderFactory):
         return decoder
 
     def _pieces_with(self, shown: tuple[str, ...]) -> list[bytes]:
-        """Return each token's bytes, none for special tokens that are not ``shown``."""
+        """Return each token's bytes by its id; b"" for special tokens that are not ``shown``.
+
+        The list is kept for later calls.
+        """
         found = self._with_shown.get(shown)
         if found is None:
             # Another instance may send any texts: a table for each would have no end.

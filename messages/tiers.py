@@ -24,12 +24,12 @@ class PageCopy(IntEnum):
 
     @property
     def group(self) -> int:
-        """Index in ``KVLayout.groups``."""
+        """Return the index in ``KVLayout.groups`` of the group that the copied pages are of."""
         return self >> 1
 
     @property
     def to_pool(self) -> bool:
-        """Whether the copy goes to the pool, rather than to the host."""
+        """Return whether the copy goes to the pool, rather than to host memory."""
         return bool(self & 1)
 
 

@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of each group, added up."""
+        """Return the sum of the bytes of one page of each group."""
         return sum(group.page_bytes for group in self.groups)
 
     @property

@@ -12,7 +12,10 @@ from .spec import ModelSpec
 
 
 def read_spec(source: ModelSource) -> ModelSpec:
-    """Read the model at ``source``; raises ``UnsupportedModel`` or ``InvalidWeights``."""
+    """Describe the model at ``source``, from its config.json or its GGUF metadata.
+
+    Raises ``UnsupportedModel`` or ``InvalidWeights``.
+    """
     return _read_gguf(source.path) if source.kind == "gguf" else _read_hf(source.path)
 
 

@@ -35,6 +35,9 @@ class RatioAdmission(Admission):
         return int(future * self._ratio)
 
     def step_done(self, retracted: int) -> None:
-        """Note that a step was planned, for which ``retracted`` requests were retracted."""
+        """Lower the reserved share a little after a planned step, and raise it for each request that was retracted.
+
+        ``retracted``: number of these requests.
+        """
         self._ratio = max(self._floor, self._ratio - (self._initial - self._floor) / DECAY_STEPS)
         self._ratio = min(1.0, self._ratio + AFTER_RETRACTION * retracted)

@@ -63,5 +63,5 @@ class HFValues:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Return the number of elements of a head; by default ``hidden_size`` divided by the number of heads."""
         return whole(self.get("head_dim") or self.integer("hidden_size") // self.heads)

@@ -82,7 +82,10 @@ def _experts(config: HFConfig) -> ExpertsSpec:
 def _layers(
     config: HFConfig, attention: AttentionSpec, windows: Sequence[int | None], experts: ExpertsSpec
 ) -> list[LayerSpec]:
-    """Make the layers. Experts are in each layer with a number that the step divides, unless the config excludes it."""
+    """Make a layer for each of ``windows``. Layer i, counted from 1, has experts if ``decoder_sparse_step`` divides i.
+
+    The others, and those that ``mlp_only_layers`` lists, counted from 0, have an MLP.
+    """
     layers = pre_normed([replace(attention, window=window) for window in windows], experts, config.norm())
     step, without = config.integer("decoder_sparse_step"), config.get("mlp_only_layers") or ()
     is_dense = [i in without or (i + 1) % step != 0 for i in range(config.num_layers)]

@@ -182,7 +182,10 @@ def _structural_tag(source: str) -> dict[str, Any]:
 
 
 def _tool_calls(source: str, special_id: SpecialId) -> dict[str, Any]:
-    """Return the grammar of one call of a tool or, with ``many``, of several."""
+    """Return the grammar of one call of a tool or, if ``source`` (JSON) has ``many`` set, of several.
+
+    ``special_id``: returns the id of a special token by its text, or None.
+    """
     given = json.loads(source)
     calls, ids = given["calls"], {mark: special_id(mark) for mark in given["marks"]}
     marks = sorted((mark for mark, token in ids.items() if token is not None), key=len, reverse=True)

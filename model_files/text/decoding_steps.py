@@ -137,7 +137,10 @@ class TextEnds(DecodingStep):
         self._kept = ""
 
     def feed(self, token: str) -> list[str]:
-        """Return the text without up to ``start`` characters at its start. Up to ``stop`` at its end are kept back."""
+        """Return the text without the first ``start`` of the character, or as many as it begins with.
+
+        Up to ``stop`` of them at its end are kept back, and never shown if nothing follows.
+        """
         while token and self._start:
             if token[0] != self._character:
                 self._start = 0

@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Make the environment that templates are compiled in."""
+    """Make the sandboxed Jinja environment that templates are compiled in, with transformers' functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )

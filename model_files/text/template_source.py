@@ -53,7 +53,10 @@ def find_template_in_folder(folder: Path, config: dict[str, Any]) -> NamedTempla
 
 
 def _by_name(file: Path, value: Any) -> dict[str, str]:
-    """Read an entry ``chat_template``: one template, a list of templates with names, or an object by name."""
+    """Return the templates of an entry ``chat_template`` by name. Raises ``TokenizerLoadError``.
+
+    It is one template, a list of templates with names, or an object by name.
+    """
     if isinstance(value, str):
         return {DEFAULT: value}
     try:

@@ -69,7 +69,7 @@ class TextTokenizer(ABC):
     def max_token_bytes(self) -> int:
         """Return an upper bound of the bytes of text that one token stands for.
 
-        Texts too long for any prompt are refused by it.
+        Texts that can't fit the context by this bound are refused before they are tokenized.
         """
 
 
