@@ -74,7 +74,10 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def resize(self, num_pages: int) -> None:
-        """Hand out no page but the first ``num_pages`` from now on, 1 to ``most_pages``. Raises ``ValueError``."""
+        """Limit allocation to the first ``num_pages`` pages from now on, 1 to ``most_pages``.
+
+        Pages beyond them that are in use stay so until they are freed. Raises ``ValueError``.
+        """
 
     @abstractmethod
     def free_pages(self) -> I32:
@@ -194,7 +197,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         return 1 <= page <= self.most_pages and bool(self._in_use[page])
 
     def _pop(self, num_pages: int) -> I32:
-        """Take that many pages off the stack, which must have them."""
+        """Take ``num_pages`` pages off the stack of free pages, which must have them, and mark them as in use."""
         self._top -= num_pages
         pages = self._stack[self._top : self._top + num_pages][::-1]
         self._in_use[pages] = True

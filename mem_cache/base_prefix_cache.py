@@ -102,13 +102,13 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def peek(self, tokens: I32, extra_key: str = "") -> int:
-        """Return the length of the prefix that ``match_prefix`` would find, without a change and without a use."""
+        """Return how many tokens ``match_prefix`` would find, without counting as a use or changing anything."""
 
     @abstractmethod
     def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
-        """Offer ``slots`` [N], which hold the KV of ``tokens`` [N]; N is a whole number of pages.
+        """Offer ``slots`` [N], which hold the KV of ``tokens`` [N], to the cache; N is a whole number of pages.
 
-        Returns K: ``slots[:K]`` stay the caller's, since the cache has that prefix elsewhere or keeps nothing;
+        Return K: ``slots[:K]`` stay the caller's, since the cache has that prefix in other slots, or keeps nothing.
         ``slots[K:]`` are the cache's from now on. For pages outside a ``KVHold``. Raises ``UnalignedLength``.
         """
 
@@ -118,13 +118,13 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode) -> None:
-        """Undo one ``inc_lock_ref``. Raises ``UnbalancedLock`` when there is none to undo."""
+        """Release one pin of ``node`` and its ancestors. Raises ``UnbalancedLock`` if they were not pinned."""
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
-        """Give the allocator at least ``num_tokens`` slots of unlocked prefixes, or all of them if they are fewer.
+        """Free at least ``num_tokens`` slots of cached prefixes that are not pinned, or all of them if they are fewer.
 
-        Returns how many. Invalidates every match that is not held.
+        Return how many tokens were evicted. Every match that is not held becomes invalid.
         """
 
     @abstractmethod
@@ -141,18 +141,20 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
-        """Lock ``match``, which came from ``match_prefix(…, extra_key)``, and write its slots to ``row``.
+        """Pin ``match``, found in the namespace ``extra_key``, for a request, and write its slots to the request's
+        ``row``.
 
-        ``row`` (from ``ReqToTokenPool.alloc``) is the hold's from now on. Raises ``StaleMatch``; changes nothing then.
+        The returned hold is the request's memory; ``row`` (from ``ReqToTokenPool.alloc``) belongs to it from now on.
+        Raises ``StaleMatch`` if the match was evicted since; nothing is changed then.
         """
 
     @abstractmethod
     def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
-        """Share the KV of a running request. ``tokens`` are the ids that the steps planned so far compute.
+        """Share the KV of a running request. ``tokens`` are its ids as far as the steps planned so far compute them.
 
-        Their page-aligned part enters the cache and is pinned for the request (``hold.node`` and ``cached_len`` move
-        on). If the cache has got some of these pages from elsewhere meanwhile, ours are freed and replaced in the row.
-        The ``Rewrite`` returned says so; it is None if nothing was replaced.
+        Their page-aligned part enters the cache and is pinned for the request: ``hold.node`` and ``cached_len``
+        advance. If the cache has got some of these pages from another request meanwhile, the request's own are freed
+        and replaced in the row. The ``Rewrite`` returned says so; it is None if nothing was replaced.
 
         ``tokens[:cached_len]`` must be the tokens that were matched or cached before. Raises ``StaleHold``, also if
         ``tokens`` are more than ``kv_len``; nothing is changed then. A hold that is not ``verified`` shares nothing. No
@@ -161,7 +163,9 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def prove(self, holds: Iterable[KVHold]) -> None:
-        """Note that the shared KV of these holds is good, as far as their ``proven`` says."""
+        """Mark the cached prefixes of these holds as proven if all of their tokens have given finite logits
+        (``proven``).
+        """
 
     @abstractmethod
     def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
@@ -185,17 +189,19 @@ class BasePrefixCache(ABC):
         """
 
     def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:
-        """Share what a request leaves behind, as ``cache_unfinished_req`` does, and give back the rest.
+        """Share the KV of a request that has ended, as ``cache_unfinished_req`` does, and free the rest of its memory.
 
-        Frees ``[aligned part of tokens, kv_len)`` and the row, unlocks the node, ends the hold. Raises ``StaleHold``.
+        Free ``[aligned part of tokens, kv_len)`` and the row, and release the pin. The hold is not valid any more.
+        Raises ``StaleHold``.
         """
         self.cache_unfinished_req(hold, tokens)
         self.release_req(hold)
 
     def release_req(self, hold: KVHold) -> None:
-        """Give back all that a request holds and keep nothing new of it: it failed, was aborted or retracted.
+        """Free the memory of a request without caching more of it: it failed, was aborted or retracted.
 
-        Frees ``[cached_len, kv_len)`` and the row, unlocks the node and ends the hold. Raises ``StaleHold``.
+        Free ``[cached_len, kv_len)`` and the row, and release the pin. What was cached before stays. Raises
+        ``StaleHold``.
         """
         require_live(hold)
         hold.live = False
@@ -219,6 +225,6 @@ class BasePrefixCache(ABC):
 
 
 def require_live(hold: KVHold) -> None:
-    """Raise ``StaleHold`` when the hold was given back."""
+    """Raise ``StaleHold`` if the hold was released already."""
     if not hold.live:
         raise StaleHold(f"the hold on row {hold.row} was given back already")

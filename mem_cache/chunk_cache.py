@@ -57,13 +57,13 @@ class ChunkCache(BasePrefixCache):
         return None
 
     def prove(self, holds: Iterable[KVHold]) -> None:
-        """Do nothing, because nothing is kept."""
+        """Do nothing: no prefix is kept, so none can be marked as good."""
 
     def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
         return 0
 
     def withdraw(self) -> None:
-        """Do nothing, because nothing is kept."""
+        """Do nothing: no cached page can lie beyond the pool's end."""
 
     def reset(self) -> int:
         return 0

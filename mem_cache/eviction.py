@@ -29,7 +29,7 @@ class EvictionHeap:
         self._sweep_above = SWEEP_SLACK
 
     def push(self, node: TreeNode) -> None:
-        """Enter ``node``, an unlocked leaf, at its present priority; an earlier entry of it no longer counts."""
+        """Add ``node``, an unlocked leaf, with its present priority. An earlier entry of the node no longer counts."""
         self._pushes += 1
         node.heap_seq = self._pushes
         heapq.heappush(self._entries, (self._priority(node), self._pushes, node))
@@ -37,7 +37,7 @@ class EvictionHeap:
             self.sweep()
 
     def peek(self) -> TreeNode | None:
-        """Return the leaf to evict next, or None. It stays in the heap for as long as it is an unlocked leaf."""
+        """Return the leaf to evict next, or None if there is none. It stays in the heap."""
         while self._entries:
             _, seq, node = self._entries[0]
             if node.heap_seq == seq and node.is_evictable:
@@ -46,11 +46,14 @@ class EvictionHeap:
         return None
 
     def nodes(self) -> list[TreeNode]:
-        """Return the leaves in the heap, in no particular order."""
+        """Return the unlocked leaves in the heap, each once, in no particular order."""
         return [node for _, seq, node in self._entries if node.heap_seq == seq and node.is_evictable]
 
     def sweep(self) -> None:
-        """Drop outdated entries. Done each time the heap has doubled, so O(1) a push on average."""
+        """Drop entries that were superseded, or the node of which is no unlocked leaf any more.
+
+        Done each time the heap has doubled, so it takes O(1) per push on average.
+        """
         self._entries = [e for e in self._entries if e[2].heap_seq == e[1] and e[2].is_evictable]
         heapq.heapify(self._entries)
         self._sweep_above = 2 * len(self._entries) + SWEEP_SLACK

@@ -42,16 +42,19 @@ class HostTier:
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Number of host pages that hold no KV and are not reserved."""
         return len(self._free)
 
     @property
     def reserved_pages(self) -> int:
-        """Pages for bytes that may come."""
+        """Number of host pages reserved for bytes that a store may bring."""
         return len(self._reserved)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the host pages of the first ``hashes``, up to the first that is not here. This is no use of them."""
+        """Return the host pages of the first ``hashes``, up to the first one that is not in host memory.
+
+        This does not count as a use.
+        """
         pages = []
         for page_hash in hashes:
             page = self._index.get(page_hash)
@@ -61,19 +64,24 @@ class HostTier:
         return pages
 
     def page(self, page_hash: bytes) -> int | None:
-        """Return the host page with this hash, None if it is not here."""
+        """Return the number of the host page with this hash, None if host memory does not have it. This is no use of
+        it.
+        """
         return self._index.get(page_hash)
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Note a use of a prefix with these pages. Its end is evicted before its beginning."""
+        """Mark the pages of a prefix as used last, as far as they are in host memory. Its end is evicted before its
+        beginning.
+        """
         for page_hash in reversed(hashes):
             if page_hash in self._index:
                 self._index.move_to_end(page_hash)
 
     def keep(self, page_hash: bytes) -> int | None:
-        """Take a page to copy ``page_hash`` to, and index it; None if all others are pinned or reserved.
+        """Take a host page for the KV of ``page_hash``, index it and return its number; the caller copies the KV.
 
-        The hash must not be here already.
+        The page used longest ago is evicted if none is free. Return None if all are pinned or reserved. The hash must
+        not be in host memory already.
         """
         page = self._take()
         if page is not None:
@@ -81,7 +89,10 @@ class HostTier:
         return page
 
     def reserve(self, count: int) -> list[int]:
-        """Reserve and pin up to ``count`` pages for bytes that may come."""
+        """Reserve and pin up to ``count`` host pages for bytes that a store may bring, and return their numbers.
+
+        They may be fewer. Pages used longest ago are evicted if too few are free.
+        """
         pages: list[int] = []
         while len(pages) < count and (page := self._take()) is not None:
             self._reserved.add(page)
@@ -90,7 +101,11 @@ class HostTier:
         return pages
 
     def settle(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """End the reservation of ``pages``: the first ones have ``hashes`` now, and the others are free."""
+        """End the reservation of ``pages``: the first ones now hold the KV of ``hashes`` and are indexed; the others
+        are free.
+
+        A page is free, too, if its hash is in host memory already.
+        """
         for i, page in enumerate(pages):
             self._reserved.remove(page)
             del self._pins[page]
@@ -119,20 +134,23 @@ class HostTier:
                 self._free.append(page)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """Forget these; what is not here is no error."""
+        """Remove the pages with these hashes from the index. Unknown hashes are ignored.
+
+        A pinned page is free only after its last pin was released.
+        """
         for page_hash in hashes:
             page = self._index.pop(page_hash, None)
             if page is not None:
                 self._let_go(page)
 
     def clear(self) -> int:
-        """Forget everything; returns how many pages that were."""
+        """Remove all pages from the index, and return how many they were."""
         count = len(self._index)
         self.drop(list(self._index))
         return count
 
     def check_invariants(self) -> None:
-        """Raise ``InvariantViolation`` unless every page is in one state."""
+        """Raise ``InvariantViolation`` unless every page is in exactly one state, and pins belong to pages in use."""
         indexed = list(self._index.values())
         pages = [*self._free, *indexed, *self._reserved, *self._orphans]
         if sorted(pages) != list(range(self.num_pages)):

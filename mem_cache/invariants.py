@@ -30,7 +30,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
-    """Make the claim of the owner of ``slots`` [N], which begin at a page border; refuse slots in another order."""
+    """Return the claim of ``owner`` on the pages of ``slots`` [N], which begin at a page border.
+
+    Raises ``InvariantViolation`` if the slots are not runs of whole pages, the last one excepted.
+    """
     first_slots = slots[::page_size]
     whole = first_slots[:, None] + np.arange(page_size, dtype=np.int32)
     aligned = not (first_slots % page_size).any()
@@ -39,7 +42,7 @@ def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
 
 
 def hold_claims(holds: Iterable[KVHold], req_to_token: ReqToTokenPool, page_size: int) -> list[Claim]:
-    """Make the claims of all requests on pages outside the cache."""
+    """Return the claim of each hold on its pages outside the cache: positions ``[cached_len, kv_len)`` of its row."""
     return [
         claim_pages(f"request in row {h.row}", req_to_token.table[h.row, h.cached_len : h.kv_len], page_size)
         for h in holds
@@ -47,8 +50,9 @@ def hold_claims(holds: Iterable[KVHold], req_to_token: ReqToTokenPool, page_size
 
 
 def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> None:
-    """Free pages and claims together must name each of the pool's pages exactly once; claims may name, once, pages that
-    it no longer has (``allocator.beyond``).
+    """Check that free pages and ``claims`` together name each page of the pool exactly once.
+
+    Claims may also name, once, pages beyond the pool's end (``allocator.beyond``). Raises ``InvariantViolation``.
     """
     claims = [Claim("free list", allocator.free_pages()), *claims]
     pages = np.concatenate([claim.pages for claim in claims])
@@ -68,7 +72,7 @@ def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> N
 
 
 def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], req_to_token: ReqToTokenPool) -> None:
-    """Check the states of window pages (``window_pages.py``).
+    """Check the states of window pages (``window_pages.py``). Raises ``InvariantViolation``.
 
     Each is free, or attached to exactly one full page, which is in use. Those in spans are attached. Idle ones are
     attached and in no span.
@@ -102,7 +106,10 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
 
 
 def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs: Mapping[TreeNode, int]) -> None:
-    """Check that rows in use belong to holds and start with the slots of their paths, and that ``lock_refs`` match."""
+    """Check that rows in use belong to one hold each and start with the slots of the hold's cached prefix.
+
+    Check that ``lock_refs`` are the numbers of holds that pin each node. Raises ``InvariantViolation``.
+    """
     rows = Counter(hold.row for hold in holds)
     shared = [row for row, count in rows.items() if count > 1]
     require(not shared, f"rows {shared} are held by several requests")

@@ -20,28 +20,30 @@ class KVEventLog:
         self._events: list[Event] = []
 
     def seed(self) -> bytes:
-        """Return the seed of the page hashes; see ``TreeWatcher``."""
+        """Return the seed of the page hashes, which depends on the model and the KV layout."""
         return self._seed
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
-        """Note that pages of the tokens ``key`` (int32 as bytes) were stored after the page ``parent``."""
+        """Record that pages were stored in the tree. ``key``: their tokens, as int32 bytes. ``parent``: hash of the
+        page before.
+        """
         tokens = unpack_i32(key).tolist()
         self._events.append(BlockStored(list(hashes), parent, tokens, self._page_size))
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Do nothing: ``removed`` follows."""
+        """Do nothing: the same pages are recorded when ``removed`` is called next."""
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Note that these pages cannot be found any more."""
+        """Record that the pages with these hashes cannot be found in the tree any more."""
         if hashes:
             self._events.append(BlockRemoved(list(hashes)))
 
     def cleared(self) -> None:
-        """Note that no page can be found any more."""
+        """Record that the tree has no pages any more."""
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[Event]:
-        """Return and forget the events since the last call."""
+        """Remove and return the events recorded since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -73,7 +73,7 @@ class CacheOptions:
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a complaint for each wrong option of KV memory, with its value and what to do."""
         page_size = self.page_size
         if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
             yield f"--page-size is {page_size}: it must be a power of two, 1 to {MAX_PAGE_SIZE}"
@@ -112,7 +112,7 @@ class KVEventOptions(CacheOptions):
     kv_events_buffer: int = opt(default=10_000, help="Newest event batches kept for replay.")
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a complaint for each wrong option of KV events, with its value and what to do."""
         addresses = self.kv_events_endpoint, self.kv_events_replay_endpoint
         for name, address in zip(("--kv-events-endpoint", "--kv-events-replay-endpoint"), addresses, strict=True):
             if address is not None and not _is_address(address):

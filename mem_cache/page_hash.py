@@ -32,7 +32,7 @@ def _digest(content: bytes, domain: bytes) -> bytes:
 
 
 def model_seed(fingerprint: str, layout: KVLayout) -> bytes:
-    """Return the hash that stands before the first page of a model's prompts. It depends on the KV layout, too."""
+    """Return the hash that precedes the first page of a model's prompts; it covers fingerprint and KV layout."""
     return _digest(fingerprint.encode() + msgspec.json.encode(layout), MODEL)
 
 
@@ -57,7 +57,9 @@ def prompt_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str) -> l
 
 
 def further_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str, known: Sequence[bytes]) -> list[bytes]:
-    """Return what ``prompt_hashes`` returns, less the hashes of the first pages, which are ``known``."""
+    """Return the hashes of a prompt's whole pages after those that are ``known``: the hashes of its first pages, in
+    order.
+    """
     first, whole = len(known) * page_size, len(tokens) // page_size * page_size
     before = known[-1] if known else namespace_seed(seed, extra_key.encode(errors="surrogatepass"))
     return chain(before, tokens[first:whole].tobytes(), page_size)

@@ -22,17 +22,19 @@ class PageRun(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """Pages of each group."""
+        """Number of pages that are sent, for each group of the layout."""
         return [end - begin for begin, end in self.within(self.begin, self.end)]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the part of pages ``[begin, end)`` of the row that is sent, for each group."""
+        """Return which of the pages ``[begin, end)`` of the row are sent, as a range of page numbers for each group."""
         kept = max(begin, self.begin), max(end, self.begin)
         if self.window is None:
             return [kept]
         return [kept, (max(begin, self.window), max(end, self.window))]
 
     def places(self, begin: int, end: int) -> list[slice]:
-        """Return the positions of these pages among all that are sent of their group."""
+        """Return where pages ``[begin, end)`` of the row stand among all pages sent of their group, as a slice for each
+        group.
+        """
         firsts = (self.begin, self.window or 0)
         return [slice(a - first, b - first) for (a, b), first in zip(self.within(begin, end), firsts, strict=False)]

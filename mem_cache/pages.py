@@ -8,19 +8,19 @@ from ..messages.base import I32
 
 
 def floor_to_page(num_tokens: int, page_size: int) -> int:
-    """Round ``num_tokens`` down to whole pages."""
+    """Return ``num_tokens`` rounded down to whole pages, in tokens."""
     return num_tokens - num_tokens % page_size
 
 
 def ceil_to_page(num_tokens: int, page_size: int) -> int:
-    """Round ``num_tokens`` up to whole pages."""
+    """Return ``num_tokens`` rounded up to whole pages, in tokens."""
     return num_tokens + -num_tokens % page_size
 
 
 def slots_to_pages(slots: I32, page_size: int) -> I32:
-    """Return the pages of ``slots`` [N] in their order, with neighbours merged: [P] int32.
+    """Return the numbers of the pages that ``slots`` [N] lie in, in their order: [P] int32.
 
-    A page with slots that are not neighbours occurs several times.
+    Neighbouring slots of one page count once. A page with slots that are not neighbours occurs several times.
     """
     pages = slots // page_size
     if page_size == 1 or pages.size < 2:

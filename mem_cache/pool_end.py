@@ -24,22 +24,25 @@ class PoolEnd:
         """Size before the change that is under way; None without one."""
 
     def announce(self, tokens: int) -> None:
-        """Begin a change to ``tokens``: ``move`` makes it, and ``settle`` ends it."""
+        """Plan a change of the pool's size to ``tokens``, so that new requests fit into it. ``move`` makes the change.
+
+        ``settle`` ends it, made or not.
+        """
         self._announced, self._before = tokens, self._allocator.size
 
     def settle(self) -> None:
-        """End the change that is under way, whether it was made or not."""
+        """End the change of size that ``announce`` began, whether it was made or not."""
         self._announced = self._before = None
 
     @property
     def undone(self) -> int:
-        """Size that the pool keeps if the change fails; its present size if none is under way."""
+        """Size in tokens that the pool keeps if the change fails; its present size if none is under way."""
         size = self._allocator.size
         return size if self._before is None else max(self._before, size)
 
     @property
     def most(self) -> int:
-        """Maximum size of the pool."""
+        """Maximum size of the pool in tokens, for which addresses are reserved."""
         return self._allocator.most_pages * self._allocator.page_size
 
     @property
@@ -60,11 +63,15 @@ class PoolEnd:
         return max(0, self._windows.num_pages - self._windows.pages_for(self._announced // self._allocator.page_size))
 
     def can_move(self, tokens: int) -> bool:
-        """Return whether the promised window pages fit into the new size."""
+        """Return whether a pool of ``tokens`` tokens has as many window pages as are promised to requests; True without
+        windows.
+        """
         return self._windows.committed <= self._windows.pages_for(tokens // self._allocator.page_size)
 
     def is_held_behind(self, tokens: int) -> bool:
-        """Return whether a request has pages beyond the first ``tokens``, or window pages beyond their share."""
+        """Return whether a request has pages beyond the first ``tokens`` tokens, or window pages beyond the end they
+        imply.
+        """
         size, windows, table = self._allocator.page_size, self._windows, self._cache.req_to_token.table
         pages = tokens // size
         rows = [table[hold.row, : hold.kv_len : size] // size for hold in self._holds]

@@ -75,13 +75,13 @@ class TreeWatcher(Protocol):
         """
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Note that the tree gives these pages back to the pool, because memory is short."""
+        """Note that the tree is about to free these pages, because memory is short. Their KV can still be copied."""
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Note that these pages cannot be found any more."""
+        """Note that the pages with these hashes cannot be found in the tree any more."""
 
     def cleared(self) -> None:
-        """Note that no page can be found any more."""
+        """Note that no page can be found in the tree any more."""
 
 
 class RadixCache(BasePrefixCache):
@@ -290,14 +290,16 @@ class RadixCache(BasePrefixCache):
         self._heap.sweep()
 
     def _within(self, slots: I32) -> int:
-        """Return the number of ``slots`` (whole pages) before the first one beyond the pool's end."""
+        """Return how many of ``slots`` (whole pages) precede the first one beyond the pool's end; all if none is beyond
+        it.
+        """
         if not self.allocator.beyond:
             return slots.size
         beyond = slots >= (self.allocator.num_pages + 1) * self.page_size
         return int(beyond.argmax()) if beyond.any() else slots.size
 
     def _hide(self, top: TreeNode) -> None:
-        """Let no walk find ``top`` or what is below it; what no request pins goes back."""
+        """Let no walk find ``top`` or the nodes below it, and free those of them that no request pins."""
         for watcher in self._watchers:
             for node in self._findable(top):
                 watcher.removed(self.hashes_of(node))
@@ -312,7 +314,7 @@ class RadixCache(BasePrefixCache):
         self._drop_hidden(top)
 
     def _findable(self, top: TreeNode) -> Iterator[TreeNode]:
-        """Yield ``top``, which walks can find, and all below it that they can."""
+        """Yield ``top``, which walks can find, and all nodes below it that walks can find."""
         stack = [top]
         while stack:
             node = stack.pop()
@@ -320,7 +322,7 @@ class RadixCache(BasePrefixCache):
             yield node
 
     def _hidden_top(self, path: Iterable[TreeNode]) -> TreeNode | None:
-        """Return the topmost hidden node of a path that leads up."""
+        """Return the topmost hidden node of a path that leads up, or None if no node of it is hidden."""
         found = [node for node in path if node in self._hidden] if self._hidden else []
         return found[-1] if found else None
 
@@ -342,11 +344,17 @@ class RadixCache(BasePrefixCache):
         return dropped
 
     def _is_loose(self, node: TreeNode, top: TreeNode) -> bool:
-        """Return whether no request pins the node, and it is ``top`` or its parent stays."""
+        """Return whether ``node``, with all nodes below it, is the top of a part of the tree that no request pins.
+
+        ``top``: node below which nothing else is considered.
+        """
         return node.lock_ref == 0 and (node is top or (node.parent is not None and node.parent.lock_ref > 0))
 
     def _drop(self, tops: list[TreeNode]) -> int:
-        """Take these, which no request pins, and what is below them out of the tree; returns how many tokens it was."""
+        """Remove ``tops``, which no request pins, and all nodes below them from the tree, and free their pages.
+
+        Return how many tokens they were.
+        """
         if not tops:
             return 0
         freed = []
@@ -403,19 +411,23 @@ class RadixCache(BasePrefixCache):
             )
 
     def _key(self, tokens: I32) -> bytes:
-        """Return the whole pages of ``tokens`` as bytes."""
+        """Return the tokens of the whole pages of ``tokens``, as int32 bytes."""
         return np.ascontiguousarray(tokens[: floor_to_page(len(tokens), self.page_size)], dtype=np.int32).tobytes()
 
     def _edge(self, node: TreeNode, key: bytes, pos: int, extra_key: str) -> bytes:
-        """Return the name of the child of ``node`` that ``key`` continues with at byte ``pos``.
+        """Return the name in ``node.children`` of the child that ``key`` continues with at byte ``pos``.
 
-        Pages are of one length, so that a namespace before one can't be mistaken for another namespace and page.
+        It is the page at ``pos``, preceded by the namespace below the root. Pages are of one length, so that a
+        namespace before one can't be mistaken for another namespace and page.
         """
         page = key[pos : pos + self._page_bytes]
         return extra_key.encode(errors="surrogatepass") + page if node is self._root and extra_key else page
 
     def _walk(self, node: TreeNode, key: bytes, extra_key: str) -> Path:
-        """Follow ``key`` down from ``node`` as far as it is cached; splits the node in which it parts."""
+        """Follow ``key`` down from ``node`` as far as it is cached, and return the nodes and their slots.
+
+        If it ends inside a node, that node is split, so that the last node returned is part of ``key`` as a whole.
+        """
         nodes: list[TreeNode] = []
         pos = 0
         while pos < len(key):
@@ -433,7 +445,7 @@ class RadixCache(BasePrefixCache):
         return Path(nodes, np.concatenate([n.slots for n in nodes]) if nodes else NO_SLOTS)
 
     def _common_bytes(self, ours: bytes, theirs: bytes, pos: int) -> int:
-        """Return the length of the whole pages that ``ours`` and ``theirs[pos:]`` have in common at their start."""
+        """Return the length in bytes of the whole pages that ``ours`` and ``theirs[pos:]`` begin with alike."""
         num = min(len(ours), len(theirs) - pos) // TOKEN_BYTES
         a = np.frombuffer(ours, dtype=np.int32, count=num)
         b = np.frombuffer(theirs, dtype=np.int32, count=num, offset=pos)
@@ -442,7 +454,9 @@ class RadixCache(BasePrefixCache):
         return floor_to_page(alike, self.page_size) * TOKEN_BYTES
 
     def _split(self, node: TreeNode, at: int) -> TreeNode:
-        """Cut ``node`` at byte ``at`` of its key; returns the new upper part, pinned by the same requests."""
+        """Split ``node`` at byte ``at`` of its key. Return the new upper part, pinned by the same requests; ``node`` is
+        the lower.
+        """
         parent = node.parent
         assert parent is not None
         num = at // TOKEN_BYTES
@@ -459,7 +473,11 @@ class RadixCache(BasePrefixCache):
         return upper
 
     def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, origin: PageOrigin) -> None:
-        """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
+        """Add a leaf for the part of ``key`` and ``slots`` that is not cached yet, and append it to ``path``.
+
+        ``path``: result of walking ``key`` from ``start``. Do nothing if all is cached. Watchers are told of the new
+        pages.
+        """
         known = path.slots.size
         if known == len(slots):
             return
@@ -494,7 +512,9 @@ class RadixCache(BasePrefixCache):
             lowest.absorb(above)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
-        """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""
+        """Mark the nodes of a path from the top as used just now. If the last one is an unlocked leaf, it is evicted
+        later.
+        """
         self._now += 1
         for node in nodes:
             node.last_access = self._now
@@ -530,9 +550,9 @@ class RadixCache(BasePrefixCache):
         return names[first:end]
 
     def hashes_of(self, node: TreeNode) -> list[bytes]:
-        """Return the hashes of the node's pages in order, after computing those of its ancestors.
+        """Return the hashes of the node's pages in order, and compute missing ones of the node and its ancestors.
 
-        Only if the tree is watched.
+        Only valid if the tree is watched.
         """
         unknown = []
         while node.hashes is None and node.parent is not None:
@@ -563,7 +583,9 @@ class RadixCache(BasePrefixCache):
                 watcher.removed(self.hashes_of(node))
 
     def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
-        """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""
+        """Cut the last ``num_tokens`` tokens (whole pages, not all) off an unlocked leaf, and return their slots. Free
+        nothing.
+        """
         cut = leaf.slots[-num_tokens:]
         leaf.slots = leaf.slots[:-num_tokens]
         leaf.key = leaf.key[: -num_tokens * TOKEN_BYTES]
@@ -573,7 +595,7 @@ class RadixCache(BasePrefixCache):
         return cut
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
-        """Take an unlocked leaf out of the tree; its parent may be one now."""
+        """Remove an unlocked leaf from the tree. Its parent can be evicted next if it is an unlocked leaf now."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.edge]

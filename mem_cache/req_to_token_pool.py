@@ -25,7 +25,7 @@ class ReqToTokenPool:
         self._in_use = [False] * max_reqs
 
     def available_size(self) -> int:
-        """Free rows."""
+        """Return the number of free rows."""
         return len(self._free)
 
     def alloc(self) -> int | None:
@@ -37,7 +37,7 @@ class ReqToTokenPool:
         return row
 
     def free(self, row: int) -> None:
-        """Take ``row`` back. Raises ``DoubleFree``, or ``InvalidFree`` when there is no such row."""
+        """Free ``row``. Raises ``DoubleFree`` if it is free, and ``InvalidFree`` if there is no such row."""
         if not 0 <= row < self.max_reqs:
             raise InvalidFree(f"there is no row {row} in a table of {self.max_reqs}")
         if not self._in_use[row]:
@@ -46,5 +46,5 @@ class ReqToTokenPool:
         self._free.append(row)
 
     def rows_in_use(self) -> set[int]:
-        """Return the rows that are taken."""
+        """Return the numbers of the rows that are taken."""
         return {row for row, in_use in enumerate(self._in_use) if in_use}

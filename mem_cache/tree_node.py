@@ -63,7 +63,7 @@ class TreeNode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this run alone."""
+        """Number of tokens of this node alone, without its ancestors."""
         return self.slots.size
 
     @property
@@ -72,10 +72,10 @@ class TreeNode:
         return self.lock_ref == 0 and not self.children and self.parent is not None
 
     def is_piece_before(self, child: TreeNode) -> bool:
-        """Return whether this node and ``child`` could be one node. It is never true of the root.
+        """Return whether this node and its only ``child`` could be joined into one node; False for the root.
 
-        No path may end or branch off between the two, and the same requests must pin them. Their KV must be equally
-        proven, and no eviction policy may distinguish them.
+        No other path may branch off or end between the two, and the same requests must pin them. Their KV must be
+        equally proven, and no eviction policy may distinguish them.
         """
         return (
             self.parent is not None
@@ -104,7 +104,7 @@ class TreeNode:
             node.parent, node.children = None, {}
 
     def path_up(self) -> Iterator[TreeNode]:
-        """Yield this node and its ancestors. The root, or the top of what is left of the path, comes last."""
+        """Yield this node and its ancestors, upwards. The root comes last, or the top of a part without root."""
         node: TreeNode | None = self
         while node is not None:
             yield node
@@ -120,5 +120,5 @@ class TreeNode:
 
 
 def make_root() -> TreeNode:
-    """Make the empty run that every path ends in."""
+    """Make the root of a tree: a node without tokens and parent."""
     return TreeNode(None, b"", b"", NO_SLOTS, 0)

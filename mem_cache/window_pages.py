@@ -59,13 +59,14 @@ class WindowSpan:
 
     @property
     def committed(self) -> int:
-        """Number of pages that other holds cannot get."""
+        """Number of window pages that no other hold can get: those in the span, or the promised ones if more."""
         return max(self.promised, self.end - self.begin)
 
     def must_move(self, kv_len: int, page_size: int) -> bool:
-        """Return whether the span does not suit a decoding request of this length: its last token begins a page.
+        """Return whether the span does not suit a decoding request of ``kv_len`` tokens, so that it must move.
 
-        Or it is longer than promised, as after a prompt's last piece.
+        That is so if the last token begins a page, or if the span is longer than promised, as after a prompt's last
+        piece.
         """
         return self.end * page_size < kv_len or self.end - self.begin > self.promised
 
@@ -137,7 +138,7 @@ class WindowPages:
         """Number of spans that a hand-over reads."""
 
     def pages_for(self, num_full_pages: int) -> int:
-        """Return the size of the pool for this number of full pages.
+        """Return how many window pages the pool has if there are ``num_full_pages`` full pages.
 
         It is the same share of the maximum, but at least the windows of three requests and the slack. With fewer,
         instances that compute for each other wait for each other too often.
@@ -147,9 +148,10 @@ class WindowPages:
         return min(max(share, least), self.most_pages)
 
     def resize(self, num_full_pages: int) -> None:
-        """Change the size to ``pages_for`` this number of full pages, which must be at least ``committed``.
+        """Change the number of window pages to what suits ``num_full_pages`` full pages (``pages_for``).
 
-        Unused pages beyond the new end are dropped. Used ones count as ``beyond`` until no span has them.
+        It must be at least ``committed``. Unused pages beyond the new end are dropped. Used ones count as ``beyond``
+        until no span has them.
         """
         before, self.num_pages = self.num_pages, self.pages_for(num_full_pages)
         idle = [page for page in self._idle if self.page_of[page] > self.num_pages]
@@ -164,11 +166,11 @@ class WindowPages:
     # --- spans ---
 
     def needs(self, num_tokens: int) -> int:
-        """Return the number of pages that a request of at most ``num_tokens`` is promised."""
+        """Return the number of window pages that a request of at most ``num_tokens`` tokens is promised."""
         return min(self.most, -(-num_tokens // self.page_size))
 
     def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
-        """Return whether a request of at most ``num_tokens`` can be promised its pages.
+        """Return whether a request of at most ``num_tokens`` tokens can be promised its window pages.
 
         ``reserve`` pages stay for other requests, unless the request alone needs the whole pool.
         """
@@ -178,7 +180,11 @@ class WindowPages:
         return self._promised + needs + self._slack <= self.num_pages or not self._promised
 
     def promise(self, span: WindowSpan, num_tokens: int) -> None:
-        """Keep for ``span`` what a request of at most ``num_tokens`` needs."""
+        """Reserve window pages for ``span``, as many as a request of at most ``num_tokens`` tokens needs. None is taken
+        yet.
+
+        An earlier promise to the span is replaced.
+        """
         before = span.committed
         self._promised -= span.promised
         span.promised = self.needs(num_tokens)
@@ -186,11 +192,14 @@ class WindowPages:
         self.committed += span.committed - before
 
     def room(self, span: WindowSpan, start: int) -> int:
-        """Return how many tokens from position ``start`` on ``span`` may have next, at least 1."""
+        """Return how many tokens from position ``start`` on can be written in one step; at least 1."""
         return (self._first_page(start) + self._longest(span)) * self.page_size - start
 
     def begin(self, span: WindowSpan, row: I32, length: int) -> None:
-        """Turn an empty span into the window of position ``length``, after a match of that length."""
+        """Set the empty ``span`` of a request to the window before position ``length``, the end of its cached prefix.
+
+        Raises ``WindowPagesShort`` if a page in that window has no window page.
+        """
         first = self._first_page(length)
         pages = self._pages(row, first, length // self.page_size)
         if not self.page_of[pages].all():
@@ -199,12 +208,10 @@ class WindowPages:
         self._resize(span, first, first + len(pages))
 
     def move(self, span: WindowSpan, row: I32, start: int, end: int) -> None:
-        """Move the window of a request on to positions ``[start, end)``, which are written next and have slots.
+        """Move the window of a request to positions ``[start, end)``, which are written next and have slots.
 
-        A step writes them or, from a later page on, a peer. Window pages that none of them sees are released, and
-        pages without a window page get one.
-
-        Raises ``WindowPagesShort`` if they are more than ``room``.
+        Window pages that none of these tokens sees are released, except those kept for a hand-over (``keep``). Pages
+        without a window page get one. Raises ``WindowPagesShort`` if they are more than ``room`` allows.
         """
         first, last = self._first_page(start), -(-end // self.page_size)
         if span.kept_from is not None:
@@ -217,11 +224,11 @@ class WindowPages:
             self._extend(span, self._pages(row, span.end, last))
 
     def keep(self, span: WindowSpan, row: I32, first: int) -> bool:
-        """Keep the pages of a span from page ``first`` of its row on for a hand-over that reads them, until ``let_go``.
+        """Keep the window pages of a row, from page ``first`` on, for a hand-over that reads them, until ``let_go``.
 
-        They stay in the span, however far the request moves on. Those from ``first`` to the span's beginning are added
-        to it again. Returns False, with nothing changed, if one of them is gone, or if this number is promised to
-        others.
+        They stay in the span, however far the request moves on; pages that have left it are added to it again. Return
+        False, with nothing changed, if one of them is gone, or if other requests are promised too many of the pool's
+        pages.
         """
         pages = self._pages(row, first, span.begin)
         gone = not self.page_of[pages].all()
@@ -234,14 +241,15 @@ class WindowPages:
         return True
 
     def let_go(self, span: WindowSpan) -> None:
-        """End the use of a span by a hand-over; harmless if there was none."""
+        """Release what ``keep`` kept: the pages may leave the span when it moves. Do nothing if none were kept."""
         self.kept -= span.kept_from is not None
         span.kept_from = None
 
     def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
-        """Return which of these requests, with ``lengths`` tokens each, can have another token.
+        """Return, for each of these requests with ``lengths`` tokens, whether it can get another token.
 
-        A kept span takes more pages than promised as it moves on. It waits if the others are promised these pages.
+        The span of a request that a hand-over reads takes more pages than promised as it grows. It waits while these
+        pages are promised to other requests.
         """
         spare = self.num_pages - self.committed
         able = []
@@ -253,12 +261,14 @@ class WindowPages:
         return able
 
     def outgrown(self, holds: Sequence[H]) -> list[H]:
-        """Return the holds with a window that must ``move``, of requests that got the slot of their next token."""
+        """Return the holds with a window that must ``move`` before the next step, of requests that got their next
+        token's slot.
+        """
         size = self.page_size
         return [hold for hold in holds if hold.window.must_move(hold.kv_len, size)]
 
     def end(self, span: WindowSpan, row: I32) -> None:
-        """End a span and its promise."""
+        """Release all window pages of a span and its promise, because its request's memory is freed."""
         self._leave(span, self._pages(row, span.begin, span.end))
         self.let_go(span)
         self.committed -= span.committed
@@ -279,9 +289,11 @@ class WindowPages:
         return _usable(missing, self.reach) * self.page_size
 
     def replace(self, span: WindowSpan, start: int, our_slots: I32, cached_slots: I32) -> None:
-        """Replace our slots in a row, from position ``start`` on, by cached ones of the same tokens, in whole pages.
+        """Replace a request's own slots, from position ``start`` on, by cached slots of the same tokens, in whole
+        pages.
 
-        If one of the cached pages has lost its window page, it gets that of ours.
+        Only the accounts of window pages change here. If a cached page has lost its window page, it gets the one of the
+        request's own page.
         """
         ours, theirs = slots_to_pages(our_slots, self.page_size), slots_to_pages(cached_slots, self.page_size)
         first = start // self.page_size
@@ -321,14 +333,14 @@ class WindowPages:
     # --- figures ---
 
     def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens: all, free, idle and in use."""
+        """Return how the window pool is used, in tokens: all, free, cached (in no request's window) and in use."""
         size = self.page_size
         total, free, idle = self.num_pages * size, len(self._free) * size, len(self._idle) * size
         used = total - free - idle + self.beyond * size
         return {"window_total": total, "window_free": free, "window_cached": idle, "window_in_use": used}
 
     def accounts(self) -> WindowAccounts:
-        """Return the accounts."""
+        """Return the lists and counts of window pages, for ``check_invariants``. They are not to be changed."""
         sizes = (self.num_pages, self.most_pages, self.beyond, self.committed)
         return WindowAccounts(*sizes, self.page_of, list(self._free), list(self._idle), self._uses.copy())
 
@@ -336,7 +348,7 @@ class WindowPages:
         return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     def _first_page(self, position: int) -> int:
-        """Return the first page of a row that tokens in the page of ``position`` see."""
+        """Return the number of the first page of a row that tokens in the page of ``position`` see."""
         return max(0, position // self.page_size - self.reach)
 
     def _longest(self, span: WindowSpan) -> int:
@@ -344,16 +356,17 @@ class WindowPages:
         return self.num_pages - (self.committed - span.committed)
 
     def _leave(self, span: WindowSpan, pages: I32) -> None:
-        """Remove the first pages of a span, ``pages``, from it. Window pages without a span become idle."""
+        """Remove ``pages``, the first ones of a span, from it. Window pages in no span any more become idle."""
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
             self._rest(page)
         self._resize(span, span.begin + len(pages), span.end)
 
     def _extend(self, span: WindowSpan, pages: I32) -> None:
-        """Give ``pages``, which follow a span and have none, window pages, and make them part of it.
+        """Give window pages to ``pages``, which follow a span and have none, and add them to the span.
 
-        Raises ``WindowPagesShort`` where that is more than ``_longest`` allows.
+        The pages idle for longest lose theirs if none is free. Raises ``WindowPagesShort`` if the span would be longer
+        than ``_longest`` allows.
         """
         if span.end - span.begin + len(pages) > self._longest(span):
             raise WindowPagesShort(f"{len(pages)} more pages for {span}, of {self.num_pages}")
@@ -375,7 +388,7 @@ class WindowPages:
         self.committed += span.committed - before
 
     def _rest(self, page: int) -> None:
-        """Make the window page of a full page idle, or drop it beyond the pool's end: no span has it any more."""
+        """Make the window page of a full page, which is in no span any more, idle; beyond the pool's end, drop it."""
         if self.page_of[page] > self.num_pages:
             self._detach(page)
         else:
@@ -387,7 +400,7 @@ class WindowPages:
         self._changed[page] = None
 
     def _detach(self, page: int, *, keep: bool = False) -> int:
-        """Take the window page from a full page and return it. It becomes free unless the caller keeps it."""
+        """Take the window page from a full page and return its number. It is free now unless ``keep`` is set."""
         window_page = int(self.page_of[page])
         self.page_of[page] = 0
         self._changed[page] = None
@@ -399,9 +412,10 @@ class WindowPages:
 
 
 def _usable(missing: npt.NDArray[np.bool_], reach: int) -> int:
-    """Return the length of the longest prefix that ends after ``reach`` pages, or all of them, without a missing one.
+    """Return the maximum number of first pages after which no page of the window is missing.
 
-    ``missing`` [N]: whether a page has lost its window page.
+    The window are the last ``reach`` pages before the end, or all if they are fewer. ``missing`` [N]: whether a page
+    has lost its window page.
     """
     count = len(missing)
     if not missing[max(0, count - reach) :].any():
@@ -419,71 +433,71 @@ class NoWindows:
     num_pages = most = reach = beyond = committed = kept = 0
 
     def pages_for(self, num_full_pages: int) -> int:
-        """Return 0."""
+        """Return 0: a model without windows has no window pages."""
         return 0
 
     def resize(self, num_full_pages: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is no window pool to resize."""
 
     def needs(self, num_tokens: int) -> int:
-        """Return 0."""
+        """Return 0: no request needs window pages."""
         return 0
 
     def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
-        """Return True."""
+        """Return True: no request needs window pages."""
         return True
 
     def promise(self, span: WindowSpan, num_tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing: no request needs window pages."""
 
     def room(self, span: WindowSpan, start: int) -> int:
-        """Return more tokens than any prompt has."""
+        """Return more tokens than any prompt has: window pages limit no step."""
         return sys.maxsize
 
     def begin(self, span: WindowSpan, row: I32, length: int) -> None:
-        """Do nothing."""
+        """Do nothing: a request has no window to begin."""
 
     def move(self, span: WindowSpan, row: I32, start: int, end: int) -> None:
-        """Do nothing."""
+        """Do nothing: a request has no window to move."""
 
     def keep(self, span: WindowSpan, row: I32, first: int) -> bool:
         """Return True: a hand-over's pages are all pinned with its hold."""
         return True
 
     def let_go(self, span: WindowSpan) -> None:
-        """Do nothing."""
+        """Do nothing: no window pages were kept."""
 
     def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
-        """Return True for each."""
+        """Return True for each request: none waits for window pages."""
         return [True] * len(spans)
 
     def outgrown(self, holds: Sequence[H]) -> Sequence[H]:
-        """Return none."""
+        """Return (): no hold has a window that must move."""
         return ()
 
     def end(self, span: WindowSpan, row: I32) -> None:
-        """Do nothing."""
+        """Do nothing: the span has no pages to release."""
 
     def usable(self, found: Sequence[I32]) -> int:
-        """Return the length of all that was found."""
+        """Return the number of slots found: without windows, every cached prefix is usable as a whole."""
         return sum(slots.size for slots in found)
 
     def replace(self, span: WindowSpan, start: int, our_slots: I32, cached_slots: I32) -> None:
-        """Do nothing."""
+        """Do nothing: the replaced pages have no window pages."""
 
     def forget(self, pages: I32) -> None:
-        """Do nothing."""
+        """Do nothing: the freed pages have no window pages."""
 
     def take_changes(self) -> I32:
-        """Return none."""
+        """Return no changes, [0, 2]: there are no window pages."""
         return NO_CHANGES
 
     def behind(self, pages: I32) -> list[I32]:
-        """Return an empty list."""
+        """Return []: there is no group of windowed layers."""
         return []
 
     def usage(self) -> dict[str, int]:
-        """Return nothing: there is no such pool."""
+        """Return {}: there is no window pool to report."""
         return {}
 
     def accounts(self) -> None:

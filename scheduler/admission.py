@@ -30,9 +30,10 @@ class Admission:
         self._factor = conservativeness
 
     def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
-        """Return the slots that the requests will need here beyond what they have to compute now.
+        """Estimate the KV slots to keep free for tokens that ``reqs`` and ``newcomer`` will still generate on this
+        instance.
 
-        ``reqs`` have memory, and ``newcomer`` wants some.
+        Return 0 if each of them can have its maximum. ``reqs`` have memory already, and ``newcomer`` asks for some.
         """
         generating = [req for req in (*reqs, newcomer) if req.route is not Route.OUTGOING and req.wants_tokens]
         if not generating:
@@ -49,7 +50,10 @@ class Admission:
         return int(extra_slots(held, alive, ahead, self._memory.pool.page_size, SPREAD) * self._factor)
 
     def learn(self, req: Req) -> None:
-        """Learn the output length of a request that has ended by itself, here."""
+        """Learn from the output length of ``req``, which has ended.
+
+        It is ignored if it was aborted, failed, was decoded by another instance or has no output.
+        """
         if req.state is ReqState.FINISHED and req.route is not Route.OUTGOING and req.output_len:
             self.lengths.learn(req.max_new_tokens, req.output_len)
 

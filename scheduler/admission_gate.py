@@ -14,9 +14,11 @@ class AdmissionGate:
         self._reasons: list[Callable[[], Refusal | None]] = []
 
     def add(self, reason: Callable[[], Refusal | None]) -> None:
-        """Close the gate as long as ``reason`` returns a refusal."""
+        """Register ``reason``, which is asked at each admission: all requests are refused if it returns a refusal."""
         self._reasons.append(reason)
 
     def refusal(self) -> Refusal | None:
-        """Return the refusal of every request, or None while the gate is open."""
+        """Return the first refusal of the registered reasons, which holds for every request; None while all are
+        admitted.
+        """
         return next((refusal for reason in self._reasons if (refusal := reason()) is not None), None)

@@ -34,7 +34,11 @@ class Arrivals:
         self._scheduler = scheduler
 
     def admit(self, msg: GenerateReq, now: float) -> None:
-        """Admit a request, or refuse it with a reason."""
+        """Admit a request at ``now``: queue it, begin its hand-over, or let it wait for the request that it is a fork
+        of.
+
+        If it is refused, its client is sent a ``ReqError`` with the reason instead.
+        """
         scheduler = self._scheduler
         if (refusal := self.refusal(msg)) is not None:
             log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
@@ -67,9 +71,10 @@ class Arrivals:
             scheduler.handovers.add(req, msg.bootstrap, now)
 
     def _fork(self, req: Req, now: float) -> None:
-        """Add a further answer to a prompt. It needs no hand-over of its own.
+        """Queue a further answer to a prompt that another request brings; it needs no hand-over of its own.
 
-        Where the hand-over is outgoing, another instance computes the answers, so the fork ends here at once.
+        It may first wait for that request's KV. If the prompt is handed over to another instance, which then computes
+        the answers, the fork ends here at once.
         """
         scheduler = self._scheduler
         if req.route is Route.OUTGOING:
@@ -114,9 +119,11 @@ class Arrivals:
         return refuse_more(len(scheduler.reqs), scheduler.options, seconds, msg.place)
 
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
-        """Admit a migrating request that has ``output`` already; it waits for ``start_moved``.
+        """Admit a request that migrates here with its ``output`` so far, and return it; it has no memory and is not
+        queued.
 
-        Return a reason if refused.
+        It continues when ``start_moved`` is called. ``max_new_tokens`` includes ``output``. A refused request is not
+        added: the reason is returned as text.
         """
         scheduler = self._scheduler
         if (refusal := self.refusal(msg)) is not None:
@@ -138,9 +145,10 @@ class Arrivals:
         return req
 
     def admit_kv_return(self, msg: GenerateReq) -> Req | str:
-        """Add a request for the returned KV of a prompt that ran elsewhere; nothing is computed.
+        """Admit a request that only receives a prompt's KV from the instance that ran it, and return it; nothing is
+        computed.
 
-        Return a reason if refused.
+        If it is refused, return the reason as text.
         """
         scheduler = self._scheduler
         if (refusal := self.refusal(msg)) is not None:

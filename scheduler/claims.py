@@ -134,7 +134,10 @@ class Claims:
     # --- claims ---
 
     def came(self, req: Req) -> None:
-        """Count an outgoing request for the transfer limit from its admission on, before its peer asks for the KV."""
+        """Count an admitted outgoing request for the transfer limit, although its peer has not asked for the KV yet.
+
+        Requests of other routes are ignored.
+        """
         if req.route is Route.OUTGOING:
             self._outgoing[req.rid] = self._memory.pool.pages_up(req.prompt_len)
 
@@ -143,14 +146,20 @@ class Claims:
         self._outgoing.pop(rid, None)
 
     def add_incoming(self, req: Req, prefix_limit: int, *, optional: bool) -> None:
-        """Queue a claim for KV that a peer has or will compute; see ``KVMemory.admit`` for ``prefix_limit``."""
+        """Queue a claim for memory for KV that a peer has or will compute.
+
+        ``prefix_limit``: maximum tokens of it that may come from the local prefix cache. ``optional``: no request
+        depends on the KV, so the claim is skipped while it does not fit.
+        """
         self._prefix_limits[req.rid] = prefix_limit
         self._waiting.add(req)
         if optional:
             self._optional.add(req)
 
     def forget(self, rid: str) -> None:
-        """Drop the request's claim and reservation."""
+        """Forget the request: drop its claim, its reservation and its count of revocations. Its memory is not freed
+        here.
+        """
         self._waiting.remove(rid)
         self.reservations.pop(rid, None)
         self._prefix_limits.pop(rid, None)
@@ -169,7 +178,11 @@ class Claims:
                 yield req
 
     def computing(self, now: float) -> Iterator[Req]:
-        """Yield the computing claims that may be granted, in order, up to an incoming claim that lacks memory."""
+        """Yield the requests to compute here that may be granted memory at ``now``, in the order of grants.
+
+        Stop at the first incoming claim that is not optional, as it lacks memory. If only the transfer limit holds that
+        one up, all incoming claims are skipped instead.
+        """
         before: set[Req] = set()
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
@@ -185,7 +198,11 @@ class Claims:
         yield from (req for req in self.eligible(now, computing_only=True) if req not in before)
 
     def first(self, now: float) -> Req | None:
-        """Return the request that is to be granted memory next, or None if nothing waits."""
+        """Return the request that is next to be granted memory, or None if no claim can use memory at ``now``.
+
+        Optional claims are left out, and so are incoming ones if the transfer limit holds up the first. Nothing is
+        granted.
+        """
         req = self._first_needed(now)
         if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
             return req
@@ -196,11 +213,12 @@ class Claims:
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
     def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
-        """Return what must stay obtainable when the request gets memory: slots for the output of running requests, of
-        reservations and its own.
+        """Return what must stay obtainable when ``req`` gets memory: slots for further output, its own and that of the
+        others.
 
-        Nothing is reserved if it is alone, since it always fits then. Nor for a computing claim while no request runs
-        here: peers may wait for what it computes. ``without``: reservations to leave out, as if they were given back.
+        The others are running requests and reservations. Nothing is reserved for a request that is alone, since it
+        always fits then. Nothing is reserved for a computing claim while no request runs here: peers may wait for what
+        it computes. ``without``: reservations to leave out, as if they were given back.
         """
         holders = dict.fromkeys(self._running.values())
         reserved = [one.req for one in self.reservations.values() if one not in without]
@@ -246,11 +264,16 @@ class Claims:
                 break
 
     def requested(self, req: Req, now: float) -> None:
-        """Note that the sender was asked for the KV of this reservation."""
+        """Note that the sender was asked for the KV of this reservation, which restarts the wait before it may be
+        revoked.
+        """
         self.reservations[req.rid].since = now
 
     def began(self, rid: str) -> None:
-        """Note that the sender computes or sends: the reservation ends without memory of any other request."""
+        """Note that the sender computes or sends the KV of ``rid``, so its reservation is not asked back any more.
+
+        Do nothing if ``rid`` has no reservation.
+        """
         if (reservation := self.reservations.get(rid)) is not None:
             reservation.begun, reservation.asked_back = True, False
             self._yields.pop(rid, None)
@@ -265,11 +288,15 @@ class Claims:
         return any(one.asked_back and self._yields.get(rid) is req for rid, one in self.reservations.items())
 
     def landed(self, rid: str) -> None:
-        """Drop the reservation: the KV has arrived, and the request runs here now."""
+        """Drop the reservation of ``rid``: its KV has arrived, and the request itself has the memory from now on."""
         self.reservations.pop(rid, None)
 
     def to_revoke(self, now: float) -> list[Req]:
-        """Choose the reservations to ask back now (rule 2), and return their requests. Each is asked back once."""
+        """Choose the reservations that a waiting claim needs back (rule 2 of the module), and return their requests.
+
+        They count as asked back from now on, but asking the senders is left to the caller. A reservation is not chosen
+        again before its sender has answered.
+        """
         stalled = [
             one
             for one in self.reservations.values()
@@ -299,9 +326,10 @@ class Claims:
         return victims
 
     def _revoke_for(self, req: Req, stalled: list[Reservation], now: float) -> list[Req]:
-        """Choose which of ``stalled`` to ask back so that ``req`` fits, beside what was asked back for it lately.
+        """Choose which of the ``stalled`` reservations to ask back so that ``req`` fits, and return their requests.
 
-        The chosen ones yield to ``req`` from now on. Returns none if all of them would not suffice.
+        What was asked back for ``req`` lately counts as free. The chosen ones yield to ``req`` from now on. Return []
+        if ``req`` fits without them, or if all of them would not suffice.
         """
         gone = [
             one
@@ -376,7 +404,11 @@ class Claims:
         return self._is_within_limit(req, gone) and memory.room.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
-        """Return whether the claim yields to another one that still lacks memory."""
+        """Return whether the claim, which was revoked for another request, must wait because that one still lacks
+        memory.
+
+        If it must not, forget that it was revoked.
+        """
         other = self._yields.get(req.rid)
         if other is None:
             return False
@@ -386,7 +418,11 @@ class Claims:
         return False
 
     def _is_held(self, now: float) -> bool:
-        """Return whether all incoming claims yield to a computing one for which reservations were asked back."""
+        """Return whether all incoming claims yield at ``now`` to a computing one for which reservations were asked
+        back.
+
+        If they do not, forget that claim.
+        """
         claim = self._held_for
         if claim is None:
             return False

@@ -36,11 +36,13 @@ class CopyPace:
         return self._ms / self._parts
 
     def sent(self, number: int, parts: int) -> None:
-        """Note a command to copy ``parts`` that was sent to the worker."""
+        """Note that command ``number`` to copy ``parts`` was sent to the worker, so that ``learn`` knows its size."""
         self._sent.append((number, parts))
 
     def learn(self, number: int, seconds: float) -> None:
-        """Learn from a command that is done."""
+        """Learn the speed from command ``number``, which has taken ``seconds``. Earlier commands without a report are
+        dropped.
+        """
         while self._sent and self._sent[0][0] <= number:
             sent, parts = self._sent.popleft()
             if sent == number:
@@ -48,16 +50,21 @@ class CopyPace:
                 self._ms = self._ms * MEMORY + seconds * 1000
 
     def new_ms(self, total: int) -> float:
-        """Return the milliseconds of the copies added since the last call. ``total``: parts since the start."""
+        """Estimate the milliseconds of the copies added since the last call. ``total``: parts added since the start."""
         new, self._counted = total - self._counted, total
         return new * self.part_ms
 
     def limit_loads(self, ms: float) -> None:
-        """Limit loads to ``ms`` milliseconds until the next call."""
+        """Limit the loads that ``take`` allows until the next call to ``ms`` milliseconds, but at least
+        ``LEAST_LOAD_MS``.
+        """
         self._room_ms = max(ms, LEAST_LOAD_MS)
 
     def take(self, pages: int, parts: int) -> int:
-        """Return how many of ``pages``, of ``parts`` parts each, may be loaded now, and count them."""
+        """Return how many of ``pages`` pages may be loaded within what ``limit_loads`` has left, and deduct their time.
+
+        Each page has ``parts`` parts. At least one page may be loaded unless nothing is left.
+        """
         ms = max(parts * self.part_ms, 1e-9)
         count = pages if pages * ms <= self._room_ms else max(1, int(self._room_ms / ms))
         count = min(count, pages) if self._room_ms > 0 else 0

@@ -64,7 +64,7 @@ class Counters:
         self.failed += req.state is ReqState.FAILED
 
     def info(self) -> dict[str, Any]:
-        """Return the counts, JSON-ready."""
+        """Return the counts and the total seconds of forward passes since the start, JSON-ready."""
         counts = {name: value for name, value in vars(self).items() if name != "step_seconds"}
         return counts | {"forward_seconds": round(self.step_seconds.total, 6)}
 

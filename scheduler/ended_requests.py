@@ -32,7 +32,7 @@ class KnownRequest:
 
     @classmethod
     def of(cls, req: Req) -> KnownRequest:
-        """Return what is known of a request now."""
+        """Copy the tokens, logprobs and lengths that a live request has now."""
         scores = list(req.input_logprobs) if req.input_logprobs is not None else None
         tokens = req.token_ids[: req.known_len].copy()
         return cls(req.msg, tokens, min(req.computed, req.known_len), req.max_new_tokens, list(req.logprobs), scores)
@@ -56,7 +56,10 @@ class EndedRequests:
         return self._ended.get(rid)
 
     def remember(self, req: Req) -> None:
-        """Remember a request that has ended. One that failed, or was computed for another instance, is not."""
+        """Remember a request that has ended, and forget the oldest ones above the limits.
+
+        A request that failed, or that was computed for another instance, is not remembered.
+        """
         if req.route is Route.OUTGOING or req.state not in (ReqState.FINISHED, ReqState.ABORTED):
             return
         self._forget(req.rid)

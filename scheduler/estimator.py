@@ -53,10 +53,11 @@ class Estimator:
     # --- the three questions ---
 
     def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        """Return the milliseconds from ``now`` to the request's first token, if ``uncached`` tokens of its prompt are
-        computed here.
+        """Return the milliseconds from ``now`` to the request's first token, if its prompt is computed on this
+        instance.
 
-        Earlier requests go before it, and so do ``expected`` ones that may still come.
+        ``uncached``: tokens of the prompt to compute. Earlier requests go before it, and so does the work ``expected``,
+        which may still come.
         """
         return self._first_token.ms(req, uncached, now, expected)
 
@@ -76,7 +77,10 @@ class Estimator:
         return max(self._prompts_seconds, self._queue.seconds(waiting))
 
     def relax_budget(self, now: float) -> None:
-        """Adapt the limit of steps to how long requests wait for their first tokens (``--ttft-target-ms``)."""
+        """Let steps take longer if waiting requests would miss ``--ttft-target-ms``, and shorter again if not.
+
+        Do nothing without an ITL budget and a TTFT target.
+        """
         itl = self._planner.budget.itl
         if itl is not None and itl.ttft_target_ms:
             itl.relax(self._first_token.longest_ms(now))
@@ -84,13 +88,17 @@ class Estimator:
     # --- parts of them ---
 
     def compute_ms(self, req: Req, tokens: int) -> float:
-        """Return the milliseconds that ``tokens`` tokens of the request's prompt would take here with no other
-        prompt.
+        """Return the milliseconds to compute ``tokens`` tokens of the request's prompt here.
+
+        They share their steps with the requests that decode now, and with no other prompt.
         """
         return self._first_token.compute_ms(req, tokens)
 
     def uncached(self, req: Req) -> int:
-        """Return how many tokens of its prompt would have to be computed here if a store brings none."""
+        """Return how many tokens of its prompt would have to be computed here, if no KV comes from a store.
+
+        What the pool and host memory have is deducted.
+        """
         return self._first_token.uncached(req)
 
     # --- what is learned ---
@@ -100,7 +108,9 @@ class Estimator:
         self._queue.came(count, now, waited=len(self._planner.waiting) > 0)
 
     def step_done(self, step: InFlightStep, result: StepResult, now: float) -> None:
-        """Compare the outcome of a step with its estimates, and learn from it."""
+        """Learn from a step with its result, which came at ``now``: its time, the overhead around it and the gap that
+        streams saw.
+        """
         shape, estimate_ms, promise, copy_ms = step.step_estimate
         # Time that its readers waited: since the result before it, or since it was sent to an idle worker.
         gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000

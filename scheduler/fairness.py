@@ -70,7 +70,7 @@ class _Competition:
         return sum(1 for name in self._work if name not in self.here)
 
     def of(self, name: str) -> float:
-        """Return the counter of a name: the work done for it."""
+        """Return the counter of a name, the work done for it; an unknown name would begin at the clock."""
         return self._work.get(name, self._clock)
 
     def comes(self, name: str) -> None:
@@ -115,7 +115,7 @@ class _Competition:
             heapq.heapify(self._line)
 
     def waits_no_more(self, name: str) -> None:
-        """Undo one ``waits``."""
+        """Count one waiting entry of the name less: the opposite of ``waits``."""
         self._waiting[name] -= 1
         if not self._waiting[name]:
             del self._waiting[name]
@@ -127,7 +127,9 @@ class _Competition:
             self._line.clear()
 
     def add(self, name: str, work: float) -> None:
-        """Charge the name for work that was done for it."""
+        """Charge the name for work that was done for it, and advance the clock by an equal part for each competing
+        name.
+        """
         self._work[name] = self.of(name) + work
         self._clock += work / max(1, len(self.here))
         if name in self._waiting:
@@ -169,16 +171,18 @@ class FairShares:
         return self._keys.remembered + sum(users.remembered for users in self._users.values())
 
     def lane(self, tenant: Tenant) -> Tenant:
-        """Return the tenant that counts for the place in the queue: the same one."""
+        """Return the tenant that requests of ``tenant`` wait as: ``tenant`` itself, so each has a lane of its own in
+        the queue.
+        """
         return tenant
 
     def comes(self, tenant: Tenant) -> None:
-        """Count a request that was admitted."""
+        """Count a request of the tenant that was admitted, until ``goes``."""
         self._keys.comes(tenant.key)
         self._users_of(tenant).comes(tenant.user)
 
     def goes(self, tenant: Tenant) -> None:
-        """Count a request that has ended."""
+        """Count a request of the tenant that has ended. A tenant without requests is forgotten unless it is in debt."""
         self._keys.goes(tenant.key)
         users = self._users_of(tenant)
         users.goes(tenant.user)
@@ -203,7 +207,7 @@ class FairShares:
         self._add(tenant, tokens)
 
     def output(self, tenant: Tenant, tokens: int) -> None:
-        """Charge the tenant for generated tokens."""
+        """Charge the tenant for generated tokens, each with ``OUTPUT_WEIGHT``."""
         self._add(tenant, OUTPUT_WEIGHT * tokens)
 
     def share(self, tenant: Tenant) -> tuple[float, float]:
@@ -211,9 +215,10 @@ class FairShares:
         return self._keys.of(tenant.key), self._users_of(tenant).of(tenant.user)
 
     def is_below_share(self, key: str, room: int) -> bool:
-        """Return whether the key has less than its part of a queue of ``room`` requests, however full others made it.
+        """Return whether an API key has fewer requests here than its part of a queue of ``room`` requests.
 
-        One key may have ``room`` requests, so k keys have at most ``room * (1 + 1/2 + … + 1/k)``.
+        The part is ``room`` divided by the number of keys with requests, ``key`` included, however full others made the
+        queue. So k keys have at most ``room * (1 + 1/2 + … + 1/k)`` requests.
         """
         mine = self._keys.here[key]
         return mine < room // (len(self._keys.here) + (not mine))
@@ -230,33 +235,33 @@ class NoShares:
     """The ``FairShares`` of an instance that does not count service by tenant: all requests wait as one."""
 
     def lane(self, tenant: Tenant) -> Tenant:
-        """Return the same tenant for all."""
+        """Return one and the same tenant for all, so that all requests wait in one lane."""
         return EVERYBODY
 
     def comes(self, tenant: Tenant) -> None:
-        """Do nothing."""
+        """Do nothing: requests are not counted by tenant."""
 
     def goes(self, tenant: Tenant) -> None:
-        """Do nothing."""
+        """Do nothing: requests are not counted by tenant."""
 
     def waits(self, tenant: Tenant, *, again: bool = False) -> None:
-        """Do nothing."""
+        """Do nothing: waiting requests are not counted by tenant."""
 
     def waits_no_more(self, tenant: Tenant) -> None:
-        """Do nothing."""
+        """Do nothing: waiting requests are not counted by tenant."""
 
     def prompt(self, tenant: Tenant, tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing: no tenant is charged for prompt tokens."""
 
     def output(self, tenant: Tenant, tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing: no tenant is charged for output tokens."""
 
     def share(self, tenant: Tenant) -> tuple[float, float]:
-        """Return the same share for all."""
+        """Return the same sort key for every tenant, so that none goes before another."""
         return NO_SHARE
 
     def is_below_share(self, key: str, room: int) -> bool:
-        """Return False."""
+        """Return False: no key has a share of its own in the queue, so a full queue refuses every key."""
         return False
 
 

@@ -50,10 +50,11 @@ class FirstTokenForecast:
         self._in_flight = in_flight
 
     def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        """Return the milliseconds from ``now`` to the request's first token, if ``uncached`` tokens of its prompt are
-        computed here.
+        """Return the milliseconds from ``now`` to the request's first token, if its prompt is computed on this
+        instance.
 
-        Earlier requests go before it, and so do ``expected`` ones that may still come.
+        ``uncached``: tokens of the prompt to compute, used only if the request does not compute yet. Earlier requests
+        go before it, and so does the work ``expected``, which may still come.
         """
         if req.state in (ReqState.PREFILLING, ReqState.SENDING):
             uncached = req.to_compute if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
@@ -65,15 +66,18 @@ class FirstTokenForecast:
         return self._under_way_ms(now) + before + own
 
     def compute_ms(self, req: Req, tokens: int) -> float:
-        """Return the milliseconds that ``tokens`` tokens of the request's prompt would take here with no other
-        prompt.
+        """Return the milliseconds to compute the last ``tokens`` tokens of the request's prompt here.
+
+        They share their steps with the requests that decode now, and with no other prompt.
         """
         return self._pieces_ms(req, tokens, req.known_len - tokens / 2, self._planner.decodes_now())
 
     def longest_ms(self, now: float) -> float:
-        """Return the longest time to a first token among waiting requests, if the prompt were next from ``now`` on.
+        """Return the longest time to first token in milliseconds, counted from arrival, of requests that still have
+        none.
 
-        0.0 if none waits.
+        Only prompts that are being computed and the first waiting one count, each as if it were next from ``now`` on.
+        Return 0.0 if there are none.
         """
         begun = (r for r in self._planner.running.values() if r.state is ReqState.PREFILLING)
         waiting = itertools.islice(self._planner.waiting.computing(), 1)
@@ -87,7 +91,10 @@ class FirstTokenForecast:
         return longest
 
     def uncached(self, req: Req) -> int:
-        """Return how many tokens of its prompt would have to be computed here if a store brings none."""
+        """Return how many tokens of its prompt would have to be computed here, if no KV comes from a store.
+
+        What the pool and host memory have is deducted.
+        """
         memory = self._memory
         cached = memory.prefix_len(req)
         cached += len(memory.tiers.find(req, cached, req.longest_reusable_prefix)) * memory.pool.page_size
@@ -108,7 +115,7 @@ class FirstTokenForecast:
         return running + Load(int(len(earlier) * share), int(tokens * share))
 
     def _under_way_ms(self, now: float) -> float:
-        """Return the milliseconds until the steps that the worker has are done."""
+        """Estimate the milliseconds from ``now`` until the steps that were sent to the worker are done."""
         if not self._in_flight:
             return 0.0
         first, *others = (step.step_estimate.estimate_ms + self._model.overhead_ms for step in self._in_flight)
@@ -117,10 +124,9 @@ class FirstTokenForecast:
         return abs(first - elapsed) + sum(others)
 
     def _pieces_ms(self, req: Req, tokens: int, depth: float, decodes: StepShape) -> float:
-        """Return the milliseconds of ``tokens`` prompt tokens, on average ``depth`` tokens after their prompt's
-        beginning.
+        """Return the milliseconds to compute ``tokens`` prompt tokens, in the pieces that fit beside ``decodes``.
 
-        They are computed in the pieces that fit beside ``decodes``, the requests that decode now.
+        ``depth``: their average position in the prompt. ``decodes``: the requests that decode now. 0.0 for no tokens.
         """
         if tokens <= 0:
             return 0.0

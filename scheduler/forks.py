@@ -20,7 +20,10 @@ class Forks:
         self._waiting: dict[str, list[Req]] = {}
 
     def add(self, req: Req) -> bool:
-        """Let a request wait for the one that it is a fork of. Return False if there is nothing to wait for."""
+        """Let a request wait until the prompt of the one that it is a fork of is computed, or has arrived.
+
+        Return False if it need not wait; the caller then queues it. It shares the prompt's logprobs.
+        """
         first = req.msg.fork_of
         if not self._has_to_wait(first):
             self._share_scores(req, first)
@@ -29,13 +32,17 @@ class Forks:
         return True
 
     def forget(self, req: Req) -> None:
-        """Remove a request that waits no longer and is handled elsewhere."""
+        """Let a request wait no longer: it has ended, or is handled elsewhere."""
         for waiting in self._waiting.values():
             if req in waiting:
                 waiting.remove(req)
 
     def release(self, enqueue: Callable[[Req], None]) -> None:
-        """Enqueue the forks that need not wait any longer."""
+        """Call ``enqueue`` with each fork that need not wait any longer.
+
+        If the request that they waited for has ended early, only one of them is enqueued, and the others wait for that
+        one.
+        """
         for first in [first for first in self._waiting if not self._has_to_wait(first)]:
             waiting = [req for req in self._waiting.pop(first) if not req.is_ended]
             if first not in self._reqs and waiting:

@@ -41,7 +41,10 @@ class PreparedGrammars:
         self._number = 0
 
     def is_ready(self, msg: GenerateReq) -> bool:
-        """Return whether a request can start. If not, its grammar is compiled."""
+        """Return whether a request can start: it has no grammar, or the worker has compiled its grammar.
+
+        If not, have the grammar compiled soon, unless that was asked for before.
+        """
         grammar = msg.sampling.grammar
         if grammar is None:
             return True
@@ -55,7 +58,7 @@ class PreparedGrammars:
         return False
 
     def queued(self, req: Req) -> None:
-        """Park a request that has just been queued until its grammar is compiled."""
+        """Set a request that was just queued aside if its grammar is not compiled, until it is."""
         if not self.is_ready(req.msg):
             self._waiting.park(req)
             grammar = req.msg.sampling.grammar
@@ -63,14 +66,17 @@ class PreparedGrammars:
             self._parked[grammar].append(req)
 
     def ask(self) -> None:
-        """Ask the worker for the next grammars, if there is room for them."""
+        """Ask the worker to compile the next wanted grammars, at most ``AT_ONCE`` at a time.
+
+        Ask for none that would make it forget a grammar with which a waiting request is to start.
+        """
         while len(self._asked) < AT_ONCE and self._wanted and self._has_room():
             self._number += 1
             grammar = self._asked[self._number] = self._wanted.pop()
             self._send(PrepareGrammar(self._number, grammar))
 
     def _has_room(self) -> bool:
-        """Return whether the worker can compile one more, and forget none that a waiting request is to start with."""
+        """Return whether the worker can compile one more grammar, and forget none that a waiting request needs."""
         needed: set[Grammar] = set()
         for req in self._waiting.values():
             grammar = req.msg.sampling.grammar
@@ -82,7 +88,9 @@ class PreparedGrammars:
 
     @receives(GrammarPrepared)
     def on_prepared(self, event: GrammarPrepared, now: float) -> None:
-        """Try the requests with the grammar that is compiled."""
+        """Let the requests that waited for the compiled grammar compete for memory again, and ask for the next
+        grammars.
+        """
         grammar = self._asked.pop(event.number)
         self._ready[grammar] = None
         if len(self._ready) > READY:

@@ -31,12 +31,15 @@ MARK = "_handles"
 def answers(
     kind: type[Question[A]],
 ) -> Callable[[Callable[[S, Q, float], A | RefusedAnswer | None]], Callable[[S, Q, float], A | RefusedAnswer | None]]:
-    """Mark the method that answers questions of this type."""
+    """Return a decorator that marks the method that answers questions of this type.
+
+    The method returns the answer, or None if it answers later by ``Outbox.reply``.
+    """
     return receives(kind)
 
 
 def receives(*kinds: type[Message]) -> Callable[[M], M]:
-    """Mark the method that handles messages of these types."""
+    """Return a decorator that marks the method that handles messages of these types, so that ``Handlers`` finds it."""
 
     def mark(method: M) -> M:
         setattr(method, MARK, kinds)

@@ -21,15 +21,16 @@ class Membership(Protocol):
     """This instance among others: whether they find it, and whether it exchanges KV now. No call blocks."""
 
     def register(self) -> None:
-        """Let peers find this instance, with the scheduler's role as it is now."""
+        """Let peers find this instance from now on, with the scheduler's present role."""
 
     def withdraw(self) -> None:
-        """Let peers find this instance no more."""
+        """Let new peers find this instance no more. Connected peers stay."""
 
     def close(self, reason: str) -> None:
-        """Disconnect from all peers and refuse new ones until ``open``, telling them ``reason``.
+        """Disconnect from all peers, and accept no new ones until ``open``; ``is_closed`` tells when that is complete.
 
-        No hand-over may be open.
+        Peers do not learn ``reason``: it is logged, and is the error of requests that would need a peer. New peers are
+        hung up on without a message. No hand-over may be open.
         """
 
     @property
@@ -37,7 +38,7 @@ class Membership(Protocol):
         """Whether peers can neither write here nor be written to."""
 
     def open(self) -> None:
-        """Let peers find this instance again. Does nothing if it was not closed."""
+        """Let peers find this instance and connect to it again. Do nothing if it was not closed."""
 
     def problem(self, now: float) -> str | None:
         """Return why this instance cannot serve although its processes are well, or None if it can."""
@@ -49,13 +50,13 @@ class Membership(Protocol):
         """
 
     def refusal(self) -> Refusal | None:
-        """Return why requests with a hand-over are refused, or None if they are taken."""
+        """Return why requests with a hand-over are refused now, or None if they are admitted."""
 
     def names_here(self, where: Bootstrap) -> bool:
         """Return whether a request's bootstrap address is this instance's own."""
 
     def may_mean_here(self, where: Bootstrap) -> bool:
-        """Return whether the address may be this instance's own, under a host name that is not known here."""
+        """Return whether a bootstrap address may be this instance's own, under a host name that is not known here."""
 
 
 class Handovers(Protocol):
@@ -73,46 +74,49 @@ class Handovers(Protocol):
         """Return what an operator should look at although this instance can serve, or None."""
 
     def add(self, req: Req, where: Bootstrap, now: float) -> None:
-        """Take over a request with phases that run on two instances. ``where``: its bootstrap address."""
+        """Begin the hand-over of a request with phases that run on two instances. ``where``: its bootstrap address."""
 
     def cancel(self, req: Req, reason: str) -> None:
         """Cancel the hand-over of a request that has ended here before it was complete. Does nothing without one."""
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
-        """Migrate a running request to another instance. The answer follows when that is over."""
+        """Begin to migrate a running request to another instance. The answer to ``ask`` is sent when that is over."""
 
     def move_all(self, to: list[tuple[str, int]]) -> None:
-        """Migrate everything that runs here to the instances at these bootstrap addresses."""
+        """Begin to migrate every request that runs here to the instances at these bootstrap addresses (host, port)."""
 
     def on_finished(self, req: Req) -> None:
         """Note that a request here is about to end normally. It still has its memory."""
 
     def take_computed_pages(self, req: Req) -> SendPages | None:
-        """Return what the worker shall push of a prompt when the step that is about to be sent computes more of it."""
+        """Return the pages of a prompt that the worker shall push to the peer with the step that is about to be sent.
+
+        That step computes more of the prompt. Return None if there is nothing to push.
+        """
 
     def on_prompt_computed(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """Note that an outgoing request's prompt is computed, and its first token drawn."""
+        """Note that an outgoing request's prompt is computed, and pass its first token on to the peer."""
 
     def on_first_token(self, req: Req, now: float) -> None:
-        """Compare the time of a request's first token, now known, with its estimate."""
+        """Learn from the time of a request's first token, which came at ``now``, how good its estimate was."""
 
     def pinned(self) -> list[KVHold]:
-        """Return the memory that transfers may touch, whether its request has ended or not."""
+        """Return the KV memory that transfers may read or write, even if its request has ended."""
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """Handle an event of the worker's transfer engine."""
 
     def poll(self, now: float) -> None:
-        """Run one tick: read from peers, advance rooms, check deadlines."""
+        """Run one tick: read from peers, advance open hand-overs, check deadlines."""
 
     def flush(self) -> None:
-        """Send what this tick has queued for peers."""
+        """Send the messages to peers that this tick has queued."""
 
     def timeout_ms(self) -> int | None:
-        """Return how long the loop may sleep, in milliseconds. None: the hand-overs set no limit."""
+        """Return how many milliseconds the loop may sleep before a deadline of a hand-over; None for no limit."""
 
     def info(self) -> dict[str, Any] | None:
-        """Return the ``disaggregation`` part of ``/server_info``."""
+        """Return the ``disaggregation`` part of ``/server_info``; None for an instance that exchanges no KV."""
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
         """Return the open hand-overs for ``/transfers``."""
@@ -127,16 +131,16 @@ class NoMembership:
     is_closed = True
 
     def register(self) -> None:
-        """Do nothing."""
+        """Do nothing: no peer needs to find this instance."""
 
     def withdraw(self) -> None:
-        """Do nothing."""
+        """Do nothing: no peer finds this instance."""
 
     def close(self, reason: str) -> None:
-        """Do nothing."""
+        """Do nothing: no peer is ever connected."""
 
     def open(self) -> None:
-        """Do nothing."""
+        """Do nothing: this instance exchanges no KV."""
 
     def problem(self, now: float) -> None:
         """Return None: no peer needs to find this instance."""
@@ -149,11 +153,11 @@ class NoMembership:
         return NO_EXCHANGE
 
     def names_here(self, where: Bootstrap) -> bool:
-        """Return False."""
+        """Return False: this instance has no bootstrap address."""
         return False
 
     def may_mean_here(self, where: Bootstrap) -> bool:
-        """Return False."""
+        """Return False: this instance has no bootstrap address."""
         return False
 
 
@@ -164,24 +168,24 @@ class NoHandovers:
     may_resize = True
 
     def warning(self, now: float) -> None:
-        """Return None."""
+        """Return None: there are no hand-overs to warn of."""
 
     def add(self, req: Req, where: Bootstrap, now: float) -> NoReturn:
         """Raise ``AssertionError``: requests with a hand-over are refused."""
         raise AssertionError(f"request {req.rid} was admitted for a hand-over, and this instance exchanges no KV")
 
     def cancel(self, req: Req, reason: str) -> None:
-        """Do nothing."""
+        """Do nothing: no request has a hand-over."""
 
     def migrate(self, ask: MigrateReq, now: float) -> NoReturn:
         """Raise ``AssertionError``: the order is refused before."""
         raise AssertionError("a request was to be migrated, and this instance exchanges no KV")
 
     def move_all(self, to: list[tuple[str, int]]) -> None:
-        """Do nothing."""
+        """Do nothing: requests can't be migrated, and run to their end here."""
 
     def on_finished(self, req: Req) -> None:
-        """Do nothing."""
+        """Do nothing: no request has a hand-over."""
 
     def take_computed_pages(self, req: Req) -> None:
         """Return None: nothing is pushed."""
@@ -191,31 +195,31 @@ class NoHandovers:
         raise AssertionError(f"the prompt of request {req.rid} was computed for a peer, and there are no peers")
 
     def on_first_token(self, req: Req, now: float) -> None:
-        """Do nothing."""
+        """Do nothing: no placement was estimated."""
 
     def pinned(self) -> list[KVHold]:
-        """Return no memory."""
+        """Return []: no transfer touches memory."""
         return []
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
-        """Do nothing."""
+        """Do nothing: the worker has no transfer engine."""
 
     def poll(self, now: float) -> None:
-        """Do nothing."""
+        """Do nothing: there are no peers."""
 
     def flush(self) -> None:
-        """Do nothing."""
+        """Do nothing: there are no peers."""
 
     def timeout_ms(self) -> None:
-        """Return None."""
+        """Return None: the loop may sleep until something else wakes it."""
 
     def info(self) -> None:
-        """Return None."""
+        """Return None: ``/server_info`` then shows no hand-overs."""
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
-        """Return no hand-overs."""
+        """Return []: no hand-over is open."""
         return []
 
     def metrics(self) -> list[Family]:
-        """Return no metrics."""
+        """Return []: an instance without hand-overs has no metrics of them."""
         return []

@@ -87,38 +87,38 @@ class LoadedInstance:
 
     @receives(GenerateReq)
     def on_request(self, message: GenerateReq, now: float) -> None:
-        """Admit a request, or refuse it."""
+        """Admit a client's request, or send its client an error with the reason."""
         self.scheduler.arrivals.admit(message, now)
 
     @receives(ForkedReq)
     def on_forks(self, message: ForkedReq, now: float) -> None:
-        """Admit a request with several answers."""
+        """Admit the requests that a prompt with several answers stands for; each may be refused with an error."""
         for request in message.requests():
             self.scheduler.arrivals.admit(request, now)
 
     @receives(AbortReq)
     def on_abort(self, message: AbortReq, now: float) -> None:
-        """End requests for a client."""
+        """End the requests that the message names as aborted."""
         self.scheduler.abort(message)
 
     @receives(StopReq)
     def on_stop(self, message: StopReq, now: float) -> None:
-        """End a request: its text has a stop string."""
+        """End a request as finished: its text has a stop string."""
         self.scheduler.stop(message)
 
     @receives(StepResult)
     def on_step_result(self, result: StepResult, now: float) -> None:
-        """Record the tokens of a step."""
+        """Record the tokens that the worker has computed in a step, which ends requests that are complete."""
         self.scheduler.on_step_result(result, now)
 
     # --- the loop ---
 
     def begin(self, now: float) -> None:
-        """Begin a tick at ``now``."""
+        """Begin a tick: set the scheduler's clock to ``now``, before messages are handled."""
         self.scheduler.now = now
 
     def tick(self, now: float) -> None:
-        """Advance all features, and plan what can be computed."""
+        """Advance all features, plan and send the steps that can be computed, and send what is queued for peers."""
         for feature in self._before_steps:
             feature.tick(now)
         self.scheduler.run_steps(now)
@@ -128,7 +128,10 @@ class LoadedInstance:
         self.scheduler.handovers.flush()
 
     def after_send(self, ended: list[str], now: float) -> None:
-        """Do what can wait until the tick's messages are sent. ``ended``: requests with a report too long to send."""
+        """Do what can wait until the tick's messages are sent: learning, and the invariant checks of an idle instance.
+
+        ``ended``: rids of requests with a report that was too long to send. They are stopped.
+        """
         for rid in ended:
             self.scheduler.stop(StopReq(rid))
         self.scheduler.catch_up()
@@ -144,7 +147,7 @@ def no_pace(now: float) -> None:
 
 
 def make_kv_feeds(ctx: ChildContext[SchedulerOptions], scheduler: Scheduler, poller: zmq.Poller) -> list[Feature]:
-    """Return the feed of KV events, if the instance has one. Its replays wake the loop."""
+    """Make the feed of KV events, the replays of which wake the loop. Return [] if the options name no endpoint."""
     endpoint = ctx.options.kv_events_endpoint
     if scheduler.kv_events is None or endpoint is None:
         return []

@@ -67,13 +67,17 @@ class ItlBudget:
         self._worst_ms = 0.0
 
     def limit_ms(self, decodes: StepShape) -> float:
-        """Return the limit that is promised to these decodes, in milliseconds."""
+        """Return the longest time between two results, in milliseconds, that these decodes are promised beside prompt
+        tokens.
+
+        It is at least the budget, more if the decodes alone are slow, and more if first tokens are late.
+        """
         estimate, overhead_ms = self._model.estimate, self._model.overhead_ms
         limit_ms = max(self.budget_ms, STRETCH * (estimate(decodes) + overhead_ms))
         return max(limit_ms, self.stretch * (estimate(SINGLE) + overhead_ms)) if self.ttft_target_ms else limit_ms
 
     def relax(self, first_token_ms: float) -> None:
-        """Move ``stretch`` towards what suits a request with this estimated time to its first token."""
+        """Move ``stretch``, by a small factor for each call, towards what a request with this estimated TTFT needs."""
         wanted = STRETCH * max(1.0, first_token_ms / self.ttft_target_ms)
         wanted = min(wanted, MOST_STRETCH, self.stretch * STRETCH_GAIN)
         self.stretch = max(wanted, self.stretch / STRETCH_GAIN)
@@ -83,11 +87,14 @@ class ItlBudget:
         return limit_ms / self.margin - self._model.overhead_ms
 
     def promise(self, estimate_ms: float, limit_ms: float) -> Promise:
-        """Return the promise of a planned step from the estimate of its ``forward_ms``."""
+        """Return the promise of a planned step: the expected time between two results, and its limit.
+
+        ``estimate_ms``: estimate of its ``forward_ms`` alone.
+        """
         return Promise(estimate_ms + self._model.overhead_ms, limit_ms)
 
     def learn(self, promise: Promise, outcome_ms: float) -> None:
-        """Learn from the outcome of a step."""
+        """Learn the margin from a step with ``outcome_ms`` between two results, and count it if above its limit."""
         exceeds = outcome_ms > self.margin * promise.estimate_ms
         self.margin *= 1 + MARGIN_GAIN * ((1 - EXCEEDING) if exceeds else -EXCEEDING)
         self.margin = min(max(self.margin, 1.0), MAX_MARGIN)

@@ -43,9 +43,10 @@ class JointStart:
         self._model = model
 
     def holds(self, room: StepRoom, prompts: Iterable[Req], now: float) -> bool:
-        """Return whether the step with this ``room`` should leave the last token of each prompt to a later one.
+        """Return whether the step with this ``room`` should leave the last token of each prompt to a later step.
 
-        ``prompts``: those that are to be computed here, in order, as far as they may have memory.
+        So no request begins to decode yet, and the prompts of the others are computed faster. ``prompts``: those to
+        compute here, in order, as far as they may have memory.
         """
         if self._budget.itl is None or not self._budget.may_cut or room.is_timed:
             return False

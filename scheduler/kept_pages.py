@@ -36,14 +36,14 @@ class SavesPages(Protocol):
         """Return whether the page is still on its way to the store."""
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
-        """Save these pages again: the store has none of them, whatever the records say."""
+        """Save these pages again: the store lacks them, although they were recorded as saved."""
 
 
 class AsksStore(Protocol):
     """Interface to the link to the store."""
 
     def tell_store(self, message: KeepPages) -> None:
-        """Send the message to the store."""
+        """Send an order to keep pages, or to keep them no more, to the store."""
 
     def problem(self, now: float) -> str:
         """Return what is wrong with the store, "" for nothing."""
@@ -78,7 +78,10 @@ class KeptPages:
         self._keeping: dict[int, _KeepOrder] = {}
 
     def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
-        """Keep these pages, which are being saved, until ``until``. ``done`` is called once with the result."""
+        """Have the store keep these pages, which are being saved, until the time ``until``.
+
+        ``done`` is called once with the result, after ``MOST_SECONDS`` at the latest.
+        """
         order = _KeepOrder(hashes, until, now + MOST_SECONDS, done)
         self._orders.append(order)
         self._wait(order)
@@ -88,13 +91,13 @@ class KeptPages:
         self._link.tell_store(KeepPages(self._next_id(), b"".join(hashes), 0.0))
 
     def left(self, hashes: Iterable[bytes]) -> None:
-        """Note that these pages are no longer on their way, whatever has become of them."""
+        """Note that these pages are no longer on their way to the store: they were saved, lost or given up."""
         for page_hash in hashes:
             for order in self._saving.pop(page_hash, ()):
                 self._wait(order)
 
     def advance(self, now: float) -> None:
-        """Ask the store for what has been saved, and give up what has taken too long. Called once a tick."""
+        """Order the store to keep what was saved since the last tick, and end orders that exceeded their deadline."""
         while self._orders and (self._orders[0].done is None or now > self._orders[0].deadline):
             order = self._orders.popleft()
             if order.done is not None:
@@ -109,7 +112,10 @@ class KeptPages:
                 self._link.tell_store(KeepPages(order.asked, b"".join(order.hashes), order.until))
 
     def on_kept(self, event: PagesKept) -> None:
-        """Take the store's answer: which pages it has."""
+        """Handle the store's answer, how many of an order's first pages it has.
+
+        If it lacks some, they are saved once more. Otherwise, or after ``TRIES``, the order's ``done`` is called.
+        """
         order = self._keeping.pop(event.id, None)
         if order is None:
             return
@@ -129,7 +135,9 @@ class KeptPages:
         return max(0.0, self._orders[0].deadline - now) if self._orders else None
 
     def _wait(self, order: _KeepOrder) -> None:
-        """Wait for the next of its pages that is still on its way, or make the order ready."""
+        """Let the order wait for its first page that is still on its way to the store. If none is, mark the order
+        ready.
+        """
         while order.saved < len(order.hashes):
             page_hash = order.hashes[order.saved]
             if self._backlog.is_saving(page_hash):
@@ -153,8 +161,8 @@ class NoKeptPages:
     """The ``KeptPages`` of an instance without a store."""
 
     def want(self, hashes: list[bytes], until: float, now: float, done: Callable[[Kept], None]) -> None:
-        """Call ``done``: no page is kept."""
+        """Call ``done`` at once with 0 pages and the reason: this instance has no KV store."""
         done(Kept(0, "this instance has no KV store"))
 
     def release(self, hashes: list[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store that could evict the pages."""

@@ -118,7 +118,9 @@ class _Question:
     done: Callable[[str, float], None] | None = None
 
     def place_of(self, name: bytes) -> Place:
-        """Return the place of one page: pages from other tiers need not all come from the same one."""
+        """Return where the KV of one page came from, since the pages of one request need not all come from the same
+        tier.
+        """
         if self.req.restored and self.place in (Place.HOST, Place.REUSE):
             return Place.RESTORE
         return Place.STORE if name in self.brought else self.place
@@ -173,12 +175,13 @@ class KVDebug:
     def look(
         self, place: Place, req: Req, table: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()
     ) -> None:
-        """Have the worker hash the request's whole pages before ``end`` that were not hashed since it got its memory.
+        """Have the worker hash the request's whole pages before token ``end`` that were not hashed since it got its
+        memory.
 
         ``table`` [rows, length]: slots of all rows. ``brought``: names of pages that the store has brought.
-        ``planned``: the step that is being planned writes some of them, or copies before it do. Otherwise steps that
-        were sent have written them, and this is sent before anything else. Pages computed on KV that is not verified
-        are skipped: they are not right by definition.
+        ``planned``: the step that is being planned writes some of them, or copies before it do, so the question is sent
+        after that step. Otherwise steps that were sent have written them, and the question is sent at once. Pages
+        computed on KV that is not verified are skipped: they are not right by definition.
         """
         hold, size = hold_of(req), self._names.page_size
         first, last = hold.hashed // size, min(end, req.known_len) // size
@@ -192,11 +195,10 @@ class KVDebug:
     def landed(
         self, req: Req, hold: KVHold, first: int, pages: I32, theirs: bytes, done: Callable[[str, float], None]
     ) -> None:
-        """Have the worker hash ``pages`` that a peer has written, which are the request's from page ``first`` on, in
-        ``hold``.
+        """Have the worker hash ``pages``, which a peer has written for the request, from its page ``first`` on.
 
-        ``theirs``: as in ``TransferDone``. ``done`` is called with what is wrong with them ("" for nothing), and the
-        time.
+        ``hold``: the request's memory. ``theirs``: the sender's hashes, as in ``TransferDone``. ``done`` is called
+        later with what is wrong ("" for nothing), and the time.
         """
         last = first + len(pages)
         hold.hashed = max(hold.hashed, last * self._names.page_size)
@@ -212,11 +214,17 @@ class KVDebug:
         return tuple(row[end - size : end] for end, size in zip(ends, self._row_bytes, strict=True))
 
     def hashes_of(self, req: Req, first: int, last: int) -> bytes:
-        """Return what pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
+        """Return the remembered hashes of the request's pages ``[first, last)``, packed as in ``TransferDone``.
+
+        Unknown pages have zeros. Return b"" if they do not fit into a message.
+        """
         return self.named_hashes(self._names.of(req, last * self._names.page_size, first))
 
     def named_hashes(self, names: Sequence[bytes]) -> bytes:
-        """Return what the pages of these names held, as in ``TransferDone``; b"" if they are too many."""
+        """Return the remembered hashes of the pages of these names, packed as in ``TransferDone``.
+
+        Unknown pages have zeros. Return b"" if they do not fit into a message.
+        """
         none = bytes(sum(self._row_bytes))
         if len(none) * len(names) > MAX_HASH_BYTES:
             log.info("the hashes of %d pages do not fit into a message and are not sent", len(names))
@@ -225,9 +233,10 @@ class KVDebug:
         return b"".join(none if page is None else b"".join(page.row) for page in known)
 
     def expect(self, names: Sequence[bytes], hashes: bytes) -> None:
-        """Take in what pages held according to a session's snapshot, as in ``named_hashes``: they may come back.
+        """Remember the page hashes of a session's snapshot, so that the pages are compared if they come back.
 
-        Hashes that were seen here take precedence.
+        ``hashes`` are packed as ``named_hashes`` returns them. Hashes that this instance has seen itself take
+        precedence.
         """
         size = sum(self._row_bytes)
         for i, name in enumerate(names[: len(hashes) // size if size else 0]):
@@ -236,7 +245,9 @@ class KVDebug:
                 self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
-        """Have the worker hash any pages, after everything that was sent."""
+        """Have the worker hash any pages, after everything that was sent, and call ``tell`` with the result. Compare
+        nothing.
+        """
         self._ask(_Glance(pages, tell), planned=False)
 
     def _ask(self, question: _Question | _Glance, *, planned: bool) -> None:
@@ -253,7 +264,9 @@ class KVDebug:
             self._tell(self._newest)
 
     def flush(self) -> None:
-        """Send the questions that waited for a step; the step and the copies before it were sent."""
+        """Send the questions that waited for a step to the worker. The step and the copies before it must have been
+        sent.
+        """
         for number in self._planned:
             self._tell(number)
         self._planned = []
@@ -272,11 +285,11 @@ class KVDebug:
         return self._newest
 
     def is_past(self, number: int) -> bool:
-        """Return whether all questions up to this one are answered: their pages are not read any more."""
+        """Return whether all questions up to ``number`` are answered, so that the worker reads their pages no more."""
         return next(iter(self._open), number + 1) > number
 
     def when_past(self, number: int, call: Callable[[], None]) -> bool:
-        """Return whether all questions up to this one are answered; if not, call ``call`` once they are."""
+        """Return whether all questions up to ``number`` are answered; if not, ``call`` is called once they are."""
         if self.is_past(number):
             return True
         self._waiting.append((number, call))
@@ -285,9 +298,10 @@ class KVDebug:
     # --- answers ---
 
     def on_hashed(self, event: PagesHashed, now: float) -> Iterator[tuple[Req, int]]:
-        """Compare or pass on the hashes that the worker has computed.
+        """Compare the hashes that the worker has computed with those remembered, or pass them on to the caller that
+        asked.
 
-        Yield what is to be condemned: a request, and the position of its first wrong KV.
+        Yield each request with wrong KV, and the position in tokens from which on it is wrong. The caller condemns it.
         """
         question = self._open.pop(event.id)
         if isinstance(question, _Glance):
@@ -304,9 +318,10 @@ class KVDebug:
             call()
 
     def _compare(self, question: _Question, event: PagesHashed) -> int | None:
-        """Compare the pages with what is known of them, and report differences.
+        """Compare the pages' hashes with what is known of them, log differences, and remember new hashes.
 
-        Return the number of the first page, within the request, that was not computed wrong and is wrong now.
+        Return the number of the first wrong page within the request, or None. Pages that were only recomputed
+        differently do not count.
         """
         wrong: list[str] = []
         first_wrong: int | None = None
@@ -382,11 +397,11 @@ class KVDebug:
         return f"--kv-debug has found {count} hashes of KV that differ; the last request: {self._last}" if count else ""
 
     def metrics(self) -> list[Family]:
-        """Return the metrics of the comparisons."""
+        """Return the metrics of the comparisons: pages compared and hashes that differed."""
         return read(METRICS, self)
 
     def info(self) -> dict[str, Any]:
-        """Return the JSON-ready part of ``/server_info``."""
+        """Return the ``kv_debug`` part of ``/server_info``, JSON-ready: counts of pages, and the last difference."""
         return {
             "remembered_pages": len(self._table),
             "compared_pages": _by_place(self.compared),
@@ -415,38 +430,38 @@ class NoDebug:
     def look(
         self, place: Place, req: Req, table: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()
     ) -> None:
-        """Do nothing."""
+        """Do nothing: no pages are hashed."""
 
     def landed(
         self, req: Req, hold: KVHold, first: int, pages: I32, theirs: bytes, done: Callable[[str, float], None]
     ) -> None:
-        """Raise ``AssertionError``: the worker checks what has landed."""
+        """Raise ``AssertionError``: without ``--kv-debug`` only the worker's transfer engine checks received pages."""
         raise AssertionError(f"hashes of {req.rid} were to be compared without --kv-debug")
 
     def hashes_of(self, req: Req, first: int, last: int) -> bytes:
-        """Return no hashes."""
+        """Return b"": no hashes are remembered."""
         return b""
 
     def named_hashes(self, names: Sequence[bytes]) -> bytes:
-        """Return no hashes."""
+        """Return b"": no hashes are remembered."""
         return b""
 
     def expect(self, names: Sequence[bytes], hashes: bytes) -> None:
-        """Do nothing."""
+        """Do nothing: pages that come back are not compared."""
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
-        """Raise ``AssertionError``: such a question is refused."""
+        """Raise ``AssertionError``: questions for hashes are refused before."""
         raise AssertionError("pages were to be hashed without --kv-debug")
 
     def flush(self) -> None:
-        """Do nothing."""
+        """Do nothing: no question waits for a step."""
 
     def is_past(self, number: int) -> bool:
-        """Return True."""
+        """Return True: the worker hashes no pages, so it reads none for that."""
         return True
 
     def when_past(self, number: int, call: Callable[[], None]) -> bool:
-        """Return True."""
+        """Return True, and never call ``call``: the worker hashes no pages."""
         return True
 
     def on_hashed(self, event: PagesHashed, now: float) -> Iterator[tuple[Req, int]]:
@@ -454,18 +469,18 @@ class NoDebug:
         raise AssertionError(f"the worker sent hashes {event.id} without --kv-debug")
 
     def metrics(self) -> list[Family]:
-        """Return none."""
+        """Return []: nothing is compared."""
         return []
 
     def info(self) -> None:
-        """Return None."""
+        """Return None: ``/server_info`` shows that ``--kv-debug`` is off."""
 
 
 Debug = KVDebug | NoDebug
 
 
 def make_kv_debug(options: SchedulerOptions, worker: WorkerReady, windows: Windows, outbox: Outbox) -> Debug:
-    """Return the hash checks of this instance."""
+    """Make the hash checks of ``--kv-debug``, or checks that do nothing without it."""
     if not options.kv_debug:
         return NoDebug()
     return KVDebug(options, worker, windows, make_page_names(options, worker), outbox.to_worker)

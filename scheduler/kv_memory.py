@@ -57,11 +57,12 @@ class KVMemory:
         return self.pool.cached_len(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
     def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
-        """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
+        """Take a request row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known
+        tokens.
 
-        ``reserve`` is left for others. Returns False, with nothing changed, if row, slots or window pages are short.
-        Sets ``req.hold`` and ``req.computed``, which includes what comes from host memory. ``verified`` is False for KV
-        that a peer will write; the hold's own flag turns True when the KV has been checked.
+        ``reserve`` stays obtainable for others. Return False, with nothing changed, if row, slots or window pages are
+        short. Set ``req.hold`` and ``req.computed``, which includes what comes from host memory. ``verified`` is False
+        for KV that a peer will write; the hold's own flag turns True when the KV has been checked.
         """
         pool = self.pool
         cache, windows = pool.cache, pool.windows
@@ -118,7 +119,12 @@ class KVMemory:
         return req.computed - before
 
     def load(self, req: Req, found: list[int], *, more: bool = False) -> None:
-        """Copy these pages of the host after the request's ``computed`` tokens, where nothing has begun to write."""
+        """Copy the pages ``found`` of host memory to the positions after the request's ``computed`` tokens, and raise
+        ``computed``.
+
+        The copies are only planned: the worker makes them before the next step. ``more``: pages of this prefix were
+        loaded before.
+        """
         hold, cached, pool = hold_of(req), req.computed, self.pool
         if not found:
             return
@@ -149,7 +155,7 @@ class KVMemory:
         return slots
 
     def extend(self, req: Req) -> bool:
-        """Take slots for all known tokens of a request. Return False, with nothing changed, if slots are short."""
+        """Take slots up to the request's known tokens. Return False, with nothing changed, if slots are short."""
         hold, pool = hold_of(req), self.pool
         if not pool.make_room(pool.pages_up(req.known_len) - pool.pages_up(hold.kv_len)):
             return False
@@ -157,7 +163,11 @@ class KVMemory:
         return True
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
-        """Cache the first ``computed`` tokens for others. Return the row positions with slots that changed thereby."""
+        """Cache the request's first ``computed`` tokens, so that other requests find them.
+
+        Return the row positions that have other slots now, because equal pages were cached already; None if there are
+        none.
+        """
         copies = self.tiers.copies
         mark = copies.mark()
         rewrite = self.pool.share(hold_of(req), req.known_tokens(computed))
@@ -166,7 +176,9 @@ class KVMemory:
         return rewrite
 
     def finish(self, req: Req) -> None:
-        """Release the request's memory. What it computed stays cached after the last user has released the memory."""
+        """Release the request's memory. Its pages are free or cached once hand-overs that pin the memory have released
+        it, too.
+        """
         hold = hold_of(req)
         self.look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
         req.hold = req.loading = None
@@ -174,18 +186,21 @@ class KVMemory:
         self.pinned.unpin(hold)
 
     def give_way(self, req: Req) -> None:
-        """Release the memory of a request that will be recomputed. The host tier, if there is one, saves its KV."""
+        """Release the memory of a request that is retracted, and save its KV in host memory first, as far as there is
+        room.
+
+        What is not saved or cached will be recomputed.
+        """
         hold = hold_of(req)
         if kept := self.room.kept_len(req):
             self.tiers.keep(req, self.pool.pages(hold, 0, kept))
         self.finish(req)
 
     def condemn(self, req: Req, start: int | None = None) -> None:
-        """Hide the request's KV from position ``start`` on in the cache, now and later, because it is bad.
+        """Remove bad KV of the request, from position ``start`` on, from the cache, so that no other request finds it.
 
         ``start`` is None if the position is unknown, since the logits are not finite. Then KV that proved good for
-        other requests is kept, see ``BasePrefixCache.condemn``. One prompt that breaks the model must not empty the
-        cache of all that begin like it.
+        other requests stays. One prompt that breaks the model must not empty the cache of all that begin like it.
         """
         if start is None:
             if req.condemned:
@@ -200,7 +215,9 @@ class KVMemory:
         self.tiers.condemned(req, kept)
 
     def flush(self) -> int:
-        """Drop every cached prefix that no request uses. Return the dropped tokens of the pool alone."""
+        """Drop every cached prefix that no request uses, here and in the other tiers. Return the tokens dropped from
+        the pool.
+        """
         self.pool.losses += 1
         self.tiers.flush()
         return self.pool.cache.reset()
@@ -219,10 +236,10 @@ class KVMemory:
     # --- hash checks ---
 
     def pages_with_kv(self, req: Req | None, tokens: I32, extra_key: str) -> I32:
-        """Return the pages that hold the KV of ``tokens``, as far as they are there: the request's own if it has some,
-        else cached ones.
+        """Return the pages that hold the KV of ``tokens``: those of ``req`` if it has memory, otherwise cached ones.
 
-        ``tokens`` are whole pages, computed by steps that were sent. The pages may get other owners after this tick.
+        Only a first part of the pages may be there; none is if the KV of ``req`` is unverified. ``tokens`` are whole
+        pages, computed by steps that were sent. The pages may get other owners after this tick.
         """
         if req is not None and req.hold is not None:
             return self.pool.pages(req.hold, 0, len(tokens)) if req.hold.verified else np.empty(0, dtype=np.int32)
@@ -231,15 +248,20 @@ class KVMemory:
         return found
 
     def look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
-        """Have the request's whole pages before ``end`` hashed, with ``--kv-debug``: see ``KVDebug.look``."""
+        """Have the worker hash the request's whole pages before token ``end``, if ``--kv-debug`` is on. See
+        ``KVDebug.look``.
+        """
         self.debug.look(place, req, self.pool.table.table, end, planned=planned, brought=brought)
 
     def on_hashed(self, event: PagesHashed, now: float) -> None:
-        """Take the hashes of pages, and condemn what was found wrong."""
+        """Compare the hashes of pages that the worker has computed, and condemn the KV that is wrong."""
         for req, start in self.debug.on_hashed(event, now):
             self.condemn(req, start)
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:
-        """Check the pool (``KVPool.check_invariants``) and the host tier. Raises ``InvariantViolation``."""
+        """Check that pool and host tier account for every page, and that ``users`` are the holders of all pins.
+
+        Raises ``InvariantViolation``.
+        """
         self.pool.check_invariants(users)
         self.tiers.host.check_invariants()

@@ -101,12 +101,12 @@ class KVPool:
         return self.table.table[hold_of(req).row, start:end]
 
     def pages(self, hold: KVHold, start: int, end: int) -> I32:
-        """Return the pages of positions ``[start, end)``, whole ones."""
+        """Return the numbers of the pages that hold positions ``[start, end)``; ``start`` is page-aligned."""
         pages: I32 = self.table.table[hold.row, start : end : self.page_size] // self.page_size
         return pages
 
     def watch_stored(self, watcher: Stored) -> None:
-        """Have ``watcher`` called whenever more is cached."""
+        """Have ``watcher`` called with namespace, tokens and first new position whenever more pages are cached."""
         self._stored.append(watcher)
 
     def make_room(self, tokens: int) -> bool:
@@ -130,7 +130,11 @@ class KVPool:
         hold.kv_len = seq_len
 
     def move_window(self, hold: KVHold, start: int, end: int) -> None:
-        """Move the hold's window to what is written next, positions ``[start, end)``: see ``WindowPages.move``."""
+        """Give back the window pages before the window of position ``start``, and take some for positions ``[start,
+        end)``.
+
+        Do nothing without windowed layers. ``hold``: the request's memory.
+        """
         begin = hold.window.begin
         self.windows.move(hold.window, self.table.table[hold.row], start, end)
         if hold.window.begin > begin:
@@ -138,7 +142,11 @@ class KVPool:
             self.let_go_step = self.newest_step
 
     def share(self, hold: KVHold, tokens: I32) -> Rewrite | None:
-        """Cache ``tokens``, which the hold begins with. Return the row positions with slots that changed thereby."""
+        """Cache the first ``tokens`` of the hold, so that other requests find them.
+
+        Return the row positions that have other slots now, because equal pages were cached already; None if there are
+        none.
+        """
         before = hold.cached_len
         rewrite = self.cache.cache_unfinished_req(hold, tokens)
         if rewrite is not None:
@@ -147,7 +155,7 @@ class KVPool:
         return rewrite
 
     def release(self, hold: KVHold, left: I32) -> None:
-        """Free what the hold has. The KV of its first tokens, ``left``, stays cached if it is verified."""
+        """Free all memory of the hold. KV of its first tokens, ``left``, stays cached if it is verified."""
         self.holds.remove(hold)
         self.let_go_step = self.newest_step
         before = hold.cached_len
@@ -160,19 +168,20 @@ class KVPool:
                 stored(hold.extra_key, tokens[: hold.cached_len], before)
 
     def resize(self, tokens: int) -> None:
-        """Change the pool's size to ``tokens``: see ``PoolEnd.move``.
+        """Change how many tokens the pool hands out to ``tokens``; cached prefixes beyond the new end are evicted.
 
-        For saves of what is evicted see ``KVMemory.empty``.
+        Pages that requests use beyond it stay until these release them. Evicted pages may have to be saved before the
+        worker overwrites them (``KVMemory.empty``).
         """
         self.losses += 1
         self.end.move(tokens)
 
     def usage(self) -> dict[str, int]:
-        """Return how the pool is used, in tokens: see ``memory_terms.usage``."""
+        """Return the use of the pool in tokens (total, free, cached, in use), of window pages and of request rows."""
         return usage(self.allocator, self.cache.evictable_size(), self.table)
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:
-        """Check that every page exists exactly once, and that every pin belongs to one of ``users``.
+        """Check that every page exists exactly once, and that ``users`` lists each hold as often as it is pinned.
 
         Raises ``mem_cache.errors.InvariantViolation``.
         """
@@ -182,7 +191,7 @@ class KVPool:
 
 
 def make_windows(options: SchedulerOptions, sizes: PoolSizes) -> Windows:
-    """Make the window pages of the model's layers with a window, if there are such layers."""
+    """Make the bookkeeping of window pages, or one that does nothing for a model without windowed layers."""
     if not sizes.window:
         return NoWindows()
     page_size = options.page_size

@@ -28,9 +28,9 @@ class KVRoom:
         return Reserve(slots, window_pages, rows)
 
     def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
-        """Return whether ``KVMemory.admit`` would succeed, if ``given`` were free besides.
+        """Return whether ``KVMemory.admit`` would succeed if the memory ``given`` were free besides.
 
-        Errs on the side of False.
+        ``reserve``: what must stay obtainable. No cached prefix is assumed, so True is certain and False is not.
         """
         pool = self._pool
         if pool.free_rows + given.rows <= reserve.rows:
@@ -63,9 +63,9 @@ class KVRoom:
         return hold_of(req).pins > 1
 
     def private_len(self, req: Req) -> int:
-        """Return how many tokens of memory are freed with the request.
+        """Return how many tokens of pool memory become free when the request releases it; 0 if a hand-over pins it.
 
-        These are the cached ones that no other request pins, and all that follow.
+        They are the cached tokens that no other request uses, and all that are not cached.
         """
         hold = hold_of(req)
         if self.is_pinned(req):
@@ -74,14 +74,16 @@ class KVRoom:
         return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
 
     def kept_len(self, req: Req) -> int:
-        """Return how many of its first tokens need no recompute if the request is retracted."""
+        """Return how many of its first tokens host memory can keep if the request is retracted, so that they need no
+        recompute.
+        """
         if not hold_of(req).verified:
             return 0
         pages = min(req.computed, req.known_len) // self._pool.page_size
         return min(pages, self._host.num_pages) * self._pool.page_size
 
     def gives(self, reqs: Iterable[Req]) -> Reserve:
-        """Return at least what would be freed if these requests released their memory."""
+        """Return the slots, window pages and rows that become free, at least, if these requests release theirs."""
         given = NO_RESERVE
         for req in (req for req in reqs if not self.is_pinned(req)):
             slots = self._pool.pages_up(self.private_len(req))

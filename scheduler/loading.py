@@ -33,23 +33,23 @@ class LoadingInstance:
 
     @receives(WorkerReady)
     def on_ready(self, worker: WorkerReady, now: float) -> None:
-        """Start the instance."""
+        """Start the instance: the worker has loaded the model."""
         self._start(worker, now)
 
     @receives(*QUESTIONS)
     def refuse_question(self, question: Question[RefusedAnswer], now: float) -> RefusedAnswer:
-        """Refuse any question."""
+        """Refuse any question with 503: the model is loading."""
         return RefusedAnswer(503, LOADING)
 
     @receives(GenerateReq, ForkedReq)
     def refuse_request(self, message: GenerateReq | ForkedReq, now: float) -> None:
-        """Refuse a request, and each further answer to its prompt."""
+        """Refuse a request, and each further answer to its prompt, with 503: the model is loading."""
         for request in message.requests() if isinstance(message, ForkedReq) else [message]:
             self._outbox.answer(ReqError(request.rid, 503, SOON, BUSY, code=STARTING))
 
     @receives(ResumeReq)
     def refuse_session(self, message: ResumeReq, now: float) -> None:
-        """Refuse to continue a session."""
+        """Refuse to continue a saved session, with 503: the model is loading."""
         self._outbox.answer(ReqError(message.state.running.request.rid, 503, SOON, BUSY))
 
     @receives(AbortReq, StopReq, ReleaseReq, Drain)

@@ -26,7 +26,7 @@ class PoolSizes(NamedTuple):
 
     @classmethod
     def of(cls, worker: WorkerReady) -> PoolSizes:
-        """Return the sizes of a worker's pools."""
+        """Return the sizes of the pools that a worker reports."""
         group = worker.layout.window_group
         window = group.window if group is not None else 0
         return cls(worker.max_total_tokens, window, worker.max_window_tokens, worker.limit_tokens)
@@ -59,10 +59,11 @@ NO_FENCE = Fence()
 
 
 def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool) -> dict[str, int]:
-    """Return the use of the pools in tokens, and of the rows.
+    """Return the use of the pools in tokens, and of the request rows in requests.
 
-    Keys: total now, the most it can become, free, ``cached`` (evictable), in use; likewise for window pages; rows in
-    all and in use. More than the total may be in use just after the pool has become smaller.
+    Keys: ``total`` (size now), ``most`` (size it can become), ``free``, ``cached`` (evictable), ``in_use``; likewise
+    for window pages; ``rows_total`` and ``rows_in_use``. More than the total may be in use just after the pool was made
+    smaller.
     """
     size, available, rows, windows = (
         allocator.page_size,

@@ -119,11 +119,11 @@ class ScheduleOptions(CacheOptions):
 
     @property
     def uses_priorities(self) -> bool:
-        """Whether the priorities of requests count."""
+        """Whether requests are ordered by their ``priority``."""
         return self.enable_priority_scheduling or implies_priorities(self.schedule_policy)
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a complaint for each wrong scheduling option, with its value and what to do."""
         yield from self._chunk_problems()
         if self.priority_scheduling_preemption_threshold < 0:
             yield "--priority-scheduling-preemption-threshold must be 0 or more"

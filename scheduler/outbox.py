@@ -36,7 +36,7 @@ QUIET_INTERVAL = 32
 
 
 def send_interval(msg: GenerateReq, stream_interval: int) -> int:
-    """Return how many tokens of a request are sent at a time.
+    """Return how many output tokens of a request are collected before they are sent.
 
     Only the detokenizer finds stop strings, and what is computed after one is wasted. So it gets each token at once,
     unless the client streams and has chosen to hear less often (``stream_interval``).
@@ -47,7 +47,9 @@ def send_interval(msg: GenerateReq, stream_interval: int) -> int:
 
 
 def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
-    """Return the report to the client about a request's course up to ``now``."""
+    """Return the report that the client gets with the answer: token counts, timing up to ``now``, retractions and
+    route.
+    """
     return ReqMeta(
         prompt_tokens=req.prompt_len,
         completion_tokens=req.output_len,
@@ -61,7 +63,7 @@ def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
 
 
 def timing_at(req: Req, now: float) -> Timing:
-    """Bring the request's ``timing`` up to ``now`` and return it."""
+    """Update the request's ``timing`` (milliseconds by phase, to first token) up to ``now``, and return it."""
     phases, timing, times = req.phases, req.timing, req.times
     phases.upto(now)
     timing.tokenize_ms = phases.spent(Phase.TOKENIZE)
@@ -99,11 +101,11 @@ class Outbox:
         self._to_detokenizer: list[Message] = []
 
     def to_worker(self, message: Message) -> None:
-        """Queue a message for the worker."""
+        """Queue a message for the worker; ``flush`` sends it."""
         self._to_worker.append(message)
 
     def all_to_worker(self, messages: list[Message]) -> None:
-        """Queue messages for the worker, in order."""
+        """Queue messages for the worker, in order; ``flush`` sends them."""
         self._to_worker += messages
 
     def to_transfer(self, message: Message) -> None:
@@ -111,16 +113,22 @@ class Outbox:
         self._to_transfer.append(message)
 
     def answer(self, message: Message) -> None:
-        """Queue an answer for HTTP; it is sent after the tokens that were queued before."""
+        """Queue a message for the HTTP process. It goes through the detokenizer, after the tokens that were queued
+        before.
+        """
         self._to_detokenizer.append(message)
 
     def reply(self, question: Question[A], answer: A | RefusedAnswer) -> None:
-        """Queue the answer to a question."""
+        """Queue the answer to a question for the HTTP process, and set the answer's id to the question's."""
         answer.id = question.id
         self.answer(answer)
 
     def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
-        """Queue a request's pending output, and its end if there is one; neighbours share one ``TokenBatch``."""
+        """Queue a request's pending output for the detokenizer, with its end and report if there are some, and empty
+        it.
+
+        The first call for a request also sends what detokenizing it needs.
+        """
         init = prompt = None
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
@@ -146,7 +154,7 @@ class Outbox:
             self._to_detokenizer.append(TokenBatch([item]))
 
     def error(self, error: ReqError) -> None:
-        """Queue the end of a request in an error."""
+        """Queue the error that ends a request, for its client."""
         self._to_detokenizer.append(error)
 
     def flush(self) -> list[str]:

@@ -46,7 +46,10 @@ class PaceMeter:
         self._at = now
 
     def pace(self, now: float) -> Pace:
-        """Return the pace as of ``now``, if prompts continue to come as they did and the waiting ones are computed."""
+        """Return the time per output token that one more request would get here, as of ``now``.
+
+        Prompts are assumed to come as before, and the waiting ones to be computed.
+        """
         decodes, itl = self._planner.decodes_now(), self._planner.budget.itl
         streams = sum(req.route is not Route.OUTGOING for req in self._reqs.values())
         context = decodes.kv_tokens / decodes.decodes if decodes.decodes else 0.0
@@ -69,7 +72,7 @@ class PaceMeter:
         )
 
     def waiting_seconds(self) -> float:
-        """Return the seconds that all prompts take that are not computed yet, including those for peers."""
+        """Return the seconds to compute the prompt tokens of running and waiting requests, those for peers included."""
         tokens = sum(r.to_compute for r in self._planner.running.values() if r.remaining > 1)
         tokens += sum(r.uncached or r.known_len for r in self._planner.waiting.computing())
         return tokens / PIECE * self._model.estimate(StepShape().with_piece(0, PIECE)) / 1000

@@ -23,9 +23,10 @@ class PageNames(NamedTuple):
     page_size: int
 
     def of(self, req: Req, limit: int, first: int = 0) -> list[bytes]:
-        """Return the names of the request's whole pages within its first ``limit`` tokens, from page ``first`` on.
+        """Return the names (hashes) of the request's whole pages within its first ``limit`` tokens, from page ``first``
+        on.
 
-        Only known tokens count.
+        Tokens that are not known yet do not count.
         """
         names, end = req.page_hashes, min(limit, req.known_len)
         pages = end // self.page_size
@@ -35,7 +36,7 @@ class PageNames(NamedTuple):
 
 
 def make_page_names(options: SchedulerOptions, worker: WorkerReady) -> PageNames:
-    """Return the names of this instance's pages."""
+    """Return the ``PageNames`` by which this instance's pages are found; equal models and layouts have equal names."""
     # Pages rounded in host memory have names of their own: instances that keep pages as they are must not find them.
     is_rounded = worker.host_pages and options.hicache_host_dtype != "auto"
     rounding = f" in {options.hicache_host_dtype}" if is_rounded else ""

@@ -17,7 +17,7 @@ class PeerRequests:
     # --- hand-overs ---
 
     def may_compute_ahead(self, req: Req) -> bool:
-        """Return whether a request may compute before its hand-over's peer asks for it.
+        """Return whether an outgoing request may compute its prompt before the peer asks for the KV.
 
         It may while nothing else waits or runs, so it delays no other request. If it has to start over, its prompt is
         cached.
@@ -26,7 +26,10 @@ class PeerRequests:
         return not (busy or self._scheduler.options.disable_radix_cache or req.wants_input_logprobs)
 
     def take_back(self, req: Req) -> None:
-        """Set an outgoing request without memory back to bootstrapping: its peer does not want its KV for now."""
+        """Remove an outgoing request without memory from the queue: its peer does not want its KV for now.
+
+        It is bootstrapping again, until the peer asks once more.
+        """
         self._scheduler.planner.forget(req.rid)
         self._scheduler.tiers.store.forget(req.rid)
         req.state = ReqState.BOOTSTRAPPING
@@ -43,7 +46,9 @@ class PeerRequests:
         req.start_over(self._scheduler.now)
 
     def take_first_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """Take an incoming request's first token, which comes ahead of its KV. It may end the request."""
+        """Append an incoming request's first token, which comes ahead of its KV, and send it on. It may end the
+        request.
+        """
         req.append(token, logprob)
         # The KV of the whole prompt will be here. It is cached for others, if it arrives, even if the request ends now.
         req.computed = req.prompt_len
@@ -55,7 +60,11 @@ class PeerRequests:
         self._scheduler.planner.start_landed(req, now)
 
     def recompute(self, req: Req, now: float) -> None:
-        """Compute here what is not cached of an incoming request: its KV will not come."""
+        """Queue an incoming request for its prompt to be computed here, since its KV will not come. Its memory is
+        released.
+
+        What is cached of it need not be computed.
+        """
         self._scheduler.planner.forget(req.rid)
         if req.hold is not None:
             self._scheduler.memory.finish(req)
@@ -63,7 +72,9 @@ class PeerRequests:
         self._scheduler.enqueue(req, now)
 
     def compute_here(self, req: Req, now: float) -> None:
-        """Compute an incoming request's prompt here after all, in the memory that was taken for its KV."""
+        """Compute an incoming request's prompt here after all, in the memory that was taken for its KV. It is not
+        queued.
+        """
         req.route = Route.LOCAL
         req.times.ready = now
         self._scheduler.planner.begin(req, now)
@@ -71,23 +82,32 @@ class PeerRequests:
     # --- migration ---
 
     def hold_back(self, req: Req) -> None:
-        """Plan no more steps of a request. It stands still once the steps under way are done: ``pending`` is 0 then."""
+        """Plan no more steps of a request, so that it can migrate. Its memory stays.
+
+        Steps under way still add tokens; ``req.pending`` is 0 when they are done.
+        """
         self._scheduler.forks.forget(req)
         self._scheduler.planner.forget(req.rid)
 
     def go_on(self, req: Req) -> None:
-        """Continue a request here that was held back."""
+        """Plan steps again for a request that ``hold_back`` stopped. Do nothing if it has ended meanwhile."""
         if not req.is_ended:
             self._scheduler.planner.go_on(req)
 
     def leave_moved(self, req: Req, where: ReqMoved) -> None:
-        """End a request that continues elsewhere. Its client gets all pending output first, then the new location."""
+        """End a request here that continues on another instance. Its client gets all pending output, then the new
+        location.
+        """
         self._scheduler.send_output(req)
         self._scheduler.leave(req, ReqState.MOVED)
         self._scheduler.outbox.answer(where)
 
     def start_moved(self, req: Req, now: float) -> None:
-        """Continue a migrated request: all of its output is known, and its KV is here as far as it was handed over."""
+        """Continue a request that migrated here or is resumed, and send its output so far.
+
+        It decodes on if it has memory and slots suffice. Otherwise its memory is released, and it is queued to compute
+        what is not cached.
+        """
         req.elsewhere = False
         req.pending_output = req.token_ids[req.prompt_len : req.known_len].tolist()
         req.pending_logprobs = list(req.logprobs)

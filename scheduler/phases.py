@@ -32,7 +32,9 @@ class PhaseClock:
         self._marked: dict[Phase, float] = {}
 
     def enter(self, phase: Phase, now: float, at: InstanceRole | None = None) -> None:
-        """End the present phase and begin another, on this instance unless ``at`` says otherwise."""
+        """End the present phase at ``now`` and begin ``phase``, charged to this instance or to the one with the role
+        ``at``.
+        """
         self.upto(now)
         self.phase, self._at = phase, at or self.here
 
@@ -43,11 +45,13 @@ class PhaseClock:
             self._since = now
 
     def spent(self, phase: Phase, at: InstanceRole | None = None) -> float:
-        """Return the milliseconds spent in a phase, on one instance or on all."""
+        """Return the milliseconds spent in ``phase``, on the instance with the role ``at`` or, without it, on all."""
         return sum(ms for (one, where), ms in self._spent.items() if one is phase and at in (None, where))
 
     def times(self) -> list[PhaseTime]:
-        """Return all phases, in the order in which a request first passes through them."""
+        """Return the milliseconds of each phase on each instance, in the order in which a request first enters the
+        phases.
+        """
         order = list(Phase)
         found = [PhaseTime(phase, at, ms) for (phase, at), ms in self._spent.items() if ms]
         return sorted(found, key=lambda one: order.index(one.phase))
@@ -55,7 +59,7 @@ class PhaseClock:
     # --- hand-overs ---
 
     def mark(self, now: float) -> None:
-        """Note that the peer asks for the prompt: the part of the phases that it waits for begins now."""
+        """Note that the peer asks for the prompt now: it waits for what this instance spends on it from now on."""
         self.upto(now)
         self._marked = {phase: self.spent(phase, self.here) for phase in Phase}
 
@@ -64,10 +68,11 @@ class PhaseClock:
         return self._marked.get(phase, 0.0)
 
     def credit(self, queue_ms: float, prefill_ms: float, ahead_ms: float, now: float) -> None:
-        """Charge to the prefill what it reports of the time since it was asked (phase TRANSFER).
+        """Charge to the prefill instance what it reports of its time, instead of to this instance's TRANSFER and QUEUE.
 
-        It computed ``ahead_ms`` of ``prefill_ms`` before it was asked, while this instance had the request in its
-        queue. No more is charged than there was: the two legs of a request need not arrive at the same time.
+        ``queue_ms`` and ``prefill_ms``: its times in these phases. It computed ``ahead_ms`` of ``prefill_ms`` before it
+        was asked, while this instance had the request in its queue. No more is charged than there was: the two legs of
+        a request need not arrive at the same time.
         """
         self.upto(now)
         wanted = max(0.0, prefill_ms)
@@ -77,10 +82,10 @@ class PhaseClock:
         self._move(Phase.TRANSFER, Phase.QUEUE, max(0.0, queue_ms))
 
     def take_over(self, times: Iterable[PhaseTime], began: float, now: float) -> float:
-        """Continue the account of another instance, which has stopped computing the request. The time since then is
-        TRANSFER.
+        """Replace this account by that of another instance, which has stopped computing the request.
 
-        Return when the request began. That is earlier than ``began`` if the account is longer.
+        The time since then counts as TRANSFER. Return when the request began, in seconds as ``now``: ``began``, or
+        earlier if the account is longer.
         """
         self._spent = {}
         for one in times:
@@ -96,9 +101,10 @@ class PhaseClock:
         self._spent[phase, at] = self._spent.get((phase, at), 0.0) + ms
 
     def _move(self, source: Phase, target: Phase, ms: float) -> float:
-        """Charge up to ``ms`` of this instance's ``source`` to the prefill's ``target``.
+        """Charge up to ``ms`` milliseconds of this instance's phase ``source`` to the prefill's phase ``target``
+        instead.
 
-        Return how much was charged.
+        Return how many were moved.
         """
         moved = min(ms, self._spent.get((source, self.here), 0.0))
         if moved > 0:

@@ -26,13 +26,13 @@ class PinnedMemory:
         self._debug = debug
 
     def pin(self, req: Req) -> KVHold:
-        """Keep the request's memory as it is until ``unpin``, even if the request ends before."""
+        """Keep the request's memory from being freed until ``unpin``, even if the request ends before."""
         hold = hold_of(req)
         hold.pins += 1
         return hold
 
     def unpin(self, hold: KVHold) -> None:
-        """Release one pin. The last one frees the memory."""
+        """Release one pin. The last one frees the memory; verified KV stays cached."""
         require_live(hold)
         hold.pins -= 1
         if hold.pins:
@@ -42,9 +42,11 @@ class PinnedMemory:
         self._pool.release(hold, hold.left)
 
     def run(self, start: int, end: int, goes_on: int) -> PageRun:
-        """Return the pages of positions ``[start, end)`` that are handed over; ``start`` is page-aligned.
+        """Return the page numbers within a request that hold positions ``[start, end)``, for all layers and for
+        windowed ones.
 
-        ``goes_on``: the receiver continues in the page of this position, or after it.
+        ``start`` is page-aligned. ``goes_on``: position at which the receiver continues. Windowed layers need only the
+        pages within their window before it.
         """
         size = self._pool.page_size
         first, last = start // size, -(-end // size)
@@ -53,7 +55,8 @@ class PinnedMemory:
         return PageRun(first, last, min(max(first, goes_on // size - self._pool.windows.reach), last))
 
     def pages_in(self, hold: KVHold, run: PageRun, begin: int, end: int) -> list[I32]:
-        """Return the pages of a hold's row within ``[begin, end)`` that ``run`` moves, by group.
+        """Return the pool's pages for the pages ``[begin, end)`` of a request that ``run`` names, by group of the
+        layout.
 
         Raises ``WindowPagesShort`` if one of them has no window page.
         """
@@ -67,16 +70,17 @@ class PinnedMemory:
         return pages
 
     def expect(self, req: Req, length: int, goes_on: int) -> None:
-        """Take window pages for the KV that a peer writes of the request's first ``length`` tokens.
+        """Take window pages for the first ``length`` tokens of the request, which a peer will write.
 
-        They were reserved when the request was admitted. Steps up to ``let_go_step`` may still touch them.
+        ``goes_on``: position at which this instance continues; only its window is taken. The pages were reserved at
+        admission. Steps up to ``let_go_step`` may still touch them.
         """
         self._pool.move_window(hold_of(req), goes_on, length)
 
     def keep_window(self, hold: KVHold, run: PageRun) -> bool:
         """Keep the window pages of ``run`` for a hand-over that reads them, until ``let_window_go``.
 
-        The request continues meanwhile. Return False, with nothing changed, if they cannot be kept.
+        The request's window may move on meanwhile. Return False, with nothing changed, if the pages cannot be kept.
         """
         if run.window is None:
             return True
@@ -87,10 +91,15 @@ class PinnedMemory:
         self._pool.windows.let_go(hold.window)
 
     def fence(self) -> Fence:
-        """Return the latest work that may still touch memory which can be allocated now. Not valid within a plan."""
+        """Return the latest step, copy and hash check that may still touch memory which can be allocated now.
+
+        The result is not valid while a step is being planned.
+        """
         return Fence(self._pool.let_go_step, self._copies.fence(), self._debug.newest)
 
     def is_past(self, fence: Fence, completed_step: int) -> bool:
-        """Return whether all work up to ``fence`` is done."""
+        """Return whether the steps, copies and hash checks up to ``fence`` are done. ``completed_step``: the last step
+        done.
+        """
         is_past = completed_step >= fence.step and self._copies.done >= fence.copies
         return is_past and self._debug.is_past(fence.looks)

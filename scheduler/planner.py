@@ -93,7 +93,10 @@ class StepPlanner:
         self._step_id = 0
 
     def plan(self, now: float) -> PlannedStep | None:
-        """Return the next step, or None if nothing can be computed now."""
+        """Plan the next step, with memory for its tokens, and return it; None if nothing can be computed now.
+
+        Waiting requests are admitted for it, and running ones retracted if slots are short.
+        """
         builder = StepBuilder()
         self.retraction.begin_plan()
         for req in self.shared_prompts.ready():
@@ -127,9 +130,9 @@ class StepPlanner:
         return PlannedStep(message, in_flight, prefilled)
 
     def _note_stuck(self, now: float, *, nothing: bool) -> None:
-        """Note a request that lacks memory which only hand-overs can hold.
+        """Set ``stuck`` to the request that lacks memory which only hand-overs can hold, or to None.
 
-        It runs alone, or is first while none runs.
+        Such a request runs alone, or is first while none runs. ``nothing``: whether the planned step is empty.
         """
         first = None
         if nothing and not self.running:
@@ -178,16 +181,18 @@ class StepPlanner:
         self._rows.add(req, req.computed)
 
     def go_on(self, req: Req) -> None:
-        """Continue a request that was removed by ``forget``, in the queue that it was in."""
+        """Put a request that ``forget`` removed back into the queue that it was in: running if it has memory, else
+        waiting.
+        """
         if req.hold is None:
             self.waiting.add(req)
         else:
             self.running[req.rid] = req
 
     def grant_incoming(self, now: float) -> list[Req]:
-        """Grant memory to the incoming claims that may have it now, for KV that peers have or compute.
+        """Grant memory to the incoming claims in order, as far as it fits, and return their requests.
 
-        Return their requests.
+        Peers have or compute the KV for that memory.
         """
         granted = self.claims.grant_incoming(now)
         self._turns += len(granted)
@@ -204,30 +209,32 @@ class StepPlanner:
         self.hit_tokens += req.computed
 
     def came(self, req: Req) -> Req:
-        """Note a request that is about to be admitted, on any route, and return it."""
+        """Count a request that is about to be admitted for fair shares and the transfer limit, and return it. Queue
+        nothing.
+        """
         self.waiting.shares.comes(req.tenant)
         self.claims.came(req)
         return req
 
     def ended(self, req: Req) -> None:
-        """Note that a request has ended: remove it from all queues and learn its output length."""
+        """Remove a request that has ended from all queues and counts, and learn its output length."""
         self.forget(req.rid)
         self.claims.ended(req.rid)
         self.admission.learn(req)
         self.waiting.shares.goes(req.tenant)
 
     def forget(self, rid: str) -> None:
-        """Remove the request from every queue."""
+        """Remove the request from every queue, and drop its claim. Its memory is not freed here."""
         self.claims.forget(rid)
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)
 
     def lacks_memory(self, now: float) -> bool:
-        """Return whether a request has waited for memory since before this tick, as far as can be known."""
+        """Return whether a request is stuck, or has waited for its admission since before this tick at ``now``."""
         return self.stuck is not None or any(0 < r.times.ready < now for r in self.waiting.values())
 
     def decodes_now(self) -> StepShape:
-        """Return the shape of a step of all decoding requests."""
+        """Return the shape of a step in which each decoding request computes one token, without prompts."""
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
@@ -292,7 +299,10 @@ class StepPlanner:
             newcomer = self._begin(newcomer, candidates, pieces, now)
 
     def _candidates(self, pieces: PromptPieces, begun: list[Req], now: float) -> Generator[Req]:
-        """Yield the waiting requests that can start; park those with a prefix that another request computes."""
+        """Yield the waiting requests that can start, in the order of grants.
+
+        Set those aside that share a prefix which another request computes now: they start from its KV later.
+        """
         if not len(self.waiting) or not pieces.may_begin:
             return
         aside = 0

@@ -32,15 +32,16 @@ class PoolCopies:
         self._newest = self._sealed = 0
 
     def add(self, kind: PageCopy, page: int, host_page: int) -> None:
-        """Copy a page before the next step."""
+        """Plan the copy of a page between the pool and the host, in the direction of ``kind``, before the next step."""
         self._before.append((kind, page, host_page))
 
     def mark(self) -> int:
-        """Return the mark from which ``defer`` begins."""
+        """Return a position in the list of planned copies; ``defer`` puts off the copies added after it."""
         return len(self._before)
 
     def defer(self, mark: int) -> None:
-        """Put off what was added since ``mark`` until after the step that is being planned, which computes it.
+        """Put off the copies added since ``mark`` until after the step that is being planned, which computes their
+        pages.
 
         Nothing more is evicted in that plan. (Retraction comes earlier in a plan, and its pages may get a new owner in
         the same step.)
@@ -49,32 +50,33 @@ class PoolCopies:
         del self._before[mark:]
 
     def take_before(self) -> list[Message]:
-        """Return the messages for the worker that must precede the step that was just planned."""
+        """Remove and return the messages for the worker that must precede the step that was just planned."""
         self._seal(self._before)
         self._before = []
         return self._take()
 
     def take(self) -> list[Message]:
-        """Return all messages for the worker. Every step that was planned must have been sent."""
+        """Remove and return all messages for the worker. Every step that was planned must have been sent."""
         self.fence()
         return self._take()
 
     def fence(self) -> int:
-        """Return the value of ``done`` at which no copy touches memory that can be allocated now.
+        """Close the planned copies into a message, and return its id.
 
-        Not valid within a plan.
+        When ``done`` has reached that id, no copy touches memory that can be allocated now. Not valid while a step is
+        being planned.
         """
         self._seal(self._before + self._after)
         self._before, self._after = [], []
         return self._newest
 
     def new_ms(self) -> float:
-        """Return the milliseconds of the copies added since the last call."""
+        """Estimate the milliseconds that the copies planned since the last call will take."""
         total = self._sealed + len(self._before) + len(self._after)
         return self.pace.new_ms(total) if total else 0.0
 
     def on_copied(self, event: PagesCopied) -> None:
-        """Note that the worker has made copies."""
+        """Note that the worker has made the copies up to ``event.id``, and learn their speed."""
         self.done = event.id
         self.pace.learn(event.id, event.seconds)
 

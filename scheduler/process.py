@@ -69,12 +69,12 @@ class SchedulerProcess:
         self.instance: LoadingInstance | LoadedInstance = LoadingInstance(self._outbox, self._start)
 
     def run(self) -> None:
-        """Serve for ever. Raises errors that the process cannot survive."""
+        """Run ticks for ever. Errors that the process cannot survive are raised."""
         while True:
             self.tick()
 
     def tick(self) -> None:
-        """Wait for messages, answer them, and plan what can be computed."""
+        """Wait for messages or a deadline, handle the messages, plan and send steps, and send all answers."""
         self._poller.poll(self._timeout_ms())
         now = time.monotonic()
         self.instance.begin(now)
@@ -99,7 +99,8 @@ class SchedulerProcess:
         return -1 if math.isinf(left) else min(math.ceil(left * 1000), MAX_SLEEP_MS)
 
     def _next_messages(self) -> list[Any]:
-        """Return the next messages to handle, in order, at most ``MESSAGES_A_TICK``.
+        """Read the requests and questions that have come, and return the next ones to handle, at most
+        ``MESSAGES_A_TICK``.
 
         The rest waits for a later tick.
         """
@@ -122,7 +123,7 @@ class SchedulerProcess:
 
 
 def main() -> None:
-    """Run the child process of an instance that takes part in no hand-over."""
+    """Run the scheduler process of an instance that takes part in no hand-over."""
     ctx = start_child(sys.argv, SchedulerOptions)
     return_freed_memory()
     SchedulerProcess(ctx).run()

@@ -24,17 +24,18 @@ class PromptPieces:
 
     @property
     def may_begin(self) -> bool:
-        """Whether there is room for a piece of a prompt that has not begun: any at first, a page beside others.
+        """Whether the step has room for a piece of a prompt that has not begun.
 
-        A prompt that begins takes its memory and leaves the queue. If it got no piece in return, the next one could
-        begin, and so all of the queue, whatever its order.
+        One token is enough for the step's first piece; later ones need a page. A prompt that begins takes its memory
+        and leaves the queue. If it got no piece in return, the next one could begin, and so all of the queue, whatever
+        its order.
         """
         page = self._memory.pool.page_size
         fits = self._budget.fitting(self.room, self._builder.shape, 0, page)
         return fits >= page or (fits > 0 and not self.prefilled)
 
     def go_on(self, req: Req) -> None:
-        """Add the next piece of a prompt that has begun."""
+        """Add the next piece of a prompt that has begun. If not one token fits in time, close the step for prompts."""
         self.room.add_copies(self._memory.tiers.copies.new_ms())
         fits = self._fitting(req)
         if fits <= 0 and self.room.is_timed:

@@ -38,7 +38,7 @@ NO_EXCHANGE = Refusal(
 
 
 def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
-    """Return a refusal if the prompt can never have the memory that it needs."""
+    """Return a 400 refusal if the KV pool can never hold the prompt and one more token; None if it can."""
     limit = memory.pool.max_total_tokens
     # One slot for the token that follows the prompt; whole pages only.
     if memory.pool.pages_up(prompt_len + 1) <= limit:
@@ -48,7 +48,7 @@ def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
 
 
 def refuse_grammar(msg: GenerateReq, device: str) -> Refusal | None:
-    """Return a refusal if a request has a grammar and this instance's device serves none."""
+    """Return a 400 refusal if the request has a grammar and ``device`` is not a CPU; None otherwise."""
     grammar = msg.sampling.grammar
     if grammar is None or device == "cpu":
         return None
@@ -62,10 +62,10 @@ def most_living(options: SchedulerOptions) -> int:
 
 
 def refuse_more(living: int, options: SchedulerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
-    """Return a refusal if no more requests may run and wait.
+    """Return a refusal if ``living`` requests are as many as may run and wait; None if one more may.
 
-    ``seconds`` returns the estimated time until half of the waiting requests are admitted. ``place``: how many prompts
-    of its batch come before this one.
+    It is a 429 with ``Retry-After``, or a 413 for a batch that never fits. ``seconds`` returns the estimated time until
+    half of the waiting requests are admitted. ``place``: how many prompts of its batch come before this one.
     """
     if living < most_living(options):
         return None
@@ -78,16 +78,16 @@ def refuse_more(living: int, options: SchedulerOptions, seconds: Callable[[], fl
 
 
 def refuse_batch(answers: int, most: int) -> Refusal:
-    """Refuse a batch of at least ``answers`` answers, of which at most ``most`` ever fit."""
+    """Return the 413 refusal of a batch of at least ``answers`` answers, of which at most ``most`` ever fit."""
     text = f"the batch asks for {answers} answers or more, and {most} may be queued or running at a time; split it"
     return Refusal(413, text, "request_too_large", code=error_codes.BATCH_TOO_LARGE)
 
 
 def refuse_rid(rid: str) -> Refusal:
-    """Refuse a request with the rid of a running one."""
+    """Return the 400 refusal of a request with the rid of a running one."""
     return Refusal(400, f"rid {rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
 
 
 def refuse_peer(where: Bootstrap) -> Refusal:
-    """Refuse a request that names a peer which must not be asked."""
+    """Return the 403 refusal of a request with a bootstrap address that must not be asked; ``where`` has the reason."""
     return Refusal(403, f"bootstrap_host {where.host}: {where.refusal}", "permission_error", "bootstrap_host")

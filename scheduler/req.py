@@ -225,10 +225,10 @@ class Req:
             self.input_logprobs, self.scored = [first] if self._logprob_start == 0 else [], 0
 
     def share_scores(self, first: Req) -> None:
-        """Take the prompt's logprobs from ``first``, a request for the same prompt, if all of them are known or under
-        way.
+        """Share the list of the prompt's logprobs with ``first``, a request for the same prompt.
 
-        Results come in order: the logprobs are complete before a pass that is planned now can yield a token.
+        Do so only if both want them, and ``first`` has all of them or waits for the last ones. Results come in order:
+        the logprobs are complete before a pass that is planned now can yield a token.
         """
         if self.input_logprobs is not None and first.input_logprobs is not None and first.to_score >= first.prompt_len:
             self.input_logprobs, self.scored = first.input_logprobs, self.prompt_len
@@ -262,17 +262,17 @@ class Req:
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled; 1 while decoding."""
+        """Tokens to compute before the next one can be sampled, prefix to be loaded included; 1 while decoding."""
         return self.total_len - self.computed
 
     @property
     def to_load(self) -> int:
-        """Remaining tokens that host memory is about to bring."""
+        """Remaining tokens with KV in host memory that is still to be loaded into the pool."""
         return max(0, self.loading.until - self.computed) if self.loading is not None else 0
 
     @property
     def to_compute(self) -> int:
-        """Remaining tokens that are to be computed."""
+        """Remaining tokens that a forward pass has to compute, without those to be loaded from host memory."""
         return self.remaining - self.to_load
 
     @property
@@ -282,7 +282,7 @@ class Req:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether one more token may be sampled, counting those under way."""
+        """Whether one more token may be sampled; tokens that steps under way sample are counted."""
         return self.total_len - self.prompt_len < self.max_new_tokens
 
     @property
@@ -329,12 +329,12 @@ class Req:
         return self.token_ids[: min(length, self.known_len)]
 
     def extend(self, output: I32) -> None:
-        """Append output that another instance has sampled."""
+        """Append output that another instance has sampled. It is not queued for the client."""
         self.token_ids[self.known_len : self.known_len + len(output)] = output
         self.known_len += len(output)
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Append a sampled token that has become known."""
+        """Append a sampled token that has become known, with its logprob, and queue both for the client."""
         self.token_ids[self.known_len] = token_id
         self.known_len += 1
         self.pending_output.append(token_id)
@@ -343,7 +343,7 @@ class Req:
             self.logprobs.append(logprob)
 
     def start_over(self, now: float) -> None:
-        """Reset the request to before any computation.
+        """Reset the request to the state before any computation, and drop its output. Its memory must be released.
 
         Only valid while its output is not known outside the scheduler.
         """

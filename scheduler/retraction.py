@@ -42,15 +42,18 @@ class Retraction:
         """Requests that the latest plan retracted."""
 
     def begin_plan(self) -> None:
-        """Forget the requests that the plan before retracted."""
+        """Clear ``latest``, the requests that the plan before retracted."""
         self.latest = []
 
     def choose(self, reqs: Sequence[Req]) -> Req:
-        """Return the request to retract among ``reqs``, which hold memory."""
+        """Return the one of ``reqs``, which have memory, that costs least to retract. Retract nothing."""
         return choose_victim(reqs, self._memory, self._waiting.rank)
 
     def preempt(self, now: float) -> None:
-        """Retract running requests for the first waiting one if they rank far enough below it and hold enough."""
+        """Retract running requests until the first waiting one fits. Do nothing if that can't be achieved.
+
+        Only requests with a priority lower by more than the threshold are retracted.
+        """
         # A request that waits for a store cannot start: the victims would get the memory back at once, and lose it
         # again.
         if (req := self._claims.first(now)) is None:
@@ -71,7 +74,7 @@ class Retraction:
             reserve = self._claims.reserve(req)
 
     def retract(self, req: Req, now: float) -> None:
-        """Release a running request's memory, and let it wait again."""
+        """Release a running request's memory, and queue it again as a local request. It keeps its output."""
         self._memory.give_way(req)
         del self._running[req.rid]
         req.state = ReqState.WAITING
@@ -85,10 +88,10 @@ class Retraction:
 
 
 def choose_victim(reqs: Sequence[Req], memory: KVMemory, rank: Callable[[Req], int] = lambda req: 0) -> Req:
-    """Return the request to retract among ``reqs``, which hold memory.
+    """Return the request to retract among ``reqs``, which have memory.
 
-    That is the one in the last ``rank`` with the lowest cost per freed page; among equals, the last to arrive. It is
-    not the first to arrive in the first rank, unless that is the only one.
+    It is the one in the last ``rank`` with the fewest tokens to recompute per freed page; among equals, the last to
+    arrive. The first to arrive in the first rank is never chosen, unless it is the only one.
     """
     oldest = min(reqs, key=lambda req: (rank(req), req.times.fcfs_time, req.rid))
     others = [req for req in reqs if req is not oldest] or [oldest]

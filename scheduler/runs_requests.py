@@ -44,7 +44,7 @@ class RunsRequests(Protocol):
 
     @property
     def role(self) -> DisaggregationMode:
-        """Work that this instance is offered now."""
+        """Role of this instance now: the work that it is offered."""
 
     @property
     def longest(self) -> int:
@@ -54,13 +54,15 @@ class RunsRequests(Protocol):
         """Queue a request that is to compute its prompt here."""
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """End a request and tell its client ``finish``."""
+        """End a request in ``state``, free its memory and send its client ``finish``, or nothing if that is None."""
 
     def leave(self, req: Req, state: ReqState) -> None:
-        """Remove a request from every queue and release its memory; nothing is sent."""
+        """Set a request to ``state``, in which it has ended, remove it from every queue and free its memory. Send
+        nothing.
+        """
 
     def send_output(self, req: Req) -> None:
         """Send a request's pending output, if there is any."""
 
     def on_newest_token(self, req: Req, token: int, now: float) -> None:
-        """Count a token that was just appended."""
+        """Count a token that was just appended to a request; send pending output if that is due, or end the request."""

@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def role(self) -> DisaggregationMode:
-        """Work that this instance is offered now. It does not limit what the instance can do."""
+        """Role of this instance now: the work that it is offered. It does not limit what the instance can do."""
         return self.instance_role.mode
 
     @property
@@ -106,7 +106,10 @@ class Scheduler:
     # --- requests in ---
 
     def enqueue(self, req: Req, now: float) -> None:
-        """Queue a request that is to compute its prompt here."""
+        """Queue a request that is to compute its prompt here.
+
+        Also have its grammar compiled, and KV of its prompt fetched from a store where that is faster.
+        """
         req.state = ReqState.WAITING
         req.phases.enter(Phase.QUEUE, now)
         req.times.ready = now
@@ -117,7 +120,7 @@ class Scheduler:
         self.tiers.prefetch(req, cached, now, lambda tokens: self.estimator.compute_ms(req, tokens) / 1000)
 
     def abort(self, msg: AbortReq) -> None:
-        """End a request, or all of them, for a client. An unknown rid has ended already and is ignored."""
+        """End a request, or all of them, as aborted, and cancel their hand-overs. An unknown rid is ignored."""
         for rid in [msg.rid] if msg.rid else list(self.reqs):
             req = self.reqs.get(rid)
             if req is not None:
@@ -125,7 +128,7 @@ class Scheduler:
                 self.handovers.cancel(req, msg.reason)
 
     def stop(self, msg: StopReq) -> None:
-        """End a request for which the detokenizer found a stop string. The client has its answer already."""
+        """End a request as finished, since the detokenizer found a stop string. The client has its answer already."""
         req = self.reqs.get(msg.rid)
         if req is not None:
             self.end(req, ReqState.FINISHED, None)
@@ -134,10 +137,10 @@ class Scheduler:
     # --- requests out ---
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """End a request and tell its client ``finish``.
+        """End a request in ``state``, free its memory and send its client ``finish``.
 
-        ``finish`` is None if the client has been informed already. A request that another instance still has just
-        leaves.
+        ``finish`` is None if the client has been informed already. A request that another instance still has is only
+        removed.
         """
         if req.elsewhere:
             self.leave(req, ReqState.MOVED)
@@ -159,7 +162,7 @@ class Scheduler:
             self.handovers.cancel(req, "the KV pool has become smaller")
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
-        """End a request because of a fault, with an error for its client.
+        """End a request because of a fault, and send its client its pending output and an error.
 
         A request that has ended already is ignored.
         """
@@ -174,7 +177,8 @@ class Scheduler:
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.reported_route))
 
     def leave(self, req: Req, state: ReqState) -> None:
-        """Remove a request from every queue and release its memory; nothing is sent.
+        """Set a request to ``state``, in which it has ended, remove it from every queue and free its memory. Send
+        nothing.
 
         Raises ``AssertionError`` if the request has ended already.
         """
@@ -191,7 +195,9 @@ class Scheduler:
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def _meta(self, req: Req) -> ReqMeta:
-        """Return the report to the client about the request's course up to now."""
+        """Return the report that the client gets with the answer: token counts, timing up to now, retractions and
+        route.
+        """
         return meta_of(req, max(self.now, req.times.last_token), has_tiers=self.tiers.enabled)
 
     # --- steps ---
@@ -207,7 +213,10 @@ class Scheduler:
         return not self.reqs and not self._in_flight
 
     def run_steps(self, now: float) -> None:
-        """Plan and send steps until ``max_in_flight`` are under way or nothing can be computed."""
+        """Plan and send steps until ``max_in_flight`` are under way or nothing can be computed.
+
+        First end requests past their deadline, and queue forks that need not wait any longer.
+        """
         self.now = now
         obtainable = self.memory.pool.obtainable
         self._expire(now)
@@ -258,7 +267,10 @@ class Scheduler:
             self.handovers.cancel(stuck.req, text)
 
     def on_step_result(self, result: StepResult, now: float) -> None:
-        """Record the result of the oldest step under way: its tokens are known now."""
+        """Record the result of the oldest step under way: append its tokens, send output, and end complete requests.
+
+        Requests with bad logits fail.
+        """
         self.now = now
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
@@ -281,7 +293,7 @@ class Scheduler:
                 self._on_token(req, tokens[i], logprob, now)
 
     def catch_up(self) -> None:
-        """Do the work that can wait until the messages of a tick are sent."""
+        """Do the learning that can wait until the messages of a tick are sent."""
         self.estimator.catch_up()
 
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
@@ -314,9 +326,9 @@ class Scheduler:
             self.on_newest_token(req, token, now)
 
     def on_newest_token(self, req: Req, token: int, now: float) -> None:
-        """Count a token that was just appended, from here or from the peer.
+        """Count a token that was just appended to a request, sampled here or by the peer.
 
-        Send pending output if it is due, or end the request.
+        Send pending output if that is due, or end the request if the token was its last.
         """
         req.times.last_token = now
         self.counters.generation_tokens += 1
@@ -334,7 +346,7 @@ class Scheduler:
             self.send_output(req)
 
     def send_output(self, req: Req) -> None:
-        """Send a request's pending output, if there is any; the request has not ended."""
+        """Queue a request's pending output for its client, if there is any. The request must not have ended."""
         if not req.pending_output:
             return
         # The meta goes with the first tokens, so that a stream can report counts. A stop string may end the request at
@@ -343,6 +355,6 @@ class Scheduler:
         self.outbox.tokens(req, None, self._meta(req) if wants_meta else None)
 
     def check_invariants(self) -> None:
-        """Check that memory is consistent and every hold has an owner. Raises ``InvariantViolation``."""
+        """Check that every page is accounted for and that every hold has an owner. Raises ``InvariantViolation``."""
         users = [r.hold for r in self.reqs.values() if r.hold is not None] + self.handovers.pinned()
         self.memory.check_invariants(users)

@@ -51,9 +51,10 @@ class SharedPrompts:
         """Number of requests parked since the start."""
 
     def follows(self, req: Req, cached: int, begun: Iterable[Req]) -> bool:
-        """Return whether ``req`` is to be parked because one of ``begun`` computes a prefix that it shares.
+        """Return whether ``req`` is to be parked because one of ``begun`` computes a prefix that both have in common.
 
-        ``cached``: tokens of ``req`` in the cache. A request to be parked is noted as a follower.
+        ``cached``: tokens of ``req`` in the cache. If it is to be parked, it is recorded, and ``ready`` returns it
+        later; the caller parks it.
         """
         if not self._enabled or req.longest_reusable_prefix - cached < LEAST_SHARED:
             return False
@@ -70,7 +71,7 @@ class SharedPrompts:
         return False
 
     def ready(self) -> list[Req]:
-        """Return the requests that need not wait any longer. Called once a plan."""
+        """Return the parked requests that need not wait any longer, and drop their records. Called once a plan."""
         found: list[Req] = []
         for first, leader in list(self._leaders.items()):
             leader.standstill = 0 if first.computed > leader.computed else leader.standstill + 1

@@ -58,20 +58,20 @@ class StepRoom:
 
     @property
     def is_timed(self) -> bool:
-        """Whether a request waits for the step."""
+        """Whether a time limit holds for the step, because a request with a first token waits for it."""
         return self.forward_ms < math.inf
 
     def add_copies(self, ms: float) -> None:
-        """Subtract the time of copies that the worker makes before the step."""
+        """Deduct the milliseconds of copies that the worker makes before the step."""
         self.copy_ms += ms
         self.forward_ms -= ms
 
     def close(self) -> None:
-        """Let nothing more be added."""
+        """Set the room to 0 tokens, so that no prompt gets a further piece."""
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """Count a piece that was added."""
+        """Deduct the ``tokens`` of a piece that was added to the step."""
         self.tokens -= tokens
         self.at_least = max(0, self.at_least - tokens)
 
@@ -104,7 +104,7 @@ class StepBudget:
 
     @classmethod
     def of(cls, options: SchedulerOptions, device: str, model: CostModel, role: CurrentRole) -> StepBudget:
-        """Return the budget that the options set, or that suits the worker's ``device``."""
+        """Make the budget from the options; what they leave open suits the worker's ``device``."""
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:
             return cls(model, most, dict.fromkeys(ROLES, most), role, may_cut=False, itl_ms=0.0)
@@ -125,10 +125,11 @@ class StepBudget:
         return cls(model, min(chunk, most), by_role, role, may_cut=True, **limits)
 
     def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
-        """Return the room of a step that has these ``decodes`` so far.
+        """Return the room for prompts, in tokens and time, of a step with these ``decodes``.
 
-        ``awaited``: others wait for it, too. ``refused``: how many steps before it had no room for prompts; None for
-        the actual number.
+        ``awaited``: whether other requests with a first token wait for the step, too. ``refused``: how many steps
+        before it had no room for prompts; None for the actual number. After ``PATIENCE - 1`` of them a few tokens are
+        allowed anyway.
         """
         refused = self._refused if refused is None else refused
         tokens = self._mixed[self._role.mode] if decodes.decodes else self._tokens_alone()
@@ -148,7 +149,10 @@ class StepBudget:
         return max(LEAST_ALONE, self._model.tokens_within(limit_ms, StepShape(), 0, self._alone))
 
     def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
-        """Return how many of ``wanted`` tokens fit beside ``shape``; they follow ``start`` tokens of their prompt."""
+        """Return how many of ``wanted`` prompt tokens fit into ``room`` beside ``shape``, what the step has already.
+
+        They follow ``start`` tokens of their prompt. Nothing is deducted from ``room``.
+        """
         most = min(wanted, room.tokens)
         if not room.is_timed:
             return most

@@ -52,20 +52,25 @@ class RowUpdates:
         self._slots: list[SlotDelta] = []
 
     def add(self, req: Req, mapped: int) -> None:
-        """Add a request that has got its row, with slots of ``mapped`` tokens that no step computes."""
+        """Record, for the worker, a request that has got its row, and the slots of its first ``mapped`` tokens.
+
+        Those are tokens with KV that no step computes.
+        """
         row = hold_of(req).row
         self._new.append(row_init(req, row))
         if mapped:
             self._slots.append(SlotDelta(row, 0, pack_i32(self._memory.pool.slots(req, 0, mapped))))
 
     def share(self, req: Req) -> None:
-        """Cache what is computed of a request for others. Slots may change by that."""
+        """Cache what is computed of a request for others. If its slots change by that, record the new ones for the
+        worker.
+        """
         rewrite = self._memory.share(req, req.computed)
         if rewrite is not None:
             self._slots.append(SlotDelta(hold_of(req).row, rewrite.start, pack_i32(rewrite.slots)))
 
     def take(self) -> tuple[list[RowInit], list[SlotDelta]]:
-        """Return and forget what was added."""
+        """Remove and return what was recorded since the last call: new rows, and changed slots."""
         taken = self._new, self._slots
         self._new, self._slots = [], []
         return taken
@@ -92,7 +97,9 @@ class StepBuilder:
         return len(self.entries)
 
     def add_decodes(self, reqs: list[Req], slots: I32) -> None:
-        """Add one token of each request, written to ``slots`` (aligned). Must come before any piece."""
+        """Add one token of each request to the step, written to ``slots`` (one for each). Must precede all prompt
+        pieces.
+        """
         ids = np.zeros(len(reqs), dtype=np.int32)
         kv_tokens = 0
         for i, req in enumerate(reqs):
@@ -113,7 +120,10 @@ class StepBuilder:
         self.shape = StepShape(len(reqs), kv_tokens)
 
     def add_chunk(self, req: Req, length: int, slots: I32) -> None:
-        """Add the request's next ``length`` tokens, all known. It samples if they are the last ones."""
+        """Add the request's next ``length`` known tokens to the step, written to ``slots``.
+
+        If they are the last known ones, the step samples the next token.
+        """
         start, end = req.computed, req.computed + length
         self._score_prompt(req, start, end)
         self._rows.append(hold_of(req).row)
@@ -148,9 +158,9 @@ class StepBuilder:
         rows: tuple[list[RowInit], list[SlotDelta]],
         step_estimate: StepEstimate,
     ) -> tuple[ForwardStep, InFlightStep]:
-        """Return the message for the worker, and the record to keep until its result comes.
+        """Return the message for the worker, and the record to keep until the step's result comes.
 
-        ``rows``: see ``RowUpdates.take``.
+        ``rows``: what ``RowUpdates.take`` returned. ``now``: the time that counts as the step's sending.
         """
         sample = np.zeros(len(self.entries), dtype=np.int32)
         sample[self._sampled] = 1
@@ -174,7 +184,9 @@ class StepBuilder:
 
 
 def row_init(req: Req, row: int) -> RowInit:
-    """Return what the worker's sampler must know as the request takes ``row``."""
+    """Return what the worker must know of a request that takes ``row``: how to sample, and its tokens where that needs
+    them.
+    """
     sampling = req.msg.sampling
     known = req.known_tokens(req.known_len)
     return RowInit(

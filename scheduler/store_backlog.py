@@ -67,7 +67,9 @@ class StoreBacklog:
         return len(self._backlog)
 
     def remember(self, page_hash: bytes) -> None:
-        """Queue a page of the host to be written to the store."""
+        """Queue a page of the host to be written to the store, unless the store has it. A full backlog drops its oldest
+        page.
+        """
         if page_hash in self._stored:
             return
         self._backlog[page_hash] = None
@@ -77,36 +79,42 @@ class StoreBacklog:
             self._left([skipped])
 
     def drop(self, hashes: Sequence[bytes]) -> None:
-        """Drop pages that are bad."""
+        """Remove pages with bad KV from the backlog, and from the record of what the store has."""
         for page_hash in hashes:
             self._backlog.pop(page_hash, None)
             self._stored.discard(page_hash)
         self._left(hashes)
 
     def save_first(self, hashes: Sequence[bytes]) -> None:
-        """Move these pages to the front of the backlog."""
+        """Move those of these pages that are in the backlog to its front."""
         for page_hash in reversed(hashes):
             if page_hash in self._backlog:
                 self._backlog.move_to_end(page_hash, last=False)
 
     def is_saving(self, page_hash: bytes) -> bool:
-        """Return whether the page is still on its way to the store."""
+        """Return whether the page is queued for the store or being written."""
         return page_hash in self._backlog or any(page_hash in batch.hashes for batch in self._storing.values())
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
-        """Queue again the pages that the host has: the store has none of them."""
+        """Queue those of these pages that the host has for the store, which lacks them although it was sent them
+        before.
+        """
         self._stored.difference_update(hashes)
         for page_hash in hashes:
             if page_hash in self._host:
                 self.remember(page_hash)
 
     def clear(self) -> None:
-        """Forget the backlog: the host has lost its pages."""
+        """Drop the whole backlog, because the host has lost all its pages."""
         forgotten, self._backlog = self._backlog, OrderedDict()
         self._left(forgotten)
 
     def send_next(self, now: float) -> None:
-        """Have the store, which answers, write the next batch, unless one is under way."""
+        """Order the worker to write the next batch to the store.
+
+        Do nothing while a batch is under way, or in the pause after a failure. The caller makes sure that the store
+        answers.
+        """
         if self._storing or not self._backlog or now < self._again_at:
             return
         hashes: list[bytes] = []
@@ -133,7 +141,9 @@ class StoreBacklog:
         self._send(StorePages(store_id, b"".join(hashes), packed))
 
     def on_stored(self, event: PagesStored, now: float) -> None:
-        """Take the result of a batch that was written."""
+        """Record the result of a batch that was written. After an error, queue its pages again and pause, longer each
+        time.
+        """
         hashes, pages, _ = self._storing.pop(event.id)
         self._host.unpin(pages)
         self._counts.stored += event.count
@@ -151,18 +161,18 @@ class StoreBacklog:
         self._prune()
 
     def read(self, came: Sequence[bytes], lacking: Sequence[bytes]) -> None:
-        """Note which pages of a fetch the store had."""
+        """Record which pages a fetch has shown the store to have (``came``), and which it lacks (``lacking``)."""
         # It may have had the missing pages, and lost them: after they are computed, they are written again.
         self._stored.difference_update(lacking)
         self._stored.update(came)
         self._prune()
 
     def resume(self, now: float) -> None:
-        """End the pause: the store answers again."""
+        """End the pause after failures at ``now``: the store answers again."""
         self._pause, self._again_at = 0.0, now
 
     def _prune(self) -> None:
-        """Drop pages that the host no longer has. This is checked only now and then."""
+        """Remove pages that the host no longer has from the record of stored ones, if that has become long."""
         if len(self._stored) > 2 * self._host.num_pages:
             self._stored = {page_hash for page_hash in self._stored if page_hash in self._host}
 
@@ -173,7 +183,7 @@ class StoreBacklog:
 
     @property
     def next_at(self) -> float | None:
-        """When the next batch may be sent; None if there is none, or one is under way."""
+        """When the next batch may be sent, as ``time.monotonic()``; None if there is none, or one is under way."""
         return self._again_at if self._backlog and not self._storing else None
 
     @property
@@ -191,10 +201,10 @@ class NoBacklog:
         return 0
 
     def remember(self, page_hash: bytes) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store to write the page to."""
 
     def save_first(self, hashes: Sequence[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: no page waits to be written."""
 
     def clear(self) -> None:
-        """Do nothing."""
+        """Do nothing: no page waits to be written."""

@@ -39,25 +39,25 @@ class StoreIndex:
         self._took = Line(1.0, steepest=STEEPEST)
 
     def begin(self, look_id: int, rid: str, now: float) -> None:
-        """Note that the store was sent a ``FindPages`` for a request."""
+        """Record that the store was sent the question ``look_id``, a ``FindPages``, for request ``rid`` at ``now``."""
         self._looks[look_id] = _Probe(rid, now)
         self._looking[rid] = look_id
         self._ends.append(look_id)
 
     def on_found(self, event: PagesFound) -> None:
-        """Take the store's answer to a probe."""
+        """Record the store's answer to a question: how many of the pages it has."""
         look = self._looks.pop(event.id)
         if self._looking.get(look.rid) == event.id:
             del self._looking[look.rid]
             self._seen[look.rid] = event.count
 
     def is_looking(self, rid: str, now: float) -> bool:
-        """Return whether the answer to the request's probe is still worth waiting for."""
+        """Return whether a question about the request's pages is unanswered and younger than ``LOOK_SECONDS``."""
         look = self._looks.get(self._looking.get(rid, 0))
         return look is not None and now < look.asked_at + LOOK_SECONDS
 
     def seen(self, rid: str) -> int:
-        """Return how many of the pages asked for the store has; 0 if it has not answered."""
+        """Return how many of the request's pages the store said to have; 0 if it has not answered."""
         return self._seen.get(rid, 0)
 
     def forget(self, rid: str) -> None:
@@ -71,10 +71,10 @@ class StoreIndex:
         return next(iter(self._looks.values()), None)
 
     def next_end(self, after: float) -> float | None:
-        """Return when the next probe that a request waits for will have been waited for long enough, if later than
-        ``after``.
+        """Return the next time after ``after`` at which a request stops waiting for the store's answer; None if none
+        waits.
 
-        ``after`` must not decrease from call to call.
+        Times are ``time.monotonic()``. ``after`` must not decrease from call to call.
         """
         while self._ends:
             look = self._looks.get(self._ends[0])
@@ -85,12 +85,12 @@ class StoreIndex:
         return None
 
     def learn(self, pages: int, seconds: float, now: float) -> None:
-        """Learn from a fetch: ``seconds`` after it was asked for, the store had brought ``pages`` pages."""
+        """Learn the speed of fetches from one that brought ``pages`` pages, ``seconds`` after it was asked for."""
         if pages:
             self._took.learn(pages * self._usual_ms, seconds * 1000, now)
 
     def ms(self, pages: int, now: float) -> float:
-        """Return the estimated milliseconds from asking to arrival.
+        """Return the estimated milliseconds from the order to fetch ``pages`` pages until they have arrived.
 
         They include what the store usually has to do before.
         """

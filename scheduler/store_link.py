@@ -54,7 +54,7 @@ Worth = Callable[[int], float]
 
 
 def as_long_as_any(tokens: int) -> float:
-    """Return the longest wait, whatever the number of tokens."""
+    """Return ``LONGEST_WAIT``, the longest wait in seconds, whatever the number of tokens."""
     return LONGEST_WAIT
 
 
@@ -95,7 +95,7 @@ class StoreLink:
         self.index = StoreIndex(page_bytes)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """Drop pages that are bad, from the store and everywhere on the way."""
+        """Remove bad pages from the store, from the backlog and from fetches under way."""
         hashes = list(hashes)
         self._disown(set(hashes))
         self.backlog.drop(hashes)
@@ -103,14 +103,14 @@ class StoreLink:
             self._commands.append(DropPages(b"".join(hashes)))
 
     def _disown(self, bad: set[bytes]) -> None:
-        """Ignore bad pages that the store may have read already, and what follows them: it begins with a bad page."""
+        """Ignore bad pages of fetches under way, and all pages that follow them: their prefix has a bad page."""
         for fetch in self._fetches.values():
             first = next((i for i, page_hash in enumerate(fetch.hashes) if page_hash in bad), None)
             if first is not None:
                 del fetch.hashes[first:]
 
     def tell_store(self, message: Message) -> None:
-        """Send the message to the store."""
+        """Queue a message for the store; ``take`` returns it in this tick."""
         self._commands.append(message)
 
     # --- to be read ---
@@ -118,10 +118,12 @@ class StoreLink:
     def prefetch(
         self, rid: str, hashes: list[bytes], now: float, worth: Worth = as_long_as_any, most_wait: float = LONGEST_WAIT
     ) -> None:
-        """Fetch pages for a request that waits from now on. ``hashes`` follow, in a row, what is cached here.
+        """Order the store to bring pages of a request that has just arrived. ``hashes`` follow, in a row, what is
+        cached here.
 
-        ``worth`` returns for how many seconds a number of tokens is worth waiting for. ``most_wait``: seconds, whatever
-        the policy allows.
+        Nothing is ordered if the store does not answer, or if there are too few pages or host pages. ``worth`` returns
+        for how many seconds a number of tokens is worth waiting for. ``most_wait``: limit in seconds, whatever the
+        policy allows.
         """
         if rid in self._fetching or not self._answers(now):
             return
@@ -162,10 +164,10 @@ class StoreLink:
         return min(limits.get(self._policy, LONGEST_WAIT), LONGEST_WAIT)
 
     def look(self, rid: str, hashes: list[bytes], now: float) -> None:
-        """Ask the store how many of these pages it has, of those that there is room to fetch. ``index`` gets the
-        answer.
+        """Ask the store how many of these pages of a request it has; ``index`` gets the answer later.
 
-        Nothing is asked if no request would wait for a fetch.
+        Nothing is asked if no request would wait for a fetch. No more pages are asked for than host memory has room
+        for.
         """
         hashes = hashes[: max(0, self._room())]
         is_worth_it = self._policy != "best_effort" and len(hashes) * self.page_size >= LEAST_FETCH
@@ -175,17 +177,18 @@ class StoreLink:
             self._commands.append(FindPages(look_id, b"".join(hashes)))
 
     def fetch_ms(self, pages: int, now: float) -> float:
-        """Return the estimated milliseconds of a fetch.
+        """Return the estimated milliseconds of a fetch of ``pages`` pages, ordered at ``now``.
 
         A store that has owed an answer for a time may owe it as long again.
         """
         return self.index.ms(pages, now) + self._silence(now) * 1000
 
     def estimate_fetch(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
-        """Estimate, by the last probe, how many tokens a ``prefetch`` brings in time, and for how many ms it waits.
+        """Return how many tokens a fetch is expected to bring in time, and for how many milliseconds the request waits.
 
-        A fetch that would take longer than the policy's patience brings 0 tokens; the patience is waited for.
-        ``worth`` returns for how many seconds a number of tokens is worth waiting for.
+        The estimate uses the store's last answer about the request's pages. A fetch that would take longer than the
+        policy allows brings 0 tokens; the request waits nevertheless, as long as allowed. ``worth`` returns for how
+        many seconds a number of tokens is worth waiting for.
         """
         pages = self.index.seen(rid)
         tokens = pages * self.page_size
@@ -199,11 +202,11 @@ class StoreLink:
         return rid in self._fetching
 
     def insist(self, rid: str) -> None:
-        """Wait the longest for this request, which comes now."""
+        """Let the request, which is about to be queued, wait ``LONGEST_WAIT`` for the store, whatever the policy."""
         self._insistent.add(rid)
 
     def must_wait(self, rid: str, now: float) -> bool:
-        """Return whether the request is not to be admitted yet, since more of it may be here soon."""
+        """Return whether the request is not to be admitted yet, since a fetch may soon bring more of its KV."""
         fetch = self._fetches.get(self._fetching.get(rid, 0))
         return fetch is not None and now < fetch.asked_at + fetch.patience
 
@@ -214,7 +217,11 @@ class StoreLink:
         self.index.forget(rid)
 
     def take_brought(self, hashes: list[bytes]) -> set[bytes]:
-        """Return which of these pages, which a request uses, the store brought just now. Each is returned once."""
+        """Return those of these pages, which a request is about to use, that the store has brought and no request used
+        before.
+
+        Each page is returned once.
+        """
         brought = self._brought.intersection(hashes)
         self._brought -= brought
         return brought
@@ -222,7 +229,10 @@ class StoreLink:
     # --- the worker ---
 
     def take(self, now: float) -> list[Message]:
-        """Return all messages for the worker. Called once a tick: handles what has come due until ``now``."""
+        """Remove and return all messages for the worker; called once a tick.
+
+        Before that, add the next batch to be written and the orders to keep pages that are due at ``now``.
+        """
         self._turn_at = now
         if self._answers(now):
             self.backlog.send_next(now)
@@ -231,7 +241,7 @@ class StoreLink:
         return messages
 
     def timeout(self, now: float) -> float | None:
-        """Return the seconds until ``take`` or ``must_wait`` changes its answer by time alone; None if it does not."""
+        """Return the seconds until ``take`` or ``must_wait`` changes its result by time alone; None if neither will."""
         # What came due since this tick began has not been handled yet.
         while self._ends and (self._ends[0][0] <= self._turn_at or self._ends[0][1] not in self._fetches):
             heapq.heappop(self._ends)
@@ -246,7 +256,7 @@ class StoreLink:
         return min(left) if left else None
 
     def on_event(self, event: TierEvent, now: float) -> None:
-        """Handle an event of the worker that concerns the store."""
+        """Pass a report of the worker about the store on to the part that it concerns. Other reports are ignored."""
         if isinstance(event, StoreState):
             self.on_state(event, now)
         elif isinstance(event, PagesStored):
@@ -259,13 +269,16 @@ class StoreLink:
             self.index.on_found(event)
 
     def on_state(self, state: StoreState, now: float) -> None:
-        """Take the worker's report on the store's state."""
+        """Record the worker's report on the store. If its circuit breaker has closed, writing goes on at once."""
         if self.state.breaker != "closed" and state.breaker == "closed":
             self.backlog.resume(now)
         self.state = state
 
     def on_fetched(self, event: PagesFetched, now: float) -> None:
-        """Take the result of a fetch."""
+        """Index the pages that a fetch has brought to host memory, and free the host pages that it did not fill.
+
+        The request need not wait any longer. The speed of fetches is learned.
+        """
         fetch = self._fetches.pop(event.id)
         self.index.learn(event.count, now - fetch.asked_at, now)
         came = fetch.hashes[: event.count]
@@ -283,7 +296,7 @@ class StoreLink:
     # --- status ---
 
     def _silence(self, now: float) -> float:
-        """Return the seconds for which the store has owed an answer."""
+        """Return for how many seconds the store has owed its oldest answer; 0.0 if it owes none."""
         oldest = (next(iter(self._fetches.values()), None), self.backlog.oldest, self.index.oldest)
         asked = [one.asked_at for one in oldest if one is not None]
         return now - min(asked) if asked else 0.0
@@ -323,48 +336,48 @@ class NoStore:
         self.index = StoreIndex(1)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store that could have the pages."""
 
     def prefetch(
         self, rid: str, hashes: list[bytes], now: float, worth: Worth = as_long_as_any, most_wait: float = LONGEST_WAIT
     ) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store to fetch from."""
 
     def look(self, rid: str, hashes: list[bytes], now: float) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store to ask."""
 
     def fetch_ms(self, pages: int, now: float) -> float:
-        """Return infinity."""
+        """Return infinity: no page ever comes from a store."""
         return math.inf
 
     def estimate_fetch(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
-        """Return no tokens and no wait."""
+        """Return (0, 0.0): no tokens come from a store, and no request waits for it."""
         return 0, 0.0
 
     def is_fetching(self, rid: str) -> bool:
-        """Return False."""
+        """Return False: nothing is fetched."""
         return False
 
     def insist(self, rid: str) -> None:
-        """Do nothing."""
+        """Do nothing: no request waits for a store."""
 
     def must_wait(self, rid: str, now: float) -> bool:
-        """Return False."""
+        """Return False: no request waits for a store."""
         return False
 
     def forget(self, rid: str) -> None:
-        """Do nothing."""
+        """Do nothing: no request is known here."""
 
     def take_brought(self, hashes: list[bytes]) -> set[bytes]:
-        """Return no pages."""
+        """Return an empty set: no page comes from a store."""
         return set()
 
     def take(self, now: float) -> list[Message]:
-        """Return no messages."""
+        """Return []: the worker has no store to send messages to."""
         return []
 
     def timeout(self, now: float) -> float | None:
-        """Return None."""
+        """Return None: nothing here changes by time."""
         return None
 
     def on_event(self, event: TierEvent, now: float) -> None:
@@ -372,11 +385,11 @@ class NoStore:
         raise AssertionError(f"the worker sent {event}, and the instance has no store")
 
     def problem(self, now: float) -> str:
-        """Return ""."""
+        """Return "": without a store there is no problem with it."""
         return ""
 
     def metrics(self) -> list[Family]:
-        """Return none."""
+        """Return []: an instance without a store has no metrics of it."""
         return []
 
 

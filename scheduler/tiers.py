@@ -84,17 +84,19 @@ class KVTiers:
     # --- pool → host ---
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes, pages: I32) -> None:
-        """Save pages that have entered the tree, by policy.
+        """Save pages that have entered the prefix tree to host memory, if the policy is ``write_through``.
 
-        Steps that were sent compute them; otherwise see ``PoolCopies.defer``.
+        The copies are planned for before the next step. If the step that is being planned computes the pages, they must
+        be put off (``PoolCopies.defer``).
         """
         if self._policy == "write_through":
             self._save(hashes, pages)
 
     def used(self, req: Req, slots: I32, hits: int) -> None:
-        """Note that a request begins with these cached slots, in whole pages.
+        """Note that a request begins with these cached slots, in whole pages, so that host memory keeps them longer.
 
-        Save the pages, by policy, if their end was found ``hits`` times.
+        Under the policy ``write_through_selective``, save the pages to host memory if their end was found often enough.
+        ``hits``: how often.
         """
         hashes = self.names.of(req, len(slots))
         self.host.use(hashes)
@@ -102,7 +104,11 @@ class KVTiers:
             self._save(hashes, slots[:: self.page_size] // self.page_size)
 
     def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Save pages that the tree is about to free, by policy. The next step is the first that may overwrite them."""
+        """Save pages that the prefix tree is about to free to host memory, unless the policy is
+        ``write_through_selective``.
+
+        The next step is the first that may overwrite them.
+        """
         if self._policy != "write_through_selective":
             self._save(hashes, pages)
 
@@ -120,7 +126,9 @@ class KVTiers:
         self._save(self.names.of(req, len(pages) * self.page_size), pages)
 
     def condemned(self, req: Req, kept: int) -> None:
-        """Forget the request's pages beyond its first ``kept`` tokens: they are bad, or may be."""
+        """Remove the request's pages after its first ``kept`` tokens from host memory and the store: their KV may be
+        bad.
+        """
         hashes = self.names.of(req, req.known_len, kept // self.page_size)
         self.host.drop(hashes)
         self.store.drop(hashes)
@@ -142,14 +150,14 @@ class KVTiers:
             self.store.backlog.remember(page_hash)
 
     def _window_pages(self, pages: I32) -> list[int | None]:
-        """Return the window page of each of these, ``NONE`` if it has none; None for each if there are no windows."""
+        """Return the window page behind each of ``pages``: ``NONE`` if it was freed, None without windowed layers."""
         found: list[list[int | None]] = [behind.tolist() for behind in self._windows.behind(pages)]
         return found[0] if found else [None] * len(pages)
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Save these pages under any policy, to the host, and to the store before anything else.
+        """Save these pages to host memory under any policy, and to the store before all other pages.
 
-        ``pages``: pool pages of the first of them; the host has the others. Not valid within a plan.
+        ``pages``: pool pages of the first of them; the host has the others. Not valid while a step is being planned.
         """
         self.host.use(hashes)
         self._save(hashes[: len(pages)], pages)
@@ -158,16 +166,20 @@ class KVTiers:
     # --- host → pool ---
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
-        """Return the host pages that follow the first ``cached`` tokens, within ``limit``. Does not count as a use."""
+        """Return the host pages that follow the request's first ``cached`` tokens in a row, up to ``limit`` tokens.
+
+        This does not count as a use.
+        """
         return self.host.match(self.names.of(req, limit, cached // self.page_size))
 
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
     ) -> set[bytes]:
-        """Copy host pages into the pool, before the next step, and into the window pages that these have.
+        """Plan the copies of host pages into these pages of the pool, and into their window pages, before the next
+        step.
 
-        Return the hashes of those that the store brought just now. If the request was admitted before, the pages are
-        its own and count as no hit. ``more``: the request has found some before.
+        Return the hashes of those that the store has just brought. They count as cache hits unless the request was
+        admitted before. ``more``: the request has loaded a part of this prefix before.
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
@@ -190,40 +202,42 @@ class KVTiers:
     # --- store → host ---
 
     def prefetch(self, req: Req, cached: int, now: float, worth: Worth = as_long_as_any) -> None:
-        """Ask the store for what neither pool nor host have of a request that has just arrived.
+        """Order the store to bring what neither pool nor host have of a request that has just arrived.
 
-        ``worth`` returns how many seconds computing a number of tokens takes.
+        ``cached``: its tokens in the pool. ``worth`` returns how many seconds computing a number of tokens takes.
         """
         if self.store.enabled:  # the names of the missing pages cost time
             self.store.prefetch(req.rid, self._missing(req, cached), now, worth)
 
     def look(self, req: Req, cached: int, now: float) -> None:
-        """Ask the store how much it has of what is missing here; see ``StoreLink.look``."""
+        """Ask the store how much it has of what pool and host lack of a request; the answer comes later.
+
+        ``cached``: its tokens in the pool.
+        """
         if self.store.enabled:
             self.store.look(req.rid, self._missing(req, cached), now)
 
     def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
-        """Have the store bring ``pages`` of the missing pages. Return whether the request waits for them
-        (``StoreLink.must_wait``).
+        """Order the store to bring the first ``pages`` pages that pool and host lack of a request.
 
-        It waits at most ``most_wait`` seconds.
+        Return whether the request waits for them, at most ``most_wait`` seconds. ``cached``: its tokens in the pool.
         """
         self.store.prefetch(req.rid, self._missing(req, cached)[:pages], now, lambda _: most_wait, most_wait)
         return self.store.must_wait(req.rid, now)
 
     def _missing(self, req: Req, cached: int) -> list[bytes]:
-        """Return the hashes of what the host lacks after the first ``cached`` tokens, which the pool has."""
+        """Return the hashes of the request's pages that neither pool nor host have; the pool has ``cached`` tokens."""
         hashes = self.names.of(req, req.longest_reusable_prefix, cached // self.page_size)
         return hashes[len(self.host.match(hashes)) :]
 
     # --- the worker ---
 
     def take(self, now: float) -> list[Message]:
-        """Return all messages for the worker. Every step that was planned must have been sent."""
+        """Remove and return all messages for the worker. Every step that was planned must have been sent."""
         return self.copies.take() + self.store.take(now)
 
     def on_event(self, event: TierEvent, now: float) -> None:
-        """Handle an event of the worker."""
+        """Record copies that the worker has made, or pass its report on to the store's link."""
         if isinstance(event, PagesCopied):
             self.counts.copy_seconds += event.seconds
             self.copies.on_copied(event)
@@ -231,7 +245,7 @@ class KVTiers:
             self.store.on_event(event, now)
 
     def flush(self) -> int:
-        """Forget what the host has; the store keeps its own. Return the number of pages."""
+        """Drop all pages of host memory and return how many they were. The store keeps its pages."""
         self.store.backlog.clear()
         return self.host.clear()
 
@@ -244,7 +258,9 @@ class KVTiers:
         return read(METRICS, self) + self.store.metrics()
 
     def info(self) -> dict[str, Any] | None:
-        """Return pages and counts, JSON-ready."""
+        """Return the ``tiers`` part of ``/server_info``, JSON-ready: pages in host memory, the store's state, and
+        counts.
+        """
         host = self.host
         return {
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
@@ -269,19 +285,19 @@ class NoTiers:
         self.copies = PoolCopies(itertools.count(1), 1.0)
 
     def used(self, req: Req, slots: I32, hits: int) -> None:
-        """Do nothing."""
+        """Do nothing: there is no host memory to save pages to."""
 
     def keep(self, req: Req, pages: I32) -> None:
-        """Do nothing."""
+        """Do nothing: the retracted request recomputes what is not cached."""
 
     def condemned(self, req: Req, kept: int) -> None:
-        """Do nothing."""
+        """Do nothing: no other tier has the bad pages."""
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """Do nothing."""
+        """Do nothing: there is no tier to save pages to."""
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
-        """Return no pages."""
+        """Return []: no page is in host memory."""
         return []
 
     def load(
@@ -291,17 +307,17 @@ class NoTiers:
         raise AssertionError(f"pages of host memory were to be loaded for {req.rid}, and there is none")
 
     def prefetch(self, req: Req, cached: int, now: float, worth: Worth = as_long_as_any) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store to fetch from."""
 
     def look(self, req: Req, cached: int, now: float) -> None:
-        """Do nothing."""
+        """Do nothing: there is no store to ask."""
 
     def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
         """Return False: nothing is waited for."""
         return False
 
     def take(self, now: float) -> list[Message]:
-        """Return no messages."""
+        """Return []: the worker has no copies to make."""
         return []
 
     def on_event(self, event: TierEvent, now: float) -> None:
@@ -309,22 +325,22 @@ class NoTiers:
         raise AssertionError(f"the worker sent {event}, and the instance has no tiers")
 
     def flush(self) -> int:
-        """Return 0."""
+        """Return 0: no other tier has pages to drop."""
         return 0
 
     def metrics(self) -> list[Family]:
-        """Return none."""
+        """Return []: there are no tiers to measure."""
         return []
 
     def info(self) -> None:
-        """Return None."""
+        """Return None: ``/server_info`` shows that there are no tiers."""
 
 
 Tiers = KVTiers | NoTiers
 
 
 def make_tiers(options: SchedulerOptions, worker: WorkerReady, windows: Windows) -> Tiers:
-    """Return the tiers behind the pool; none if the worker has no pages in host memory."""
+    """Make the tiers behind the pool, or ones that do nothing if the worker has no pages in host memory."""
     return KVTiers(options, worker, windows) if worker.host_pages else NoTiers()
 
 

@@ -83,7 +83,7 @@ class WaitingQueue:
         return iter(self._reqs)
 
     def values(self) -> Iterator[Req]:
-        """Return all waiting requests, in the order of their arrival here."""
+        """Return all waiting requests, parked ones included, in the order in which they were queued."""
         return iter(self._reqs.values())
 
     @property
@@ -92,11 +92,13 @@ class WaitingQueue:
         return len(self._reqs) - self._incoming
 
     def computing(self) -> Iterator[Req]:
-        """Return the waiting requests that compute their prompts here, in the order of their arrival here."""
+        """Return the waiting requests that compute their prompts here, also parked ones, in the order of queueing."""
         return (req for req in self._reqs.values() if req.route is not Route.INCOMING)
 
     def is_below_share(self, key: str, room: int) -> bool:
-        """Return whether one more request of this API key is to be admitted although ``room`` requests are queued."""
+        """Return whether one more request of this API key is to be admitted although the queue of ``room`` requests is
+        full.
+        """
         return self.shares.is_below_share(key, room)
 
     def rank(self, req: Req) -> int:
@@ -104,13 +106,16 @@ class WaitingQueue:
         return self._sign * req.msg.priority if self.has_ranks else 0
 
     def add(self, req: Req, lane: int | None = None) -> None:
-        """Queue a request. ``lane``: its number among lanes, if it waited before (``lane_of``)."""
+        """Queue a request. ``lane``: its number from ``lane_of`` if it waited before; None for a new request."""
         self._reqs[req.rid] = req
         self._incoming += req.route is Route.INCOMING
         self._place(req, lane)
 
     def lane_of(self, req: Req) -> int | None:
-        """Return the number of the lane that a request waits in, by which it can be queued again where it was."""
+        """Return the number of the lane that a request waits in, so that it can be queued again where it was.
+
+        Return None if the lane has no request.
+        """
         return self._lanes.get(self._lane(req))
 
     def remove(self, rid: str) -> None:
@@ -123,16 +128,16 @@ class WaitingQueue:
         self._parked.discard(req)
 
     def park(self, req: Req) -> None:
-        """Park a request without counting it for its tenant's lane, until it is given back."""
+        """Keep a waiting request from being tried until ``give_back``. It does not keep its tenant's lane open."""
         self._unplace(req)
         self._parked.add(req)
 
     def set_aside(self, req: Req) -> None:
-        """Park a request until it is given back; its tenant's lane stays open."""
+        """Keep a waiting request from being tried until ``give_back``. Its tenant's lane stays open."""
         self._take(req)
 
     def give_back(self, req: Req) -> None:
-        """Try a parked request again, if it still waits."""
+        """Let a parked request be tried again. Do nothing if it no longer waits or is not parked."""
         if self._reqs.get(req.rid) is not req or req in self._queued:
             return
         if req in self._parked:
@@ -142,9 +147,10 @@ class WaitingQueue:
             self._queue(req)
 
     def order(self, *, computing_only: bool = False) -> Iterator[Req]:
-        """Yield the requests to try, in order, found as they are drawn. ``computing_only``: without incoming ones.
+        """Yield the waiting requests to try, in order, and determine each one only when it is drawn.
 
-        A request may be removed or parked before the next is drawn; none may be added.
+        ``computing_only``: leave out incoming ones. A request may be removed or parked before the next is drawn; none
+        may be added.
         """
         for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
@@ -156,9 +162,11 @@ class WaitingQueue:
                 yield from self._in_turn(turns, computing_only)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
-        """Return those of ``others``, waiting or begun, that go before ``req``: see the policy.
+        """Return those of ``others``, waiting or in the middle of their prompts, that are expected to go before
+        ``req``.
 
-        Shares are not considered.
+        Priorities and the policy decide; fair shares are not considered. ``uncached``: tokens of ``req`` to be
+        computed.
         """
         if not self.has_ranks:
             return self.policy.ahead_of(req, uncached, others)

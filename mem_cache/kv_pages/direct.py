@@ -33,7 +33,7 @@ class DeviceMemory:
 
     @property
     def address(self) -> int:
-        """Current device address. It changes when the memory is given back and taken again."""
+        """Current device address of the pool's first byte. It changes when the memory is released and resumed."""
         return self._pages.address
 
     def view(self) -> memoryview:
@@ -49,7 +49,10 @@ class Direct(NamedTuple):
     ordinal: int
 
     def look(self, spans: list[tuple[int, int]]) -> Iterator[memoryview]:
-        """Yield the bytes of ``spans`` (offset, length) in order. Each view is valid until the next is yielded."""
+        """Copy the bytes of ``spans`` (offset, length) from the pool to the window, and yield them in order.
+
+        A view has at most the window's size, and is valid until the next one is yielded.
+        """
         pieces: list[Piece] = []
         used = 0
         for begin, length in spans:
@@ -67,11 +70,13 @@ class Direct(NamedTuple):
             yield self.window[:used]
 
     def load(self, begin: int, length: int) -> memoryview:
-        """Copy a page to the window and return it, to be changed there."""
+        """Copy ``length`` bytes of the pool, from offset ``begin`` on, to the window, and return them, to be changed
+        there.
+        """
         memory = self.window[:length]
         self.device.read([Piece(begin, memory)])
         return memory
 
     def store(self, begin: int, memory: memoryview) -> None:
-        """Copy the changed page that ``load`` returned back to the pool."""
+        """Copy ``memory``, bytes that ``load`` returned, back to offset ``begin`` of the pool."""
         self.device.write([Piece(begin, memory)])

@@ -48,7 +48,7 @@ class PageGroup:
     def of(
         cls, group: KVGroup, region: Region, staging: Staging | None = None, direct: Direct | None = None
     ) -> PageGroup:
-        """Create the page group of a layout's group."""
+        """Make the page group of the layout's group ``group``, with the model's layers that it has."""
         return cls(region, group.page_bytes, group.num_layers, group.layers, staging, direct)
 
     @property
@@ -62,7 +62,7 @@ class PageGroup:
         return self.region.nbytes // self.page_bytes
 
     def layers_done(self, count: int) -> int:
-        """Return how many of these layers are among the model's first ``count``."""
+        """Return how many of this group's layers are computed when the model's first ``count`` are."""
         return bisect_left(self.layers, count) if self.layers else min(count, self.num_layers)
 
     def whole(self) -> LayerRange:
@@ -74,7 +74,10 @@ class PageGroup:
         return self.page_bytes // self.num_layers * (layers.end - layers.begin)
 
     def spans(self, pages: I32, layers: LayerRange) -> Spans:
-        """Return the spans of ``layers`` of pages: one for each page. Whole neighbouring pages share one span."""
+        """Return where ``layers`` of ``pages`` lie in the region: one span for each page.
+
+        If they are all layers, neighbouring pages share one span.
+        """
         if layers == self.whole():
             return neighbour_spans(pages, pages, self.page_bytes)[0]
         starts = pages.astype(np.int64) * self.page_bytes + self.page_bytes // self.num_layers * layers.begin
@@ -82,9 +85,9 @@ class PageGroup:
 
 
 def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:
-    """Return the spans of whole pages ``src`` here and ``dst`` there.
+    """Return two arrays of spans: of the whole pages ``src`` in this pool, and of ``dst`` in the peer's.
 
-    Pages that are neighbours on both sides share one span.
+    Both have as many rows. Pages that are neighbours on both sides share one span.
     """
     count = len(src)
     if count == 0:

@@ -32,7 +32,10 @@ _Views = list[npt.NDArray[Any]]
 
 
 def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
-    """Return whether pages of one layout can become pages of the other: they are equal or differ in order only."""
+    """Return whether pages of one layout can be converted into pages of the other, exactly.
+
+    That is so if the layouts are equal, or differ only in the order of a page's bytes and that order is convertible.
+    """
     if ours == theirs:
         return True
     return msgspec.structs.replace(theirs, order=ours.order) == ours and _is_convertible(ours)
@@ -67,7 +70,7 @@ class PageConverter:
         self._from = _views(self._copy, self._group, self._page_size, source)
 
     def convert(self, page: Page) -> None:
-        """Convert one page, ``page_bytes`` contiguous bytes."""
+        """Convert one page in place; ``page`` are its ``page_bytes`` contiguous bytes."""
         self._copy[:] = page
         for to, source in zip(_views(page, self._group, self._page_size, self._order), self._from, strict=True):
             np.copyto(to, source)
@@ -114,7 +117,7 @@ def _as(pieces: Page, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
 
 
 def _together(item: int) -> int:
-    """Return how many elements of ``item`` bytes form a word, which "blocks" keeps in one piece."""
+    """Return how many elements of ``item`` bytes the order "blocks" keeps side by side in one word."""
     return 1 if item == _WORD_BYTES else 2
 
 

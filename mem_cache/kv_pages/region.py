@@ -88,10 +88,10 @@ class KVRegion:
         return memoryview(self.buffer)
 
     def commit(self, begin: int, end: int) -> bool:
-        """Commit the memory of bytes ``[begin, end)`` now, instead of page by page at the first write.
+        """Take the memory of bytes ``[begin, end)`` from the system now, instead of page by page at the first write.
 
-        Contents stay unchanged, even while a peer writes them. ``begin`` must be aligned to a memory page. Returns
-        False if the system can't do it: a kernel before Linux 5.14, or no memory left. That is harmless.
+        Contents stay unchanged, even while a peer writes them. ``begin`` must be aligned to a memory page. Return False
+        if the system can't do it: a kernel before Linux 5.14, or no memory left. That is harmless.
         """
         try:
             self.buffer.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
@@ -100,10 +100,11 @@ class KVRegion:
         return True
 
     def give_back(self, begin: int = 0) -> None:
-        """Return the memory from byte ``begin`` on (rounded up to a memory page) to the system.
+        """Return the memory from byte ``begin`` on (rounded up to a memory page) to the system; addresses stay
+        reserved.
 
-        The bytes are zero from now on, and are committed anew as they are touched, at the same addresses. For a shared
-        region this holds in every process that maps it. Raises ``RegionError``.
+        The bytes are zero from now on, and memory is taken anew as they are touched. For a shared region this holds in
+        every process that maps it. Raises ``RegionError``.
         """
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         if begin >= self.nbytes:
@@ -127,7 +128,10 @@ class KVRegion:
 
 
 def allocate_region(nbytes: int, *, shared: bool) -> KVRegion:
-    """Reserve ``nbytes`` zeroed bytes, which peers on this host can map if ``shared``; raises ``RegionError``."""
+    """Reserve ``nbytes`` zeroed bytes, which peers on this host can map if ``shared``. Raises ``RegionError``.
+
+    Memory is taken from the system only as it is touched.
+    """
     if nbytes <= 0:
         raise RegionError(f"a KV region needs at least one byte, not {nbytes}")
     try:

@@ -56,11 +56,11 @@ class DevicePages(Protocol):
         ...
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Copy bytes of the pool to host memory."""
+        """Copy bytes of the pool to host memory, piece by piece."""
         ...
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Copy host memory to the pool."""
+        """Copy host memory to the pool, piece by piece."""
         ...
 
     @property
@@ -69,7 +69,10 @@ class DevicePages(Protocol):
         ...
 
     def word_sums(self, parts: Sequence[Part], num_layers: int) -> list[int]:
-        """Compute the checksum (``word_sum.py``) of each part, of pages with ``num_layers`` equal layers; wait once."""
+        """Compute the checksum (``word_sum.py``) of each part on the device, and wait once for all of them.
+
+        ``num_layers``: number of equal layers of a page.
+        """
         ...
 
 
@@ -89,7 +92,7 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the slabs in bytes."""
+        """Total size of all slabs, free or not, in bytes."""
         return self.count * self.slab_bytes
 
     def offset_of(self, slab: memoryview) -> int:
@@ -106,7 +109,7 @@ class Slabs:
         return self._free.pop() if self._free else None
 
     def give(self, slab: memoryview) -> None:
-        """Return a slab that is not read or written any more to the free ones."""
+        """Free a slab that ``take`` returned and that is not read or written any more."""
         self._free.append(slab)
 
 
@@ -130,9 +133,10 @@ class StagingSizes(NamedTuple):
 
 
 def divide(nbytes: int, page_bytes: Sequence[int]) -> StagingSizes:
-    """Divide ``nbytes``: half for sending, in equal parts for each group of pages, and half for receiving.
+    """Divide ``nbytes`` of staging memory: half for sending, in equal parts for each group, and half for receiving.
 
-    There is at least one slot for each group and one slab that takes any group's page, however small ``nbytes`` is.
+    ``page_bytes``: bytes of a page of each group. There is at least one slot for each group and one slab that takes any
+    group's page, even if that needs more than ``nbytes``.
     """
     share = nbytes // 2 // len(page_bytes)
     slab_bytes = max(*page_bytes, min(SLAB_BYTES, nbytes // 2 // 2))

@@ -24,9 +24,10 @@ _BATCH = 1 << 16
 
 
 def host_checksum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
-    """Sum up bytes that lie side by side, a multiple of 8 of them; ``first_word``: where they begin in the slice.
+    """Return the checksum of contiguous bytes of a slice, a multiple of 8; ``first_word``: index of their first word in
+    it.
 
-    Sums of parts are added up modulo 2^64.
+    The checksums of a slice's parts are added modulo 2^64.
     """
     words = data.view(np.uint64)
     total = np.uint64(0)
@@ -48,7 +49,7 @@ class WordSum:
         """Bytes of a word that is incomplete so far."""
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the slice, any number of them."""
         whole = np.frombuffer(self._rest + bytes(data) if self._rest else data, dtype=np.uint8)
         end = len(whole) // WORD_BYTES * WORD_BYTES
         self._rest = whole[end:].tobytes()
@@ -57,6 +58,6 @@ class WordSum:
         self._words += end // WORD_BYTES
 
     def intdigest(self) -> int:
-        """Return the checksum; zeros fill up the last word."""
+        """Return the checksum of all bytes so far, 64 bits. The last word is filled up with zeros."""
         rest = np.frombuffer(self._rest.ljust(WORD_BYTES, b"\0") if self._rest else b"", dtype=np.uint8)
         return (self._total + host_checksum(rest, self._words)) % 2**64

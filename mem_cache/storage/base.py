@@ -67,29 +67,29 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of first ``hashes`` that are stored, up to the first that is not. Changes nothing.
+        """Return how many of the first ``hashes`` are stored, up to the first one that is not. Changes nothing.
 
         Raises ``StoreUnavailable``.
         """
 
     @abstractmethod
     def get(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """Read pages into ``into`` (each writable, ``page_bytes`` long); a use of them, where that matters.
+        """Read pages into ``into``, writable memory of ``page_bytes`` for each. It counts as a use of them.
 
-        Returns how many of the first were there and right; what lies in the others' memory means nothing.
-        Raises ``StoreUnavailable``, and nothing that was read counts then.
+        Return how many of the first pages were stored and passed their check. The memory of the others has no meaning.
+        Raises ``StoreUnavailable``; no page counts as read then.
         """
 
     @abstractmethod
     def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
-        """Keep pages; those that are there already may be left as they are.
+        """Store pages under their hashes. Pages that are stored already may be left as they are.
 
-        Raises ``StoreUnavailable`` and ``StoreFull``; any of them may be kept then.
+        Raises ``StoreUnavailable`` and ``StoreFull``; any of the pages may be stored then.
         """
 
     @abstractmethod
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """Forget pages, wherever they stand; what is not there is no error. Raises ``StoreUnavailable``."""
+        """Remove the pages with these hashes from the store. Unknown ones are ignored. Raises ``StoreUnavailable``."""
 
     @abstractmethod
     def probe(self) -> None:
@@ -100,15 +100,18 @@ class PageStore(ABC):
 
     @abstractmethod
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
-        """Evict these pages after all others until the Unix time ``until``, if this store chooses; 0: no longer.
+        """Ask the store to evict these pages only after all others until the Unix time ``until``; 0: no longer.
 
-        Returns how many of the first pages are there. Raises ``StoreUnavailable``.
+        A store that does not choose what it evicts ignores that. Return how many of the first pages are stored. Raises
+        ``StoreUnavailable``.
         """
 
     @abstractmethod
     def usage(self) -> StoreUsage:
-        """Return the use of the store, for people. The call is cheap."""
+        """Return the contents of the store as far as they are known cheaply, and counts of lost pages. The store is not
+        asked.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. What is stored stays."""
+        """Close connections and files. Stored pages stay."""

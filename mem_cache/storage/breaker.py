@@ -40,15 +40,17 @@ class Breaker:
         return BreakerState.OPEN if now < self._until else BreakerState.HALF_OPEN
 
     def probe_in(self, now: float) -> float | None:
-        """Return the seconds until the store is tried again, None while it is asked anyway."""
+        """Return the seconds until the store is tried again; None while the breaker is closed."""
         return max(0.0, self._until - now) if self._failures >= FAILURES else None
 
     def succeeded(self) -> None:
-        """Note that the store answered."""
+        """Note that the store has answered: close the breaker, and forget earlier failures."""
         self._failures, self._seconds = 0, FIRST_SECONDS
 
     def failed(self, reason: str, now: float) -> None:
-        """Note that the store failed, or did not answer in time."""
+        """Note that the store failed, or did not answer in time. ``FAILURES`` in a row open the breaker, a failed trial
+        again.
+        """
         was = self.state(now)
         self._failures += 1
         if self.state(now) is BreakerState.CLOSED or was is BreakerState.OPEN:

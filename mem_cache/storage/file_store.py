@@ -214,9 +214,9 @@ class FileStore(PageStore):
         self._nbytes += self.framing.header_bytes + page.nbytes
 
     def _evict(self, goal: int) -> None:
-        """Count the folder anew. If it is over the limit or the disk is full, remove files down to ``goal`` bytes.
+        """Count the files of the folder anew, and remove those unused for longest until ``goal`` bytes are left.
 
-        The longest unused files go first. Only one instance does this at a time.
+        Nothing is removed if other instances have made enough room, or if another one evicts at this moment.
         """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -279,9 +279,9 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def _read_all(fd: int, buffers: list[memoryview]) -> int:
-    """Fill ``buffers``, which follow one another in the file. Return how many bytes there were.
+    """Fill ``buffers``, which follow one another in the file, from its beginning, and return how many bytes were read.
 
-    One byte more is asked for: a file that is too long is not the page's.
+    Raises ``BadFrame`` if the file is longer than they are.
     """
     surplus = memoryview(bytearray(1))
     wanted = [*buffers, surplus]
@@ -310,5 +310,5 @@ def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def open_file_store(request: StoreRequest) -> FileStore:
-    """Open the store in a folder. Raises ``StoreMisconfigured``."""
+    """Open the store in the folder ``request.url``, and make the folder if necessary. Raises ``StoreMisconfigured``."""
     return FileStore(Path(request.url), request.page_bytes, request.limit, request.framing)

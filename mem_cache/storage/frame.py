@@ -27,12 +27,12 @@ class BadFrame(ValueError):
 
 
 def header(page_hash: bytes, page: memoryview) -> bytes:
-    """Make the header of ``page`` in a store."""
+    """Return the header of ``page``, which precedes it in a store: magic, version, hash, length and checksum."""
     return _HEADER.pack(MAGIC, VERSION, page_hash, page.nbytes, xxhash.xxh3_64_intdigest(page))
 
 
 def check(head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
-    """Raise ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
+    """Raise ``BadFrame`` unless ``head`` is a valid header of the bytes ``page`` under the hash ``page_hash``."""
     if len(head) != HEADER_BYTES:
         raise BadFrame(f"{len(head)} bytes are less than a header of {HEADER_BYTES}")
     magic, version, named, nbytes, checksum = _HEADER.unpack(head)
@@ -56,11 +56,11 @@ class Framing(ABC):
 
     @abstractmethod
     def header(self, page_hash: bytes, page: memoryview) -> bytes:
-        """Make the header of ``page`` in a store."""
+        """Return the header of ``page``, which precedes it in a store."""
 
     @abstractmethod
     def check(self, head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
-        """Raise ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
+        """Raise ``BadFrame`` unless ``head`` is a valid header of the bytes ``page`` under the hash ``page_hash``."""
 
 
 class Checksummed(Framing):

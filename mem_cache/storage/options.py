@@ -95,13 +95,16 @@ class TierOptions(CacheOptions):
 
     @property
     def storage_url(self) -> str | None:
-        """What ``hicache_storage_url`` or its file says; raises ``OSError`` where that can't be read."""
+        """Folder or URL of the store, from ``hicache_storage_url`` or the file with it; None if neither is set.
+
+        Raises ``OSError`` if the file can't be read.
+        """
         if self.hicache_storage_url_file is None:
             return self.hicache_storage_url
         return read_secret(self.hicache_storage_url_file).decode().strip()
 
     def problems(self) -> Iterator[str]:
-        """Yield a complaint for each wrong option."""
+        """Yield a complaint for each wrong option of host memory and the store, with its value and what to do."""
         if not (self.hicache_size >= 0 and math.isfinite(self.hicache_size)):
             yield f"--hicache-size is {self.hicache_size:g}: it is a number of GB, or 0 for --hicache-ratio"
         for name, value in (

@@ -74,7 +74,7 @@ class RedisStore(PageStore):
         self._ask(self._client.ping)
 
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
-        """Return how many of the first pages are there. Their order of eviction is up to the server."""
+        """Return how many of the first pages are stored. ``until`` is ignored: the server chooses what it evicts."""
         return self.exists(hashes)
 
     def usage(self) -> StoreUsage:
@@ -98,7 +98,7 @@ class RedisStore(PageStore):
         return True
 
     def _ask(self, work: Callable[[], Any]) -> Any:
-        """Ask the server by ``work`` and return its answer; raises ``StoreFull`` and ``StoreUnavailable``."""
+        """Call ``work``, which asks the server, and return its answer. Raises ``StoreFull``, ``StoreUnavailable``."""
         try:
             return work()
         except redis.OutOfMemoryError as e:
@@ -116,5 +116,5 @@ class RedisStore(PageStore):
 
 
 def open_redis_store(request: StoreRequest) -> RedisStore:
-    """Prepare the connection to a server, which need not be there yet. Raises ``StoreMisconfigured``."""
+    """Make a store on the Redis server ``request.url``. It connects at the first use. Raises ``StoreMisconfigured``."""
     return RedisStore(request.url, request.page_bytes, request.timeout, request.framing)

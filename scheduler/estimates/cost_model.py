@@ -105,7 +105,7 @@ class StepShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Rows that go through the linear layers."""
+        """Tokens that go through the linear layers: one of each decoding request, and all prompt tokens."""
         return self.decodes + self.prompt_tokens
 
     @property
@@ -129,17 +129,21 @@ class _Outcome(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Milliseconds to which the fit relates its error."""
+        """Milliseconds by which the fit divides the step, so that relative errors count; about its time or its
+        estimate.
+        """
         return self.ms * min(max(1 / (1 + self.error), 1 / MAX_STRETCH), MAX_STRETCH)
 
     @property
     def region(self) -> int:
-        """Number of the region: the step makes older ones of it fade."""
+        """Index of the step's region: its range of tokens, with or without prompt tokens. It makes older steps of it
+        fade.
+        """
         return bisect_right(KNOTS, self.shape.tokens) - 1 + (SEGMENTS if self.shape.prompt_tokens else 0)
 
 
 def _features(shapes: Sequence[StepShape]) -> F64:
-    """Return [N, COUNT]: the factors of the model's weights."""
+    """Return [N, COUNT]: for each shape the factors of the model's weights, the sum of which is the estimate."""
     counts = np.array(shapes, dtype=np.float64)
     x = np.empty((len(counts), COUNT))
     x[:, CONSTANT] = 1.0
@@ -196,7 +200,7 @@ class CostModel:
             self._fit()
 
     def estimate(self, shape: StepShape) -> float:
-        """Return the expected ``forward_ms``."""
+        """Return the expected ``forward_ms`` of a step: the milliseconds that the worker's forward pass takes."""
         tokens = shape.decodes + shape.prompt_tokens
         i = bisect_right(KNOTS, tokens) - 1
         return (
@@ -208,9 +212,10 @@ class CostModel:
         )
 
     def tokens_within(self, limit_ms: float, shape: StepShape, start: int, most: int) -> int:
-        """Return the maximum length of a further prompt piece from ``start`` on, for an estimate within the limit.
+        """Return how many prompt tokens, at most ``most``, the step ``shape`` can have besides within ``limit_ms``.
 
-        At most ``most``; 0 if not even one token is.
+        They are one piece of a prompt, from its position ``start`` on. ``limit_ms`` limits the estimate of
+        ``forward_ms``. Return 0 if not even one token fits.
         """
         if most <= 0 or self.estimate(shape.with_piece(start, 1)) > limit_ms:
             return 0

@@ -27,12 +27,12 @@ class Line:
         self._at = 0.0
 
     def at(self, x: float, now: float) -> float:
-        """Return the expected outcome of ``x``."""
+        """Return the outcome ``y`` that the line predicts for ``x`` at ``now``, a time in seconds."""
         a, b = self.fit(now)
         return a + b * x
 
     def fit(self, now: float = 0.0) -> tuple[float, float]:
-        """Return ``a`` and ``b``; without ``now``, as they were when the line was last used."""
+        """Return ``a`` and ``b`` of the line ``y = a + b x`` at ``now``; without ``now``, as of its last use."""
         self._forget(now)
         w, wx, wxx, wy, wxy = self._sums
         w += PRIOR / LEAST**2
@@ -48,7 +48,7 @@ class Line:
         return a, b
 
     def learn(self, x: float, y: float, now: float) -> None:
-        """Learn that ``x`` had the outcome ``y``."""
+        """Learn that ``x`` had the outcome ``y`` at ``now``. An outcome far above its estimate counts for less."""
         y = min(y, SURPRISE * (self.at(x, now) + LEAST))
         w = 1 / (x + LEAST) ** 2
         for i, term in enumerate((w, w * x, w * x * x, w * y, w * x * y)):

@@ -40,10 +40,10 @@ class Held(NamedTuple):
 
 
 def extra_slots(held: Sequence[Held], alive: F64, ahead: F64, page_size: int, spread: float) -> float:
-    """Return the maximum of slots, beyond those in use now, that all of ``held`` [N] have at one of the moments
-    ``ahead`` [T].
+    """Estimate how many more slots than now the requests ``held`` [N] will use together at the worst moment ahead.
 
-    ``alive`` [N, T]: how likely each still runs then. At least 0: the request that ends first may need slots before.
+    ``ahead`` [T]: the moments, in steps from now. ``alive`` [N, T]: probability that each request still runs then.
+    ``spread``: standard deviations that are added to the mean. The result is at least 0.
     """
     if not held:
         return 0.0

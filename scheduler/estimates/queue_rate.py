@@ -14,7 +14,10 @@ class QueueRate:
         self._seconds = 0.0
 
     def came(self, count: int, now: float, *, waited: bool) -> None:
-        """Note that ``count`` requests were admitted. ``waited``: whether others still wait."""
+        """Note that ``count`` requests were admitted at ``now``. ``waited``: whether further requests still wait.
+
+        Only then does the time since the last admission count for the average.
+        """
         if count and waited and self._last:
             each = (now - self._last) / count
             self._seconds += (each - self._seconds) / MEMORY_TURNS if self._seconds else each

@@ -21,7 +21,10 @@ class CacheFlush(Feature):
 
     @answers(FlushCacheReq)
     def flush(self, question: FlushCacheReq, now: float) -> FlushCacheResult | RefusedAnswer:
-        """Drop every cached prefix, unless requests are running."""
+        """Drop every cached prefix, and return how many tokens were dropped.
+
+        Refuse with 400 while any request is live, running or queued.
+        """
         if running := len(self._reqs):
             return RefusedAnswer(400, f"{running} requests are running; flush when the instance is idle")
         return FlushCacheResult(self._memory.flush())

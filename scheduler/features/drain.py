@@ -23,14 +23,18 @@ class DrainFeature(Feature):
 
     @receives(Drain)
     def drain(self, message: Drain, now: float) -> None:
-        """Admit no more requests, and migrate or finish those that run."""
+        """Admit no more requests, withdraw the registration, and migrate running requests to ``message.to`` where they
+        can be.
+
+        The others run to their end. ``tick`` reports when no request is left.
+        """
         log.info("draining: %d requests are left", len(self._scheduler.reqs))
         self._scheduler.draining = True
         self._scheduler.handovers.membership.withdraw()
         self._scheduler.handovers.move_all(message.to)
 
     def tick(self, now: float) -> None:
-        """Report once that no request is left."""
+        """Send ``Drained`` once, when the instance drains, no request is left and all messages are read."""
         # After all requests have ended, the result of a step under way has no reader: don't wait for it.
         scheduler = self._scheduler
         if scheduler.draining and not scheduler.reqs and self._all_read() and not self._is_reported:

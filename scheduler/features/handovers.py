@@ -46,11 +46,14 @@ class HandoverFeature(Feature):
         self._has_freed = has_freed
 
     def tick(self, now: float) -> None:
-        """Read from peers, advance hand-overs, check deadlines."""
+        """Read messages from peers, advance all hand-overs and check their deadlines."""
         self._handovers.poll(now)
 
     def seconds_left(self, now: float) -> float:
-        """Return how long the loop may sleep; 0 if a hand-over may have the memory that the last tick freed."""
+        """Return how many seconds the loop may sleep before hand-overs need it; infinity for no limit.
+
+        It is 0 if a hand-over may get memory that the last tick freed.
+        """
         limit = self._handovers.timeout_ms()
         if limit is None:
             return math.inf
@@ -81,7 +84,10 @@ class HandoverFeature(Feature):
 
     @answers(MigrateReq)
     def migrate(self, question: MigrateReq, now: float) -> MigrateResult | RefusedAnswer | None:
-        """Migrate a request. The answer follows when that is over."""
+        """Begin to migrate a running request, and return None: the answer is sent when the migration is over.
+
+        Refuse with 409 if this instance exchanges no KV.
+        """
         if self._handovers.membership.refusal() is not None:
             return RefusedAnswer(409, NO_MIGRATION)
         self._handovers.migrate(question, now)
@@ -89,7 +95,11 @@ class HandoverFeature(Feature):
 
     @answers(RoleReq)
     def change_role(self, question: RoleReq, now: float) -> RoleResult | RefusedAnswer:
-        """Change the instance's role, and tell peers."""
+        """Change the instance's role, register it anew so that peers learn the role, and return the old and the new
+        one.
+
+        Refuse with 409 if this instance exchanges no KV.
+        """
         if self._handovers.membership.refusal() is not None:
             return RefusedAnswer(409, ONLY_UNIFIED)
         before, self._role.mode = self._role.mode, question.role
@@ -99,5 +109,5 @@ class HandoverFeature(Feature):
 
     @receives(PeerAdmitted, PeerConnected, PeerFailed, PeerLinkDown, SendProgress, SendEnded, PagesVerified)
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
-        """Pass on an event of the worker's transfer engine."""
+        """Pass an event of the worker's transfer engine on to the hand-overs."""
         self._handovers.on_transfer_event(event, now)

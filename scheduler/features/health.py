@@ -51,7 +51,11 @@ class Health(Feature):
 
     @answers(Ping)
     def ping(self, question: Ping, now: float) -> Pong:
-        """Return whether the instance can serve, and how peers and routers know it."""
+        """Answer a health check: whether the instance can serve, the first problem or warning, its identity and its
+        pace.
+
+        The pace is None if routers may not choose this instance for prompts by themselves, or while it exchanges no KV.
+        """
         problem = next((text for f in self._features if (text := f.problem(now)) is not None), None)
         warning = next((text for f in self._features if (text := f.warning(now))), "")
         host, port = self._peers.found_at() or ("", None)

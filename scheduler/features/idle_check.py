@@ -25,7 +25,10 @@ class InvariantResult(NamedTuple):
 
     @staticmethod
     def of(scheduler: Scheduler, last: InvariantResult) -> InvariantResult:
-        """Return a new verdict if ``scheduler`` is idle, otherwise ``last``."""
+        """Check the invariants of ``scheduler`` if it is idle, and return the result; otherwise return ``last``.
+
+        A violation is returned as text and not raised.
+        """
         if not scheduler.is_idle:
             return last
         try:
@@ -45,12 +48,16 @@ class IdleCheck(Feature):
         self._checked_step = -1
 
     def newest(self) -> InvariantResult:
-        """Check now if the instance is idle, and return the last verdict."""
+        """Check the invariants now if the instance is idle, and return the latest result; it does not raise."""
         self.verdict = InvariantResult.of(self._scheduler, self.verdict)
         return self.verdict
 
     def tick(self, now: float) -> None:
-        """Check if that is due. Raises ``InvariantViolation``: the process must not go on with wrong books."""
+        """Check the invariants if the instance is idle and has run steps since the last check, at most every
+        ``INTERVAL``.
+
+        Raises ``InvariantViolation`` if one is violated: the process must not go on with wrong books.
+        """
         steps = self._scheduler.counters.steps
         if now - self._checked_at >= INTERVAL and self._checked_step != steps and self._scheduler.is_idle:
             self._scheduler.check_invariants()

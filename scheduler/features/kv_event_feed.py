@@ -66,7 +66,9 @@ class KVEventFeed(Feature):
         return self._next - 1
 
     def tick(self, now: float) -> None:
-        """Publish the events since the last tick, and answer replay requests."""
+        """Publish the events since the last tick as one batch, and send some of the batches that readers asked for
+        again.
+        """
         if events := self._events.take():
             frame = Frame(self._next, encode_batch(KVEventBatch(time.time(), events)))
             self._next += 1
@@ -77,7 +79,7 @@ class KVEventFeed(Feature):
             self._replay_some(self.replay)
 
     def seconds_left(self, now: float) -> float:
-        """Return 0 while a replay is under way."""
+        """Return 0 while a replay is under way, otherwise infinity."""
         return 0.0 if self._replays else math.inf
 
     def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
@@ -115,7 +117,7 @@ class KVEventFeed(Feature):
                 self._replays[who] = at + 1
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets of the feed and of the replays; batches not sent yet are dropped."""
         self._pub.close()
         if self.replay is not None:
             self.replay.close()

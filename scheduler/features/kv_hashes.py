@@ -31,9 +31,10 @@ class KVHashing(Feature):
 
     @answers(KVHashesReq)
     def ask(self, question: KVHashesReq, now: float) -> KVHashes | RefusedAnswer | None:
-        """Answer with the hashes of a prompt's cached pages once the worker has computed them.
+        """Begin to hash the cached pages of a prompt, and return None: the answer is sent when the worker has the
+        hashes.
 
-        The pages count as used. Steps wait only for the hashing itself.
+        The pages count as used. Steps wait only for the hashing itself. Refuse with 501 without ``--kv-debug``.
         """
         if not self._debug.enabled:
             return RefusedAnswer(501, NO_DEBUG)
@@ -58,7 +59,9 @@ class KVHashing(Feature):
 
     @receives(PagesHashed)
     def on_hashed(self, event: PagesHashed, now: float) -> None:
-        """Take hashes that the worker has computed."""
+        """Pass hashes that the worker has computed on to the KV memory, which compares them or answers a question with
+        them.
+        """
         self._memory.on_hashed(event, now)
 
     def status(self, now: float) -> dict[str, Any]:

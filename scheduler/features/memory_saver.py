@@ -85,7 +85,7 @@ class MemorySaver(Feature):
         return None if problem is None else Refusal(503, problem, BUSY, code=UNAVAILABLE)
 
     def problem(self, now: float) -> str | None:
-        """Return why nothing is computed here; None if all memory is held and shall stay."""
+        """Return why nothing is computed here; None if all memory is held and none is being given back."""
         if self.state is MemoryState.HELD:
             return None
         if self.state is MemoryState.RESUMING:
@@ -103,7 +103,11 @@ class MemorySaver(Feature):
 
     @answers(MemoryReq)
     def ask(self, order: MemoryReq, now: float) -> MemoryResult | RefusedAnswer | None:
-        """Begin with a release or resume order, or refuse it. The answer follows when the worker is done."""
+        """Begin to release or resume memory, and return None: the answer is sent when the worker is done, or a wait has
+        failed.
+
+        Refuse with 409 what can't be done in the present state.
+        """
         tags = self._meant(order)
         problem = self._problem(order, tags)
         if problem is not None:
@@ -120,7 +124,10 @@ class MemorySaver(Feature):
         return None
 
     def tick(self, now: float) -> None:
-        """Advance the change that is under way."""
+        """Advance a release: wait for running requests, disconnect peers, then order the worker to release the memory.
+
+        If a wait exceeds its deadline, keep the memory and refuse the order with 409.
+        """
         if self._order is None:
             return
         scheduler, peers, order = self._scheduler, self._scheduler.handovers.membership, self._order
@@ -144,7 +151,10 @@ class MemorySaver(Feature):
 
     @receives(MemoryChanged)
     def on_changed(self, changed: MemoryChanged, now: float) -> None:
-        """Take the worker's report on the change, and answer the order."""
+        """Note which memory the worker now has released, and answer the order that it has carried out or failed to.
+
+        Peers may connect again once no memory is released.
+        """
         order, self._order = self._order, None
         assert order is not None
         self.released = changed.released
@@ -164,7 +174,11 @@ class MemorySaver(Feature):
         return read(METRICS, self)
 
     def _meant(self, order: MemoryReq) -> list[MemoryTag]:
-        """Return the tags that the order names, once each; without any, all that it can apply to."""
+        """Return the tags that the order names, once each.
+
+        If it names none, return all that are not released yet for a release order, and all released ones for a resume
+        order.
+        """
         if order.tags:
             return [tag for tag in ALL_TAGS if tag in order.tags]
         return [tag for tag in ALL_TAGS if (tag in self.released) != order.release]
@@ -214,7 +228,9 @@ class MemorySaver(Feature):
         self._scheduler.outbox.to_worker(command)
 
     def _stay(self, order: MemoryReq, why: str) -> None:
-        """Undo the release, and refuse its order."""
+        """Undo the release that is under way, let peers connect again, and refuse its order with 409 and the reason
+        ``why``.
+        """
         self._order = None
         self.state, self._until = MemoryState.HELD, math.inf
         self._scheduler.handovers.membership.open()

@@ -33,7 +33,9 @@ class MetricsReport(Feature):
         self._sent_at = float("-inf")
 
     def tick(self, now: float) -> None:
-        """Send a report if one is due and something has changed."""
+        """Send the metrics to the HTTP process if they have changed; while requests are live, at most every
+        ``REPORT_SECONDS``.
+        """
         if self._scheduler.reqs and now - self._sent_at < REPORT_SECONDS:
             return
         families = take_metrics(self._scheduler) + [f for part in self._features for f in part.metrics(now)]

@@ -70,7 +70,11 @@ class PoolResize(Feature):
 
     @answers(ResizeReq)
     def ask(self, order: ResizeReq, now: float) -> ResizeResult | RefusedAnswer | None:
-        """Resize the pool, now or as soon as possible, or refuse to. The answer follows when the memory is returned."""
+        """Begin to resize the pool, and return None: the answer is sent when its memory has changed, or ``wait_s`` is
+        over.
+
+        Return a refusal at once if the size or the instance does not allow it.
+        """
         if (closed := self._scheduler.gate.refusal()) is not None:
             return RefusedAnswer(409, closed.message)
         problem = self._problem(order.max_total_tokens)
@@ -83,7 +87,9 @@ class PoolResize(Feature):
         return None
 
     def tick(self, now: float) -> None:
-        """Try again what could not be done before, or give up after ``wait_s``."""
+        """Advance a resize that waits for requests. After ``wait_s``, restore the old size and refuse the order with
+        409.
+        """
         order, memory = self._order, self._memory
         if order is None or self._is_trimming:
             return
@@ -108,7 +114,10 @@ class PoolResize(Feature):
 
     @receives(PoolTrimmed)
     def on_trimmed(self, event: PoolTrimmed, now: float) -> None:
-        """Complete the order: the memory beyond the end was returned to the system."""
+        """Answer the order: the worker has given the memory beyond the pool's new end back to the system.
+
+        Do nothing after the trim at the start, which no order asked for.
+        """
         self._is_trimming = False
         if self._order is None or not self._begun:
             return  # the first trim, at the start
@@ -127,9 +136,9 @@ class PoolResize(Feature):
         scheduler.outbox.to_worker(TrimPool(memory.pool.max_total_tokens // memory.pool.page_size + 1, windows))
 
     def _why_not_yet(self, tokens: int, *, at_once: bool) -> str | None:
-        """Return why shrinking to ``tokens`` tokens has to wait, or None.
+        """Return why shrinking to ``tokens`` tokens has to wait, or None if it can begin or the pool grows.
 
-        ``at_once``: do not wait for requests with pages at the pool's end.
+        ``at_once``: whether pages in use at the pool's end are a reason, too.
         """
         scheduler, memory = self._scheduler, self._memory
         if tokens >= self._before:

@@ -74,7 +74,7 @@ class Profiling(Feature):
         return max(0.0, self._until - now)
 
     def tick(self, now: float) -> None:
-        """End the profile if it has all its steps, or has taken too long."""
+        """End the recording if it has all its steps, or has taken ``MAX_SECONDS``."""
         if self.state is not ProfileState.RECORDING or self._order is None:
             return
         if self._steps >= self._order.num_steps:
@@ -100,7 +100,10 @@ class Profiling(Feature):
 
     @answers(StartProfileReq)
     def start(self, order: StartProfileReq, now: float) -> ProfileResult | RefusedAnswer | None:
-        """Start a profile, or refuse to. The answer follows when the worker records."""
+        """Order the worker to start a profile, and return None: the answer is sent when the worker records.
+
+        Refuse with 409 while another profile is under way.
+        """
         if self.state is not ProfileState.IDLE:
             text = f'a profile is {self.state} ("{self._running}"); end it with POST /stop_profile, or wait for its end'
             return RefusedAnswer(409, text)
@@ -110,7 +113,9 @@ class Profiling(Feature):
 
     @receives(ProfileStarted)
     def on_started(self, event: ProfileStarted, now: float) -> None:
-        """Answer the order: the worker records, or cannot."""
+        """Answer the order that started the profile: with its result so far if the worker records, otherwise with its
+        error.
+        """
         order = self._order
         assert order is not None
         if event.error:
@@ -129,7 +134,10 @@ class Profiling(Feature):
 
     @answers(StopProfileReq)
     def stop(self, question: StopProfileReq, now: float) -> ProfileResult | RefusedAnswer | None:
-        """End the profile: the answer follows when its files are there. If none runs, return the last one's answer."""
+        """End the profile, and return None: the answer is sent when its files are written.
+
+        If none is under way, return the last one's result, or a refusal if there was none or its files are missing.
+        """
         if self.state is ProfileState.IDLE:
             return self._ended()
         self._waiting.append(question)
@@ -147,7 +155,7 @@ class Profiling(Feature):
 
     @receives(ProfileWritten)
     def on_written(self, event: ProfileWritten, now: float) -> None:
-        """Answer the questions that wait for the profile's end."""
+        """Note the profile's files, and answer the requests to stop it, which waited for them."""
         assert self._result is not None
         self._result = msgspec.structs.replace(self._result, files=event.files, nbytes=event.nbytes)
         self._error = event.error

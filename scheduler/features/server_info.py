@@ -30,7 +30,10 @@ class ServerInfoFeature(Feature):
 
     @answers(ServerInfoReq)
     def report(self, question: ServerInfoReq, now: float) -> ServerInfo:
-        """Describe the state of the instance."""
+        """Return the instance's state for ``/server_info``, with the fields of all features.
+
+        If the instance is idle, its invariants are checked first.
+        """
         info = server_info(self._scheduler, self._epoch, self._idle_check.newest())
         for feature in self._features:
             for name, value in feature.status(now).items():
@@ -40,9 +43,9 @@ class ServerInfoFeature(Feature):
 
 
 def server_info(scheduler: Scheduler, epoch: str, verdict: InvariantResult) -> dict[str, Any]:
-    """Return pools (tokens), queues (requests), counters since the start and options, JSON-ready.
+    """Return the instance's state, JSON-ready: pools (tokens), queues (requests), counters since the start and options.
 
-    A field that is None may be set by a feature.
+    ``verdict``: result of the last check of the invariants. Features set some of the fields that are None here.
     """
     worker, counters = scheduler.worker, scheduler.counters
     states = Counter(str(r.state) for r in scheduler.reqs.values())
@@ -83,7 +86,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: InvariantResult) -> d
 
 
 def _masked(name: str, value: Any) -> Any:
-    """Return an option's value without secrets: keys, and the part of a URL before its host."""
+    """Return an option's value without secrets: an API key is masked, and so is the user part of a URL."""
     if name == "api_key" and value:
         return MASK
     return CREDENTIALS.sub(f"{MASK}@", value) if isinstance(value, str) else value

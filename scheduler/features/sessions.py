@@ -71,7 +71,11 @@ class SessionFeature(Feature):
 
     @answers(SnapshotReq)
     def snapshot(self, ask: SnapshotReq, now: float) -> SnapshotResult | RefusedAnswer | None:
-        """Return a request's state. The answer follows when its KV is in the store, if there is one."""
+        """Return a request's state, live or lately ended. With a KV store, return None and answer when its KV is
+        stored.
+
+        Refuse with 404 an unknown request, with 409 one that can't be saved here, and with 413 one that is too long.
+        """
         req = self._scheduler.reqs.get(ask.rid)
         known = KnownRequest.of(req) if req is not None else self._scheduler.ended_requests.get(ask.rid)
         # A rid may be reused by the next request, of another key, which may have been refused before it came here.
@@ -105,7 +109,9 @@ class SessionFeature(Feature):
     def _save(
         self, ask: SnapshotReq, state: SessionState, known: KnownRequest, req: Req | None, now: float
     ) -> SnapshotResult | None:
-        """Have the KV kept in the store, and answer when it is."""
+        """Answer with ``state``: at once without a KV store or KV to save, otherwise when the store has the KV (return
+        None).
+        """
         tiers, memory = self._scheduler.tiers, self._scheduler.memory
         page_size = memory.pool.page_size
         tokens = known.token_ids if ask.with_output else known.token_ids[: known.msg.prompt_len]
@@ -136,11 +142,13 @@ class SessionFeature(Feature):
         return None
 
     def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
-        """Return the state with the hashes of its pages, as far as they are known, if ``--kv-debug`` is on."""
+        """Return the state with the hashes of its pages' KV, as far as they are known, if ``--kv-debug`` is on."""
         return msgspec.structs.replace(state, kv_hashes=self._scheduler.memory.debug.named_hashes(names))
 
     def _expect(self, state: SessionState, tokens: I32) -> None:
-        """Let ``--kv-debug`` expect the pages of the session's first ``tokens``: they may come back."""
+        """Let ``--kv-debug`` compare the pages of the session's first ``tokens`` with the saved hashes, if they come
+        back.
+        """
         memory = self._scheduler.memory
         if state.kv_hashes and state.kv_seed == self._seed:
             key = state.running.request.extra_key
@@ -148,7 +156,7 @@ class SessionFeature(Feature):
 
     @receives(ReleaseReq)
     def release(self, message: ReleaseReq, now: float) -> None:
-        """Release the stored KV of a session that was deleted."""
+        """Let the KV store drop the pages of a deleted session, without the first ``message.shared`` tokens."""
         tiers, page_size = self._scheduler.tiers, self._scheduler.memory.pool.page_size
         tokens = unpack_i32(message.token_ids)
         if len(tokens) >= page_size:
@@ -160,7 +168,10 @@ class SessionFeature(Feature):
 
     @receives(ResumeReq)
     def resume(self, message: ResumeReq, now: float) -> None:
-        """Continue a request from the saved state of a session, or end it with the reason why it can not."""
+        """Continue a request from the saved state of a session; what has no KV here is computed again.
+
+        If that is refused, send the client a ``ReqError`` with the reason.
+        """
         state = message.state
         request, output = state.running.request, unpack_i32(state.running.output)
         refusal = self._refusal(state) or self._scheduler.arrivals.refusal(request)

@@ -20,7 +20,7 @@ class TierFeature(Feature):
 
     @receives(PagesCopied, PagesStored, PagesFetched, PagesFound, PagesKept, StoreState)
     def on_event(self, event: TierEvent, now: float) -> None:
-        """Pass on an event of the worker."""
+        """Pass the worker's report on host memory or the KV store on to the tiers."""
         self._tiers.on_event(event, now)
 
     def seconds_left(self, now: float) -> float:

@@ -44,7 +44,7 @@ class SchedulePolicy(ABC):
 
     @classmethod
     def make(cls, needs: PolicyNeeds) -> Self:
-        """Make the policy. A policy with arguments of its constructor overrides this."""
+        """Make the policy. Overridden by a policy with arguments of its constructor."""
         return cls()
 
     @abstractmethod
@@ -57,24 +57,28 @@ class SchedulePolicy(ABC):
 
     @abstractmethod
     def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
-        """Yield the requests of ``lane`` in order, found as they are drawn, each once.
+        """Yield the requests of ``lane`` in order, each once, and determine each one only when it is drawn.
 
-        ``computing_only``: without requests with KV that comes from a peer, as if they did not wait. A request may be
+        ``computing_only``: leave out requests with KV that comes from a peer, as if they did not wait. A request may be
         removed before the next is drawn; none may be added.
         """
 
     def begun(self, reqs: list[Req]) -> list[Req]:
-        """Return the incomplete prompts that have memory, in the order in which they continue: as they were begun."""
+        """Return the requests with incomplete prompts, which have memory, in the order in which they get their next
+        pieces.
+
+        Here that is the order in which they began.
+        """
         return reqs
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
-        """Return whether a waiting request goes before one that is in the middle of its prompt."""
+        """Return whether a waiting request goes before one that is in the middle of its prompt; here never."""
         return False
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Return those of ``others``, waiting or in the middle of their prompts, that are expected to go before
         ``req``.
 
-        These are the begun ones and those that arrived earlier. ``uncached``: tokens of ``req`` to be computed.
+        Here these are the started ones and those that arrived earlier. ``uncached``: tokens of ``req`` to be computed.
         """
         return [r for r in others if r.state is ReqState.PREFILLING or r.times.fcfs_time < req.times.fcfs_time]

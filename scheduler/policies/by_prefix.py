@@ -62,7 +62,9 @@ class ByPrefix(SchedulePolicy):
         yield from self._taken(slots, left, self.chooser(slots, positions))
 
     def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
-        """Yield the requests that are ``left``, and remove each from ``left`` when it is yielded."""
+        """Yield the requests in the slots that are ``left`` [N], in the order of ``choose``, and clear the flag of
+        each.
+        """
         index = self.index
         while True:
             left &= index.alive[slots]
@@ -83,7 +85,7 @@ class ByRank(ByPrefix):
 
     @abstractmethod
     def ranker(self) -> Ranker:
-        """Return the ranker for one order."""
+        """Return a function that maps slots [N] to numbers; the request with the lowest number goes first."""
 
     def chooser(self, slots: Slots, positions: Slots) -> Chooser:
         turn, rank = self.index.fcfs_time[slots], self.ranker()
@@ -102,9 +104,10 @@ class ByRank(ByPrefix):
             yield from self._queued(slots, left)
 
     def _queued(self, slots: Slots, left: Flags) -> Iterator[Req]:
-        """Yield requests as ``_taken`` does, until something is stored.
+        """Yield requests and clear their flags in ``left`` as ``_taken`` does, from a sorted queue, until a prefix is
+        stored.
 
-        A bound that falls meanwhile is sorted in again when it is drawn, as only its own fall moves it.
+        A request with less cached than assumed is sorted in again when it is drawn, as that changes its own rank alone.
         """
         index, rank, raises = self.index, self.ranker(), self.index.raises
         places = np.flatnonzero(left)
@@ -159,8 +162,9 @@ class HeaviestPrefixFirst(ByPrefix):
 
 
 def _heaviest(matched: I64, alike: I64, turn: NDArray[np.float64], left: Flags) -> int:
-    """Return the first that is ``left``, depth first through the heaviest branches.
+    """Return the index of the next request among those that are ``left``: depth first, through the heaviest branches.
 
+    A branch is a set of requests that share a cached prefix. ``matched``: their cached tokens. ``turn``: their arrival.
     All arrays are [N], except ``alike`` [N - 1]: tokens that neighbours begin with alike, cached or not.
     """
     shared = np.minimum(np.minimum(matched[:-1], matched[1:]), alike)

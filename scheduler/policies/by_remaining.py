@@ -63,7 +63,10 @@ class ShortestRemainingFirst(ByRank):
         return due < self._due_begun(begun)
 
     def due(self, req: Req, length: int, computed: int) -> float:
-        """Return the due time of a request if ``computed`` of its first ``length`` tokens need no computation."""
+        """Return the due time, in seconds of ``time.monotonic()``, by which the request is sorted.
+
+        ``computed`` of its first ``length`` tokens need no computation.
+        """
         per_token, per_pair = self._rates()
         pairs = (length * length - computed * computed) / 2
         return req.times.fcfs_time + per_token * (length - computed) + per_pair * pairs
@@ -91,5 +94,8 @@ class ShortestRemainingFirst(ByRank):
 
 
 def left_of(req: Req) -> int:
-    """Return how many tokens of its prompt are still to be computed, as far as is known."""
+    """Return how many tokens of its prompt (after a retraction, also of its output) the request still has to compute.
+
+    For a waiting request it is an estimate.
+    """
     return req.to_compute if req.state is ReqState.PREFILLING else req.uncached or req.known_len

@@ -9,10 +9,10 @@ from .base import PolicyNeeds, SchedulePolicy
 
 
 def make_policy(needs: PolicyNeeds) -> SchedulePolicy:
-    """Return the policy that the options name.
+    """Make the schedule policy that the options name.
 
     On a decode, ``auto`` is first come, first served: there, requests wait for memory rather than for the prompts
-    before them.
+    before them. Elsewhere it is shortest remaining prefill first.
     """
     name = needs.options.schedule_policy
     if name == AUTO:

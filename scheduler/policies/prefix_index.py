@@ -75,15 +75,15 @@ class PrefixIndex:
         return len(self._keys)
 
     def req_at(self, slot: int) -> Req:
-        """Return the request of a slot."""
+        """Return the request that has this slot of the index."""
         return self._req_at[slot]
 
     def matched_of(self, req: Req) -> int:
-        """Return the bound of a request that waits here."""
+        """Return the upper bound of a waiting request's cached prefix, in tokens."""
         return int(self.matched[self._slot_of[req]])
 
     def add(self, req: Req, lane: int) -> None:
-        """Add a request that waits from now on."""
+        """Add a request that waits in ``lane`` from now on, and look up its cached prefix."""
         if not self._free:
             self._double()
         slot = self._free.pop()
@@ -116,7 +116,10 @@ class PrefixIndex:
         self._free.append(slot)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
-        """Note that the whole pages of ``tokens`` [N] are cached now, of which ``[0, start)`` were before."""
+        """Raise the bounds of prompts that begin like ``tokens`` [N]: the whole pages of these are cached now.
+
+        ``[0, start)`` of them were cached before.
+        """
         end = len(tokens) // self._page * self._page
         if end <= start or not self._keys:
             return
@@ -131,9 +134,9 @@ class PrefixIndex:
             self._raise(below, high, length)
 
     def confirm(self, slot: int) -> bool:
-        """Return whether the slot's bound is exact.
+        """Return whether the slot's bound is exactly what is cached of its prompt now.
 
-        If not, lower it, and the bounds of others that lost the same page.
+        If not, lower it, and the bounds of other prompts that lost the same page.
         """
         losses = self._memory.pool.losses
         if self._confirmed[slot] == losses and not self._memory.pool.has_windows:
@@ -173,7 +176,7 @@ class PrefixIndex:
         return min(self._memory.prefix_len(req), int(self._limit[slot]))
 
     def _common(self, one: Key, other: Key) -> int:
-        """Return the tokens, in whole pages, that both begin with."""
+        """Return how many first tokens, in whole pages, both prompts have in common; 0 in different namespaces."""
         if one[0] != other[0]:
             return 0
         count = min(len(one[1]), len(other[1])) // TOKEN_BYTES
