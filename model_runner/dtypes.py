@@ -26,7 +26,10 @@ def dtype_name(dtype: DType) -> str:
 
 
 def round_to(value: float, dtype: str) -> float:
-    """Round a number to the nearest one of float32 or bfloat16, ties to even."""
+    """Round ``value`` to the nearest number of ``dtype``, ties to even.
+
+    Raises ``ValueError`` unless ``dtype`` is float32 or bfloat16.
+    """
     single = np.array([value], dtype=np.float32)
     if dtype == "bfloat16":
         single = widen_bfloat16(round_to_bfloat16(single))
@@ -36,14 +39,14 @@ def round_to(value: float, dtype: str) -> float:
 
 
 def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Return bfloat16 numbers, given by their bits, as float32."""
+    """Return bfloat16 numbers, given by their bits, as float32; the values are the same."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16 numbers, ties to even.
+    """Return the bits of the bfloat16 numbers that are nearest to ``values``, ties to even.
 
-    Of a NaN the upper half of the bits is kept, which must not be all ones beside a lower half that rounds up.
+    NaNs are rounded as if they were numbers: the usual one (0x7FC00000) stays, others may become infinite or 0.
     """
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

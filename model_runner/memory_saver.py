@@ -45,7 +45,7 @@ GIB = 2**30
 
 
 def unreleasable(model: LoadedModel, options: WorkerOptions) -> list[Unreleasable]:
-    """Return what can't be released, with the reasons."""
+    """Return the memory that ``ReleaseMemory`` must not ask for, with the reasons; empty: all can be released."""
     if options.nnodes > 1:
         text = "ranks on several hosts (--nnodes) keep their memory"
         return [Unreleasable(tag, text) for tag in ALL_TAGS]
@@ -58,7 +58,7 @@ class WorkerMemorySaver:
     """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
 
     def __init__(self, model: LoadedModel, steps: StepRunner, prefault: PoolPrefault, others: OtherRanks) -> None:
-        """Tell the ``others`` to do the same with their parts."""
+        """Prepare to release the memory of ``model``, and to have ``others``, the ranks led by this one, do so."""
         self._model = model
         self._others = others
         self._steps = steps
@@ -69,10 +69,10 @@ class WorkerMemorySaver:
         """Bytes of the window pool that are used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
-        """Release or resume the memory that ``command`` names, and return what is released now.
+        """Release or resume the memory that ``command`` names, on all ranks, and return which memory is released now.
 
-        If memory can't be had again, all of it stays released. If the system does not take some back, only the message
-        says so: nothing computes by it all the same.
+        A failure is told in the answer. If some memory can't be resumed, all that ``command`` names stays released. A
+        release counts as done even if the system does not take the memory back.
         """
         begin, used, error = time.monotonic(), self._model.device.used(), ""
         if isinstance(command, ReleaseMemory):
@@ -113,7 +113,10 @@ class WorkerMemorySaver:
         return error or (errors[0] if errors else "")
 
     def trim(self, command: TrimPool) -> PoolTrimmed:
-        """Give back the memory of the unused pages from ``command.first`` on. Used again, it comes as zeros."""
+        """Give the memory of unused pages at the pools' ends back to the system, on all ranks; return the bytes freed.
+
+        Pages from ``command.first`` on (``first_window`` in the window pool) are unused. Used again, they are zeros.
+        """
         model, used, error = self._model, self._model.device.used(), ""
         # They first: until they know of it they may commit what they share with this one.
         self._others.tell(command)
@@ -134,7 +137,7 @@ class WorkerMemorySaver:
 
     @property
     def released(self) -> list[MemoryTag]:
-        """Tags of the memory that is released now."""
+        """Tags of the memory that is released now, in the order of ``ALL_TAGS``."""
         return [tag for tag in ALL_TAGS if tag in self._released]
 
     def _release(self, tag: MemoryTag) -> None:
@@ -189,8 +192,9 @@ class WorkerMemorySaver:
         self._prefault.again()
 
     def _check_room(self, tags: list[MemoryTag]) -> None:
-        """Raise ``NotEnoughMemory`` if ``tags`` don't fit together: a host's pool is only reserved now, and taken
-        later.
+        """Raise ``NotEnoughMemory`` if the memory of all ``tags`` together exceeds what is free.
+
+        A host's pool would only be reserved now, and run out later.
         """
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.

@@ -161,7 +161,10 @@ class GpuOptions:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """``cuda_graph_bs``; raises ``ValueError`` where it is no list of numbers."""
+        """Batch sizes in ``cuda_graph_bs``; empty if it is not set.
+
+        Raises ``ValueError`` if it is no list of numbers.
+        """
         return tuple(int(size) for size in (self.cuda_graph_bs or "").split(",") if size.strip())
 
     def problems(self) -> Iterator[str]:

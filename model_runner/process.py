@@ -87,12 +87,16 @@ class Worker(NamedTuple):
 
 
 def main() -> NoReturn:
-    """Run the worker process of an instance that takes no part in hand-overs."""
+    """Run the worker process of an instance without hand-overs, which moves no pages, until it is ended."""
     run(start_child(sys.argv, WorkerOptions), lambda model: NoPageMover())
 
 
 def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], PageMover]) -> NoReturn:
-    """Run the worker process. ``start_mover`` starts what moves its pages to and from other instances."""
+    """Run the worker process: load the model, report readiness, then serve the scheduler's messages until it is ended.
+
+    ``start_mover`` starts the engine that moves pages to and from other instances. Exits with a message if loading
+    fails.
+    """
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
@@ -111,9 +115,9 @@ def run(ctx: ChildContext[WorkerOptions], start_mover: Callable[[LoadedModel], P
 def load(
     ctx: ChildContext[WorkerOptions], channels: RankChannels, start_mover: Callable[[LoadedModel], PageMover]
 ) -> Worker:
-    """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``RegionError``.
+    """Load and warm up the model, capture graphs, time some steps, and return all parts of the worker.
 
-    ``channels``: to the other tensor-parallel ranks.
+    ``channels``: to the other tensor-parallel ranks. Raises ``ModelError``, ``PlacementError`` or ``RegionError``.
     """
     options = ctx.options
     started = start_model(ctx, channels)
@@ -169,8 +173,10 @@ def load(
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
-    """Wait for the next frame and do what its messages say, in order. If the oldest open step ends first, tell its
-    result; with nothing open and nothing to do, prepare KV memory.
+    """Wait for the scheduler's next frame and carry out its messages in order; send events and results.
+
+    If the oldest open step ends first, send its result instead. If nothing comes within the prefault's time, commit
+    some KV memory ahead. Malformed frames are only logged.
     """
     steps = worker.steps
     try:
@@ -209,7 +215,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
 
 
 def _next_commands(receiver: Receiver[WorkerCommand], worker: Worker) -> list[WorkerCommand]:
-    """Return the next frame's messages; [] if a step has ended first, or nothing has come within the time to wait."""
+    """Wait for the next frame, and return its messages; [] if a step ended first, or if nothing came in time."""
     steps = worker.steps
     if not len(steps):
         return receiver.recv(worker.prefault.wait_ms)

@@ -51,7 +51,7 @@ class ProfileError(Exception):
 
 
 def profile_folder(options: WorkerOptions, run_dir: Path) -> Path:
-    """Return the folder that holds all profiles of an instance, each in a folder of its own."""
+    """Return the path of the folder with all profiles of an instance; each has a subfolder. It may not exist yet."""
     return run_dir / "profiles" if options.profile_dir is None else Path(options.profile_dir).expanduser()
 
 
@@ -65,12 +65,12 @@ class ProfiledSteps:
         self._record = record_function
 
     def launch(self, step: ForwardStep, done: PassProgress = NOT_COUNTED) -> Launched:
-        """Launch the step within a profiler range that has the step's summary as its name."""
+        """Launch the step in a profiler range named by the step's summary, and return what ``collect`` takes."""
         with self._record(step.summary):
             return self._steps.launch(step, done)
 
     def follow(self, step: ForwardStep) -> None:
-        """Compute the step without a result, within a profiler range that has the step's summary as its name."""
+        """Compute the step and drop its result, in a profiler range named by the step's summary."""
         with self._record(step.summary):
             self._steps.follow(step)
 
@@ -79,7 +79,7 @@ class ProfiledSteps:
         return self._steps.is_done(launched)
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for the step's result within a profiler range named "collect"."""
+        """Wait for the step and return its result, in a profiler range named "collect"."""
         with self._record("collect"):
             return self._steps.collect(launched)
 
@@ -101,11 +101,11 @@ class RankProfiler:
         """What can be recorded here."""
 
     def path(self, name: str, rank: int | None = None) -> Path:
-        """Return the file of a rank, this one by default, in the profile ``name``."""
+        """Return the path of the trace of ``rank`` (default: this one) in the profile ``name``."""
         return self.folder / name / f"rank-{self.number if rank is None else rank}.trace.json.gz"
 
     def obey(self, command: ProfileCommand) -> str:
-        """Start or stop as the lead says, and return why that failed."""
+        """Start or stop a recording, as ``command`` says; return why that failed, or ""."""
         try:
             if isinstance(command, StartProfile):
                 self.start(command)
@@ -116,7 +116,10 @@ class RankProfiler:
         return ""
 
     def start(self, command: StartProfile) -> None:
-        """Begin to record what of ``command.activities`` can be recorded here. Raises ``ProfileError``."""
+        """Start to record ``command.activities`` for the profile of this name; ``steps`` then names its launches.
+
+        The profile's folder must exist. Imports torch. Raises ``ProfileError``.
+        """
         note_torch("profiles")
         from torch.autograd.profiler import profile
 
@@ -138,7 +141,10 @@ class RankProfiler:
         atexit.register(self._drop)
 
     def stop(self) -> None:
-        """End the recording and write it. Raises ``ProfileError``, and then there is no file."""
+        """End the recording, and write its compressed trace before returning.
+
+        Raises ``ProfileError`` if none was started or if writing fails; there is no file then.
+        """
         recording, self._profile, self.steps = self._profile, None, self._plain
         if recording is None:
             raise ProfileError(f"rank {self.number} records no profile")
@@ -162,7 +168,7 @@ class RankProfiler:
             whole.unlink(missing_ok=True)
 
     def _drop(self) -> None:
-        """End the recording without a file."""
+        """End the recording, if there is one, without a file; registered for the process's exit."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -177,7 +183,10 @@ class Profiler:
         self._files: list[Path] = []
 
     def obey(self, command: ProfileCommand) -> ProfileEvent:
-        """Start a profile, or end one and write it."""
+        """Start a profile on all ranks of this host, or end it and write its traces, and return the answer.
+
+        A failure is told in the answer.
+        """
         return self._start(command) if isinstance(command, StartProfile) else self._stop(command)
 
     def _start(self, command: StartProfile) -> ProfileStarted:
@@ -228,7 +237,10 @@ class Profiler:
         return ProfileWritten([str(path) for path in there], nbytes, errors[0] if errors else "")
 
     def _make(self, folder: Path) -> None:
-        """Make the folder of one profile. Raises ``ProfileError`` and ``OSError``."""
+        """Make the new, private folder of one profile.
+
+        Raises ``ProfileError`` if there are too many, and ``OSError``.
+        """
         make_private_folder(folder.parent)
         count = len(os.listdir(folder.parent))
         if count >= MAX_PROFILES:
@@ -236,7 +248,7 @@ class Profiler:
         folder.mkdir(mode=0o700)
 
     def _tell(self, command: StartProfile) -> list[str]:
-        """Have the other ranks start, and return why they could not."""
+        """Have the other ranks start recording, wait for their answers, and return why some could not."""
         self._others.tell(command)
         return self._others.answers()
 

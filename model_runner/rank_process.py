@@ -26,7 +26,7 @@ from .start_model import Started, freeze, open_channels, own_place, start_model
 
 
 def main() -> NoReturn:
-    """Run the process of a rank: load the model, then compute steps until the process ends."""
+    """Run the process of a rank other than rank 0: load its part, then compute steps until it is ended."""
     ctx = start_child(sys.argv, WorkerOptions)
     channels = open_channels(ctx)
     try:

@@ -82,9 +82,9 @@ class Started(NamedTuple):
 
 
 def open_channels(ctx: ChildContext[WorkerOptions]) -> RankChannels:
-    """Open a rank's channels.
+    """Open this rank's channels: a lead's to the other ranks of its host, or another rank's to its lead.
 
-    Call it before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the compute
+    Call this before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the compute
     threads' cores.
     """
     place = own_place(ctx)
@@ -96,12 +96,15 @@ def open_channels(ctx: ChildContext[WorkerOptions]) -> RankChannels:
 
 
 def own_place(ctx: ChildContext[WorkerOptions]) -> RankPlace:
-    """Return the place of this process among the ranks."""
+    """Return this process's rank, and its position among the ranks of its host and of all hosts."""
     return places(ctx.options)[ctx.name]
 
 
 def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Started:
-    """Place the threads, load the model or this rank's part; raises ``ModelError`` or ``PlacementError``."""
+    """Place the compute threads on cores, load the model or this rank's part, and make its step runner.
+
+    ``channels``: to the other ranks of this host. Raises ``ModelError``, ``PlacementError`` or ``RegionError``.
+    """
     options, place = ctx.options, own_place(ctx)
     begin = time.monotonic()
     cores = read_machine()
@@ -142,7 +145,10 @@ def start_model(ctx: ChildContext[WorkerOptions], channels: RankChannels) -> Sta
 
 
 def _place_beside_gpu(placement: Placement, options: WorkerOptions) -> Placement:
-    """Import torch, which alone tells whether it knows the GPU, and confine this process accordingly."""
+    """Confine this process to its cores, and return its placement: one for a GPU if torch sees one.
+
+    Imports torch, which alone tells whether it can use the GPU.
+    """
     note_torch("a GPU")
     with uncollected():
         import torch
@@ -154,7 +160,7 @@ def _place_beside_gpu(placement: Placement, options: WorkerOptions) -> Placement
 
 
 def freeze() -> None:
-    """Exempt all objects of this moment from garbage collection, because they live as long as the process.
+    """Collect garbage, then exempt all objects that exist now from collection, as they live as long as the process.
 
     A full collection over torch's and the model's objects would take tens of milliseconds, in mid-stream. Without them,
     pauses stay in microseconds.

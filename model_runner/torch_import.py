@@ -10,13 +10,13 @@ log = logging.getLogger(__name__)
 
 
 def note_torch(feature: str) -> None:
-    """Log the feature that has this process import torch; call it before the import. Later features say nothing."""
+    """Log that torch is imported for ``feature``, if it is not imported yet. Call this before the import."""
     if "torch" not in sys.modules:
         log.info("torch is imported for %s", feature)
 
 
 def use_one_torch_thread() -> None:
-    """Have torch compute with one thread, if it is imported or will be.
+    """Limit torch to one compute thread in this process, whether it is imported already or later.
 
     The C++ engine has threads of its own. Torch's would spin on the same cores after each small operation.
     """

@@ -25,7 +25,10 @@ class AttentionLimits(NamedTuple):
 
 
 def attention_limits(spec: ModelSpec, max_entries: int, context_length: int) -> AttentionLimits:
-    """Return the limits of a model. Its layers have equally many KV heads, among which a backend divides the work."""
+    """Return the limits that an attention backend makes room for, with up to ``max_entries`` decoding rows.
+
+    ``context_length``: maximum tokens of a row.
+    """
     attentions = [layer.attention for layer in spec.layers]
     windows = {a.window for a in attentions if isinstance(a, AttentionSpec) and a.window is not None}
     return AttentionLimits(
@@ -45,7 +48,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare the pass ``batch``: everything that its layers share. Reads the request table, does not keep it."""
+        """Prepare all that the layers of the pass ``batch`` share, before ``forward`` for each layer.
+
+        The request table is read now, and not kept.
+        """
 
     @abstractmethod
     def forward(
@@ -57,9 +63,10 @@ class AttentionBackend(ABC):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store ``k`` and ``v`` [T, KV heads, head_dim] into the pool, then attend with ``q`` [T, heads, head_dim].
+        """Write ``k`` and ``v`` [T, KV heads, head_dim] into the pool, and return the attention of ``q``.
 
-        Each token sees its row's KV up to and including its own position, within the window of the layer's ``spec``.
-        ``sinks`` (float32 [heads]): see ``AttentionSpec.sinks``. Of latent attention ``k`` are the rows and ``v`` the
-        beginning of each, and ``q`` is what they are multiplied with. Returns [T, heads * elements of a value].
+        ``q``: [T, heads, head_dim]. Each token sees its row's KV up to and including its own position, within the
+        window of the layer's ``spec``. ``sinks`` (float32 [heads]): see ``AttentionSpec.sinks``. With latent attention,
+        ``k`` are the latent rows, ``v`` the beginning of each, and ``q`` what rows are multiplied by. The result is [T,
+        heads * elements of a value].
         """

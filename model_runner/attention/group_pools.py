@@ -18,17 +18,18 @@ class FullPool:
         self.pool = pool
 
     def slots(self, batch: ForwardBatch) -> Tensor:
-        """Return the slots that the pass writes: int64 [T]."""
+        """Return the slots of this pool that the pass writes: int64 [T]."""
         return batch.out_cache_loc
 
     def pages(self, batch: ForwardBatch, pages: Tensor) -> Tensor:
-        """Return where the tokens of these pages of the request table lie in this pool, as page numbers."""
+        """Return this pool's pages with the same tokens as these ``pages`` of the request table: here, the same."""
         return pages
 
     def seen_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> Tensor:
-        """Return ``pages`` (int64 [..., P], in the order of positions) as page numbers of this pool, also int64.
+        """Return ``pages`` (int64 [..., P], in the order of positions) as page numbers of this pool: here, unchanged.
 
-        A page that no query sees may be page 0. The first query sees up to ``seen_by_first`` tokens.
+        In other pools, a page that no query sees may become page 0. ``seen_by_first``: tokens that the first query
+        sees.
         """
         return pages
 
@@ -47,9 +48,9 @@ class WindowPool(FullPool):
         return batch.window_pages[pages.long()]
 
     def seen_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> Tensor:
-        """Return ``pages`` as page numbers of the window pool.
+        """Return ``pages`` (int64 [..., P], in the order of positions) as page numbers of the window pool.
 
-        Pages wholly before the first query's window become page 0.
+        Pages wholly before the first query's window become page 0. ``seen_by_first``: tokens up to the first query.
         """
         # Before the window a row may have no page, or one that belongs to another row now.
         end = (torch.arange(pages.shape[-1], device=pages.device) + 1) * self.pool.layout.page_size
@@ -58,10 +59,10 @@ class WindowPool(FullPool):
 
 
 def group_pools(pools: Sequence[KVPool]) -> list[FullPool]:
-    """Return the pools of the layout's groups: the one of full attention, then the one of windows if there is one."""
+    """Wrap the pools of the layout's groups: the one of full attention, then the one of windows if there is one."""
     return [FullPool(pools[0]), *map(WindowPool, pools[1:])]
 
 
 def groups_of_layers(pools: Sequence[KVPool]) -> dict[int, int]:
-    """Return the number of each layer's group."""
+    """Return the index of the page group of each layer, by the layer's number in the model."""
     return {layer: number for number, pool in enumerate(pools) for layer in pool.group.layers}

@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def kv_indices(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, num_pages: int, page_size: int) -> Tensor:
-    """Return the pages of the entries, [N] int32.
+    """Return the page numbers of all entries' KV, entry after entry, read from the request table: [N] int32.
 
-    ``rows`` ([B] int64) and ``kv_indptr`` ([B + 1]) lie on the table's device.
+    ``rows`` ([B] int64) and ``kv_indptr`` ([B + 1], where each entry's pages begin) lie on the table's device.
+    ``num_pages``: N. Nothing waits.
     """
     starts = kv_indptr.long()
     entries = torch.arange(len(rows), device=rows.device)

@@ -28,9 +28,9 @@ class LayerKind(NamedTuple):
 def layer_kinds(
     attentions: Sequence[AttentionSpec | MLASpec], groups: Mapping[int, int]
 ) -> tuple[list[LayerKind], list[int]]:
-    """Return the kinds, in the order of their first layers, and the number of each layer's kind.
+    """Return the kinds of layers that attend alike, and the index of each layer's kind.
 
-    ``groups``: number of each layer's page group.
+    Kinds are in the order of their first layers. ``groups``: index of each layer's page group.
     """
     kinds: dict[LayerKind, int] = {}
     of_layer = []

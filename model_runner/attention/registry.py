@@ -34,7 +34,10 @@ class BackendNeeds(NamedTuple):
 
 
 def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
-    """Make the backend ``name`` over the pools. Raises ``ValueError`` for unknown names."""
+    """Make the attention backend of the name ``name`` from what it ``needs``.
+
+    "torch" over a pool with labels is double sparsity. Raises ``ValueError`` for unknown names.
+    """
     pool = needs.pools[0]
     if name == "torch" and isinstance(pool, SparseTokenToKVPool) and needs.options is not None:
         from .sparse.attention import DoubleSparsityAttention

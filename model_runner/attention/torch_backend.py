@@ -62,7 +62,10 @@ class TorchAttention(AttentionBackend):
     reads_whole_pages = True
 
     def __init__(self, pools: Sequence[KVPool], dtype: torch.dtype) -> None:
-        """Plan and run attention over ``pools``, one for each page group."""
+        """Prepare attention over ``pools``, one for each page group.
+
+        ``dtype``: type that keys and values are converted to. Raises ``ValueError`` for pools in the order "blocks".
+        """
         pool = pools[0]
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
@@ -99,7 +102,10 @@ class TorchAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store ``k`` and ``v``, then attend over copies of the gathered pages, converted to the backend's type."""
+        """Write ``k`` and ``v`` into the pool, and return attention over copies of the rows' pages.
+
+        The copies are in the backend's type.
+        """
         group = self._group_of[layer]
         self._groups[group].pool.store(layer, self._token_rows[group], k, v)
         if len(self._decodes) == 1 and len(self._decodes[0].tokens) == len(q):
@@ -113,7 +119,7 @@ class TorchAttention(AttentionBackend):
         return out_THD.flatten(1)
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Return how many of the entry's first tokens attend here; a backend that adds to this one does the rest."""
+        """Return how many of the entry's first tokens attend here: all. A subclass attends with the others itself."""
         return batch.q_lens[entry]
 
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
@@ -123,9 +129,9 @@ class TorchAttention(AttentionBackend):
         return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens, {})
 
     def _decode_pages(self, batch: ForwardBatch, entries: list[int], kv_lens: Tensor, longest: int) -> Tensor:
-        """Return the pages of a token of each of ``entries``, [B, S / page_size].
+        """Return the pages that one token of each of ``entries`` sees, [B, S / page_size] int64, padded with page 0.
 
-        The token sees ``kv_lens`` [B] tokens.
+        ``kv_lens`` [B]: tokens that it sees. ``longest``: the largest of these.
         """
         device = batch.input_ids.device
         num_pages = _ceil_div(longest, self._page_size)
@@ -142,7 +148,10 @@ class TorchAttention(AttentionBackend):
         return ExtendPlan(first, q_len, kv_len, pages)
 
     def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
-        """Return ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""
+        """Return ``pages`` [..., P], in the order of positions, as page numbers in each group's pool, flattened.
+
+        ``seen_by_first``: tokens that the first query sees.
+        """
         return [group.seen_pages(batch, pages, seen_by_first).flatten() for group in self._groups]
 
     def _gather(self, layer: int, pages: RowPages) -> tuple[Tensor, Tensor]:
@@ -153,7 +162,7 @@ class TorchAttention(AttentionBackend):
     def _run_decode(
         self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec | MLASpec, sinks_H: Tensor | None
     ) -> Tensor:
-        """Attend from one token of each entry: [B, H, D]."""
+        """Return the attention in ``layer`` of the plan's entries, one token each: [B, H, D]."""
         batch, heads, dim = q_BHD.shape
         groups = heads // spec.kv_heads
         kept = self._gather(layer, plan.pages)
@@ -172,7 +181,7 @@ class TorchAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks_H: Tensor | None,
     ) -> None:
-        """Attend from all tokens of one entry, into ``out_THD``."""
+        """Write the attention in ``layer`` of all tokens of one entry to ``out_THD``."""
         k, v = self._gather(layer, entry.pages)
         k_KSD, v_KSD = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         q_HTD = q_THD.transpose(0, 1)[None]
@@ -187,7 +196,7 @@ class TorchAttention(AttentionBackend):
             out_THD[begin:end] = out[0].transpose(0, 1)
 
     def _decode_mask(self, plan: DecodePlan, lanes: int, window: int | None) -> Tensor:
-        """Return the mask [B, 1, 1, S] of a plan's rows for ``window``; it is made once a pass."""
+        """Return the mask [B, 1, 1, S] to add to the scores of the plan's rows for ``window``; cached for the pass."""
         if window not in plan.masks:
             lane = torch.arange(lanes, device=plan.kv_lens.device)
             hidden = lane >= plan.kv_lens[:, None]
@@ -205,7 +214,10 @@ class TorchAttention(AttentionBackend):
 
 
 def _divide(entries: list[int], starts: list[int]) -> list[list[int]]:
-    """Divide entries of one token into pieces: of up to ``MOST_LANES`` padded lanes, or of one entry."""
+    """Divide entries of one token into batches that gather up to ``MOST_LANES`` padded positions, or are one entry.
+
+    ``starts``: tokens of each entry before its own.
+    """
     pieces: list[list[int]] = []
     longest = 0
     for entry in entries:
@@ -230,8 +242,9 @@ def _attend(
     spec: AttentionSpec | MLASpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return attention [B, H, T, D]. ``mask`` is added to the scores and fits [B, 1, T, S]; ``sinks`` fit
-    [K, G, T, 1].
+    """Return attention [B, H, T, D]. ``mask`` is added to the scores and fits [B, 1, T, S].
+
+    ``sinks`` fit [K, G, T, 1]; None: the layer has none.
     """
     if isinstance(spec, MLASpec) or (spec.softcap is None and sinks is None):
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
@@ -250,7 +263,7 @@ def _attend(
 
 
 def _softmax_with_sinks(scores_BKGTS: Tensor, sinks: Tensor) -> Tensor:
-    """Return each row's softmax over its scores and its sink, without the column of the sink."""
+    """Return each row's softmax over its scores and its sink, without the sink's column: it sums to less than 1."""
     columns = sinks.expand(*scores_BKGTS.shape[:-1], 1)
     return torch.cat((scores_BKGTS, columns), -1).softmax(-1)[..., :-1]
 

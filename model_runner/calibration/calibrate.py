@@ -41,7 +41,7 @@ class Magnitudes(AttentionBackend):
     """Attention by another backend, of which the queries and keys are added up."""
 
     def __init__(self, inner: AttentionBackend, shape: tuple[int, int, int], device: torch.device) -> None:
-        """Count magnitudes around the attention of ``inner``. ``shape``: L, K and D."""
+        """Add up magnitudes around the attention of ``inner``. ``shape``: numbers of layers, KV heads and channels."""
         self._inner = inner
         self._queries = torch.zeros(shape, dtype=torch.float64, device=device)
         self._keys = torch.zeros_like(self._queries)
@@ -59,7 +59,7 @@ class Magnitudes(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Add the magnitudes of queries and keys to the layer's sums, then attend by the inner backend.
+        """Add the magnitudes of ``q`` and ``k`` to the layer's sums, then return the attention of the inner backend.
 
         Queries are added up over the heads that share a KV head.
         """
@@ -69,13 +69,16 @@ class Magnitudes(AttentionBackend):
         return self._inner.forward(layer, q, k, v, spec, sinks)
 
     def ranked(self) -> Tensor:
-        """Return the channels [L, K, D] int64, most important first. Equal ones keep their order."""
+        """Return each KV head's channels by importance, [L, K, D] int64, most important first.
+
+        Equal ones keep their order.
+        """
         found = (self._queries * self._keys).sort(dim=-1, descending=True, stable=True)
         return found.indices.cpu()
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
-    """Write the file; the exit status."""
+    """Rank the channels of a model's keys, write them to ``options.out``, and return the exit code, 1 on failure."""
     try:
         spec, ranked, tokens = rank_channels(options)
         write_channels(options.out, spec, ranked, tokens)
@@ -87,8 +90,10 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 
 def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
-    """Rank the channels of a model's keys. Returns the model's spec, its channels [L, K, D] and the number
-    of tokens.
+    """Run a text through a model, and rank the channels of its keys by their importance.
+
+    Return the model's spec, each KV head's channels [L, K, D], most important first, and the number of tokens. Raises
+    ``ModelError``, ``TokenizerLoadError`` or ``OSError``.
     """
     source = resolve_model(options.model_path)
     if choose_model_impl("auto", source) is ModelImpl.TRANSFORMERS:
@@ -127,9 +132,9 @@ def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def whole_text(ids: Tensor, page_size: int, prompt_len: int, logits: int) -> ForwardBatch:
-    """Make a pass over all of ``ids`` [T] that returns the logits of the last ``logits`` tokens.
+    """Return a pass over all of ``ids`` [T], as one request, with the logits of the last ``logits`` tokens.
 
-    The first ``prompt_len`` tokens are a prompt. The KV goes to the pages from 1 on.
+    The first ``prompt_len`` tokens are its prompt. The KV goes to the pages from 1 on.
     """
     positions = torch.arange(len(ids), device=ids.device)
     return ForwardBatch(

@@ -16,7 +16,7 @@ from ..options import WorkerOptions
 
 
 def read_windows(options: WorkerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
-    """Cut a text into windows [windows, W] int64 of ``window`` tokens each, without a token that begins a text.
+    """Tokenise a text and return it in windows, [windows, W] int64, of ``window`` tokens each, without a BOS token.
 
     ``options`` name the model and its tokenizer. The windows hold at most ``tokens`` tokens after the first ``skip``
     ones; tokens that fill no window are left out. ``text`` replaces the default text.

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def choose_attention_backend(
     name: str, spec: ModelSpec, device: str | torch.device, dtype: DType, kv_dtype: DType
 ) -> str:
-    """Return the attention backend that ``name`` stands for on ``device``, which may be its name.
+    """Return the attention backend that ``name`` (``--attention-backend``) stands for on ``device``.
 
     "auto" is "cpu", the C++ engine, wherever it runs. On a GPU it is "flashinfer" if that is installed and serves the
     model, else "triton"; and last "torch". Raises ``UnsupportedModel`` for a backend that cannot run here.
@@ -66,7 +66,10 @@ def _why_not(name: str, spec: ModelSpec, place: str, dtype: DType, kv_dtype: DTy
 
 
 def _refusal(spec: ModelSpec, place: str, dtype: DType, kv_dtype: DType) -> str | None:
-    """Return why the CPU kernels cannot be used, or None if they can. Builds them if they are not built."""
+    """Return why the CPU kernels can't compute ``spec`` on the device ``place``, or None if they can.
+
+    Builds the kernels if they are not built.
+    """
     if place != "cpu":
         return f"the CPU kernels do not run on {place.partition(':')[0]}"
     from ..cpu_engine.build import BuildError

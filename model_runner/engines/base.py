@@ -37,28 +37,34 @@ class Engine(ABC):
 
     @abstractmethod
     def host_logits(self, batch: HostBatch) -> F32:
-        """Compute the logits of ``batch.logit_indices``, [L, V], on the host; write the pass's KV to the pool."""
+        """Compute a pass, write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V].
+
+        The result lies on the host.
+        """
 
     def common_steps(self, tables: RequestTables) -> CommonSteps:
-        """Return what computes common steps over ``tables``, with the weights that are loaded now."""
+        """Return what computes steps that want tokens alone in one call, over ``tables``, with the current weights.
+
+        This default leaves every step to be computed part by part.
+        """
         return ALL_GENERAL
 
     def weight_bytes_read(self) -> int:
-        """Return the bytes of weights that the last pass read; 0 if the engine does not count them."""
+        """Return the bytes of weights that the last pass read. This default returns 0: they are not counted."""
         return 0
 
     @abstractmethod
     def drop_weights(self) -> None:
-        """Give the weights back, with what computes with them. Anything from ``common_steps`` must be dropped, too.
+        """Free the weights and what computes with them. The caller has to drop what ``common_steps`` returned.
 
         Raises ``UnsupportedModel`` if the engine keeps its weights.
         """
 
     @abstractmethod
     def take_weights(self) -> None:
-        """Load the weights again, as at the start.
+        """Load the weights again, after ``drop_weights``.
 
-        Raises ``ModelError`` if that fails, or if the files hold other weights now.
+        Raises ``ModelError`` if that fails, or if the files have other weights now.
         """
 
 

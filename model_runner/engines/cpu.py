@@ -37,10 +37,11 @@ class CpuEngine(Engine):
         *,
         clears_begun_pages: bool,
     ) -> None:
-        """Compute with ``packed``, of ``spec`` and with activations of ``dtype``.
+        """Compute with the weights ``packed``, with activations of ``dtype``, on the threads of ``team``.
 
-        ``reload`` maps the same weights again, after they were dropped.
-        ``ranks``: tensor-parallel ranks that it computes the model with; ``packed`` and ``spec`` are its part.
+        ``reload`` maps the same weights again, after they were dropped. ``ranks``: this rank's part and its exchange
+        with the other tensor-parallel ranks; ``packed`` and ``spec`` are this rank's part. ``clears_begun_pages``: see
+        ``Engine``.
         """
         super().__init__(pools, clears_begun_pages=clears_begun_pages)
         self.team = team
@@ -54,7 +55,10 @@ class CpuEngine(Engine):
         self._use(packed)
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """Compute the pass in one call of the CPU kernels. Raises ``WithoutWeights`` while the weights are dropped."""
+        """Compute the pass in one call of the CPU kernels, write its KV, and return the wanted logits, [L, V].
+
+        Raises ``WithoutWeights`` while the weights are dropped.
+        """
         if self.native is None:
             raise WithoutWeights
         if self._clears:

@@ -49,10 +49,11 @@ def load_model(
     ranks: HostRanks | None = None,
     weights_source: WeightsSource | None = None,
 ) -> LoadedModel:
-    """Load the model, or the part of it that a rank computes. ``ranks``: the rank that this is, None: the only one.
+    """Load the model, or the part of it that a rank computes, with its KV pools and its engine.
 
-    ``weights_source``: where the C++ engine gets its weights from; None: they are packed here. Raises ``ModelError`` if
-    the model can't be served as asked.
+    ``threads``: where to compute; None: no thread is bound. ``ranks``: the tensor-parallel rank that this is; None: the
+    only one. ``weights_source``: where the C++ engine gets its weights from; None: they are packed here. Raises
+    ``ModelError`` if the model can't be served as asked.
     """
     begin = time.monotonic()
     source = resolve_model(options.model_path, revision=options.revision, weights=options.load_format == "auto")
@@ -134,7 +135,7 @@ def _choose_labels(options: WorkerOptions, spec: ModelSpec) -> LabelChannels | N
 
 
 def _choose_part(spec: ModelSpec, ranks: HostRanks | None, device: Device, options: WorkerOptions) -> ModelPart:
-    """Return the part of ``spec`` that this process computes. ``ranks``: the rank that it is, None: the only one.
+    """Return the part of ``spec`` that this process computes: all of it if ``ranks`` is None, else this rank's.
 
     Raises ``UnsupportedModel``.
     """
@@ -206,7 +207,10 @@ class _PackedWeights(NamedTuple):
     request: PackRequest
 
     def reopen(self, expected: str) -> PackedModel:
-        """Map the weights again; raise ``InvalidWeights`` if their fingerprint is not the ``expected`` one."""
+        """Map the weights again, after they were dropped.
+
+        Raises ``InvalidWeights`` if their fingerprint is not ``expected``.
+        """
         packed = self.source.open(self.request)
         if packed.contents.fingerprint != expected:
             raise InvalidWeights(OTHER_WEIGHTS)

@@ -44,7 +44,7 @@ class Threads:
 
     @property
     def team_size(self) -> int:
-        """Threads of the C++ engine."""
+        """Number of threads that the C++ engine computes on. Imports torch if ``count`` is None."""
         if self.count is not None:
             return self.count
         import torch
@@ -69,7 +69,7 @@ class Setup:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds that the block takes to those of ``what``."""
+        """Add the seconds that the block takes to ``seconds[what]``."""
         begin = time.monotonic()
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
@@ -86,7 +86,10 @@ class Native(NamedTuple):
     labels: LabelChannels | None
 
     def make_pool_maker(self, setup: Setup, order: KVOrder, page_cache_bytes: int = 0) -> PoolMaker:
-        """Return what makes the model's pools. ``page_cache_bytes``: see ``PoolMaker``."""
+        """Return the maker of this model's KV pools, with pages in ``order``.
+
+        ``page_cache_bytes``: bytes of mapped weights that the kernel counts as free memory.
+        """
         options, part = setup.options, self.part
         layout = make_layout(part.kept, options.page_size, setup.kv_dtype, order, part.windows, self.labels)
         sizes = (self.spec.vocab_size, self.context_length)
@@ -106,7 +109,7 @@ class Loaded(NamedTuple):
 
 
 def describe_for_ranks(setup: Setup, fingerprint: str, maker: PoolMaker, backend: str, level: str) -> str:
-    """Describe what ranks on several hosts must have in common."""
+    """Return a text that is equal on all hosts of one instance if they serve the same, for ``HostRanks.agree``."""
     options = setup.options
     kept = [group.dtype for group in maker.layout.groups]
     served = (fingerprint, backend, level, setup.dtype, kept, maker.context_length)

@@ -23,7 +23,10 @@ from .torch import TorchEngine, WrapLayer
 
 
 def load_for_torch(setup: Setup, native: Native, backend: str) -> Loaded:
-    """Load a model for ``TorchEngine`` with the attention backend of the name ``backend``."""
+    """Load a model of pdserve's own layers for a ``TorchEngine``: its weights, KV pools and engine.
+
+    ``backend``: name of the attention backend.
+    """
     options, device, part = setup.options, setup.device, native.part
     setup.threads.start_torch()
     with setup.timed("weights"):
@@ -60,7 +63,10 @@ def load_for_torch(setup: Setup, native: Native, backend: str) -> Loaded:
 
 
 def load_transformers(setup: Setup) -> LoadedModel:
-    """Load a model of transformers' own class (``--model-impl``)."""
+    """Load a model that transformers' own class computes (``--model-impl``), with its KV pools and its engine.
+
+    Raises ``ModelError`` if the class can't be served.
+    """
     options, source, device, timed = setup.options, setup.source, setup.device, setup.timed
     setup.threads.start_torch()
     with timed("config"):
@@ -108,7 +114,7 @@ def load_transformers(setup: Setup) -> LoadedModel:
 
 
 def _name_layers(setup: Setup) -> WrapLayer | None:
-    """Return what names each layer's computation for profilers (``--enable-nvtx``); None: no layer is named."""
+    """Return what wraps each layer in a profiler range of its name, or None without ``--enable-nvtx``."""
     if not setup.options.enable_nvtx:
         return None
     from ..steps.step_ranges import name_layers

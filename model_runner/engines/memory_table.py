@@ -14,7 +14,10 @@ GIB, KIB = 2**30, 2**10
 
 
 def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
-    """Return the memory of a loaded model, after its first steps; ``host_tier``: bytes of a second tier."""
+    """Return how many bytes weights, pools and the rest take of the device. Call this after the model's first steps.
+
+    ``host_tier``: bytes of the second KV tier, 0 without one.
+    """
     memory, used, sizes = model.device.memory(), model.device.used(), model.pools
     pools = [pool.nbytes for pool in sizes.by_group]
     # What the first may grow by takes no memory before it does.
@@ -39,7 +42,7 @@ def memory_use(model: LoadedModel, host_tier: int) -> MemoryUse:
 
 
 def describe_weights(model: LoadedModel) -> str:
-    """Describe the weights: their type, and what packs or computes them."""
+    """Describe the weights for the log in a few words: type, quantisation and attention backend."""
     rounded = "" if model.quantization == "none" else f", {model.quantization}"
     if model.quantized_activations is not None:
         rounded += f" times {model.quantized_activations} activations"
@@ -47,10 +50,10 @@ def describe_weights(model: LoadedModel) -> str:
 
 
 def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tokens: int) -> float:
-    """Return the number of requests of ``context_length`` tokens that the pools hold.
+    """Return how many requests of ``context_length`` tokens fit into the KV pools at once, as a fraction.
 
     ``tokens``, ``window_tokens``: size of the pool that keeps all tokens and of the pool of layers with a window. The
-    latter keep only the last window of each request.
+    latter keeps only the last window of each request.
     """
     size, group = layout.page_size, layout.window_group
     fit = tokens / (-(-context_length // size) * size)
@@ -62,7 +65,7 @@ def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tok
 
 
 def table(use: MemoryUse, layout: KVLayout, context_length: int, weights: str) -> list[str]:
-    """Return the lines of a table for the log. ``weights`` describes the weights."""
+    """Return the lines of the memory table for the log, in GiB. ``weights``: text that describes the weights."""
     where = f"{use.tokens} tokens of {layout.groups[0].page_bytes / layout.page_size / KIB:.4g} KiB"
     limit = f", up to {use.limit_tokens} of them" if use.limit_tokens > use.tokens else ""
     rows = [

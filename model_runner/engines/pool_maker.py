@@ -35,9 +35,11 @@ class PoolMaker:
     def make(
         self, weight_bytes: int, step_bytes: int = 0, identity: str = "", room: ExchangeRoom | NoRoom = NO_ROOM
     ) -> tuple[Pools, NativeRanks | NoExchange]:
-        """Make the pools beside weights that are loaded, and the C++ engine's exchange with other ranks.
+        """Make the KV pools beside loaded weights, and the C++ engine's exchange with other ranks; wait for these.
 
-        ``identity`` and ``room``: see ``Own``. Raises ``ModelError``, ``RegionError`` and ``OSError``.
+        ``weight_bytes``: the weights' memory. ``step_bytes``: what steps will take of an accelerator. ``identity``:
+        text that all ranks must agree on. ``room``: size of the longest pass, for the exchange. Raises ``ModelError``,
+        ``RegionError`` or ``OSError``.
         """
         page_bytes = self.layout.groups[0].page_bytes
         reserved = self.part.reserve(Own(weight_bytes, page_bytes, partial(self._plan, step_bytes), room, identity))

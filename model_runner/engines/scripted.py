@@ -56,7 +56,10 @@ class Script:
         self._output = lru_cache(CACHED_OUTPUTS)(self._find)
 
     def token(self, prompt: I32, index: int) -> int:
-        """Return token ``index`` of the output for a prompt; EOS if the output is over."""
+        """Return the token at ``index`` of the scripted output for a prompt; EOS beyond its end.
+
+        Without a matching entry it is always EOS. ``prompt``: its token ids.
+        """
         output = self._output(prompt.tobytes())
         return output[index] if index < len(output) else self._end
 
@@ -72,7 +75,7 @@ class Script:
 
 
 def read_script(folder: Path) -> list[ScriptEntry]:
-    """Read the script of a model folder. Raises ``UnsupportedModel``."""
+    """Read script.json in a model's folder. Raises ``UnsupportedModel`` if it is missing or invalid."""
     file = folder / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[ScriptEntry])
@@ -118,14 +121,17 @@ class ScriptedEngine(Engine):
         return logits
 
     def drop_weights(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: a script has no weights."""
 
     def take_weights(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: a script has no weights."""
 
 
 def load_scripted(setup: Setup, native: Native) -> Loaded:
-    """Make the engine and its pools. Raises ``ModelError``."""
+    """Read the script, and make its KV pools and its engine. Raises ``ModelError``.
+
+    The fingerprint is that of the script.
+    """
     options, spec = setup.options, native.spec
     if native.part.shard is not None or setup.device.beside or native.part.windows or spec.latent_dim is not None:
         raise UnsupportedModel("--load-format script needs one rank, --device cpu, and plain attention in every layer")

@@ -31,9 +31,9 @@ class _Trial(NamedTuple):
 
 
 def measure_step_bytes(maker: PoolMaker, make_engine: Callable[[Pools], AttentionEngine]) -> int:
-    """Return the bytes of an accelerator that steps take, by steps over pools of page 0 alone.
+    """Return how many bytes of an accelerator steps take beside weights and KV pools, by running the largest steps.
 
-    0 on a CPU, where nothing is measured.
+    Their KV goes to pools of page 0 alone. Return 0 on a CPU, where nothing is measured. Raises ``NotEnoughMemory``.
     """
     if not maker.device.beside:
         return 0

@@ -38,7 +38,7 @@ class AttentionEngine(Engine):
     """Type of the logits that ``compute`` returns."""
 
     def __init__(self, backend: str, needs: BackendNeeds, pools: Pools, options: WorkerOptions) -> None:
-        """Make the attention backend of the name ``backend`` from what it ``needs``."""
+        """Make the attention backend of the name ``backend`` from ``needs``, to compute over ``pools``."""
         self._attention = attention = make_attention_backend(backend, needs)
         super().__init__(pools, clears_begun_pages=options.hands_over or attention.reads_whole_pages)
         self.attention_backend = backend
@@ -49,28 +49,34 @@ class AttentionEngine(Engine):
 
     @property
     def gathers(self) -> bool:
-        """Whether attention copies whole contexts."""
+        """Whether attention copies the whole context of each request, instead of reading it in the pool."""
         return not self._attention.is_graph_safe
 
     def host_logits(self, batch: HostBatch) -> F32:
-        """Compute the pass by ``forward``, on tensors that share the batch's memory."""
+        """Compute the pass on CPU tensors that share the batch's memory, write its KV, and return the wanted logits."""
         return self.forward(tensor_batch(batch)).numpy()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the logits of ``batch.logit_indices``, [L, V] float32; write the pass's KV to the pool."""
+        """Compute a pass, write its KV to the pool, and return the wanted logits, [L, V] float32."""
         with torch.inference_mode():
             self.prepare(batch)
             return self.compute(batch).float()
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Do the half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
+        """Clear the pages that the pass begins, if necessary, and plan its attention; once before each ``compute``.
+
+        This depends on more than the batch's tensors, so no graph captures it.
+        """
         if self._clears:
             self._clear_begun_pages(batch)
         self._attention.plan(batch)
 
     @abstractmethod
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Do the other half, which can be captured if ``graph_sizes`` has any; logits of ``logits_dtype``."""
+        """Compute the prepared pass, write its KV, and return the wanted logits, [L, V] of ``logits_dtype``.
+
+        If ``graph_sizes`` has any, a graph can capture this.
+        """
 
     def _clear_begun_pages(self, batch: ForwardBatch) -> None:
         begun_at, size = batch.begun_at, self._pools.page_size
@@ -107,10 +113,10 @@ class TorchEngine(AttentionEngine):
         shares_heads: bool = False,
         wrap_layer: WrapLayer | None = None,
     ) -> None:
-        """Compute with the attention backend of the name ``backend``. ``reload`` loads the same weights again.
+        """Compute a native model of these ``weights``, with the attention backend of the name ``backend``.
 
-        ``shares_heads``: other ranks write the same keys and values to the pool. ``wrap_layer``: see
-        ``Decoder.wrap_layers``.
+        ``reload`` loads the same weights again. ``shares_heads``: whether other ranks write the same keys and values to
+        the pool. ``wrap_layer``: for ``Decoder.wrap_layers``; None: layers are not wrapped.
         """
         model, rows = weights.model, options.max_running_requests
         sizes = graph_sizes(rows, options.graph_sizes, options.cuda_graph_max_bs)
@@ -135,7 +141,7 @@ class TorchEngine(AttentionEngine):
         self._choose_graphs(sizes, options, device, model)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Run the decoder over the planned pass. Raises ``WithoutWeights`` while the weights are dropped."""
+        """Run the decoder over the prepared pass. Raises ``WithoutWeights`` while the weights are dropped."""
         return self._compute(batch)
 
     def drop_weights(self) -> None:

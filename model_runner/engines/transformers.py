@@ -35,7 +35,7 @@ class TransformersEngine(AttentionEngine):
         self._choose_graphs(graph_sizes(options.max_running_requests), options, device, model)
 
     def compute(self, batch: ForwardBatch) -> Tensor:
-        """Run transformers' own model class, with attention by the backend that has planned the pass."""
+        """Run transformers' own model class over the prepared pass, with attention by this engine's backend."""
         return self._model.forward(batch, self._attention)
 
     def drop_weights(self) -> None:

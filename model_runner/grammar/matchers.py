@@ -43,9 +43,9 @@ class TokenMatcher(Protocol):
     """State of one row's output."""
 
     def penalties(self) -> F32:
-        """Return what is added to the logits of the next token, [V]: 0 where it is allowed, else -inf. Waits for it.
+        """Return what is added to the logits of the next token, [V] float32: 0 if it is allowed, else -inf.
 
-        No token is allowed if the matcher has failed.
+        Waits until it is computed. No token is allowed if the matcher has failed.
         """
 
 
@@ -53,28 +53,28 @@ class MakesMatchers(Protocol):
     """Makes matchers for the rows of one model."""
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """Have ``grammar`` compiled on a thread of its own, which calls ``then`` afterwards."""
+        """Compile ``grammar`` on another thread, which calls ``then`` afterwards, even if that failed; don't wait."""
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """Return a matcher that has taken ``output``."""
+        """Return a matcher for ``grammar``, in the state after the tokens ``output``."""
 
     def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
-        """Have each matcher take the next token of its output, and compute the penalties after it. Does not wait."""
+        """Feed each matcher the next token of its output, and compute the penalties after it; don't wait for that."""
 
 
 class NoMatchers:
     """Stands for ``Matchers`` on devices without structured output. Requests with a grammar are refused before."""
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> None:
-        """Raise ``AssertionError``."""
+        """Raise ``AssertionError``: requests with a grammar are refused before."""
         raise AssertionError(NOT_SERVED)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """Raise ``AssertionError``."""
+        """Raise ``AssertionError``: requests with a grammar are refused before."""
         raise AssertionError(NOT_SERVED)
 
     def advance(self, chosen: Sequence[tuple[TokenMatcher, int]]) -> None:
-        """Raise ``AssertionError`` if there are any."""
+        """Do nothing if ``chosen`` is empty; else raise ``AssertionError``, as there can be no matcher."""
         assert not chosen, NOT_SERVED
 
 
@@ -103,9 +103,9 @@ class Matchers:
         self._compiler.submit(then)
 
     def make(self, grammar: Grammar, output: I32) -> TokenMatcher:
-        """Return a matcher that has consumed ``output``, and queue the mask of its next token. Waits for the compiler.
+        """Return a matcher that has consumed ``output``, and queue the computation of its next token's mask.
 
-        The matcher of a grammar that can't be used allows no token.
+        Waits for the compiler. The matcher of a grammar that can't be used allows no token.
         """
         compiled = self.compile(grammar)
         if compiled is None:
@@ -134,7 +134,10 @@ class Matchers:
             matcher.computed = computed
 
     def compile(self, grammar: Grammar) -> LLMatcher | None:
-        """Return the matcher of an empty output, not to be changed; None if ``grammar`` can't be used."""
+        """Wait until ``grammar`` is compiled, and return its matcher before any output; None if it can't be used.
+
+        The matcher is cached: copy it before it takes tokens.
+        """
         return self._compile_soon(grammar).result()
 
     def _compile_soon(self, grammar: Grammar) -> Future[LLMatcher | None]:

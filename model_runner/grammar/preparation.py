@@ -13,13 +13,16 @@ class GrammarPreparation:
     """Answers ``PrepareGrammar`` from the compiler's thread."""
 
     def __init__(self, matchers: MakesMatchers, make_sender: Callable[[], SendsMessages]) -> None:
-        """Compile with ``matchers``. ``make_sender`` returns a channel to the scheduler, used by its caller alone."""
+        """Compile with ``matchers``, and answer by a channel to the scheduler, which ``make_sender`` makes.
+
+        Only the compiler's thread calls ``make_sender`` and uses the channel.
+        """
         self._matchers = matchers
         self._make_sender = make_sender
         self._sender: SendsMessages | None = None
 
     def obey(self, command: PrepareGrammar) -> None:
-        """Have the grammar compiled. Does not wait."""
+        """Queue the grammar for compilation; never wait. The compiler's thread sends ``GrammarPrepared`` afterwards."""
         self._matchers.prepare(command.grammar, lambda: self._tell(command.number))
 
     def _tell(self, number: int) -> None:

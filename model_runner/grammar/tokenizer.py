@@ -36,7 +36,7 @@ class _Vocabulary(TokenizerWrapper):
         self._backend = backend
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text that must follow; none if it is not certain which.
+        """Return the tokens of ``text`` that must follow in the output; [] if its tokens do not spell it exactly.
 
         A special token's text is plain text here: a schema that names one must not end the output.
         """
@@ -47,7 +47,10 @@ class _Vocabulary(TokenizerWrapper):
 
 
 def load_grammar_tokenizer(options: ModelOptions, vocab_size: int) -> GrammarTokenizer:
-    """Load the vocabulary of a model of ``vocab_size`` logits. Raises ``ModelError`` or ``TokenizerLoadError``."""
+    """Load the tokenizer of a model with ``vocab_size`` logits, and return its vocabulary as llguidance takes it.
+
+    Raises ``ModelError`` if grammars can't be matched with it, or ``TokenizerLoadError``.
+    """
     tokenizer = load_tokenizer(options)
     if reason := why_no_grammars(tokenizer, vocab_size):
         raise UnsupportedModel(reason)

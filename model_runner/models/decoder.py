@@ -52,7 +52,10 @@ class Attention:
     def forward(
         self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
     ) -> Tensor:
-        """Return the layer's attention [T, N]. ``rotation`` None: the layer has no positions."""
+        """Write the tokens' KV, and return the layer's attention output [T, N].
+
+        ``rotation`` None: the layer has no positions.
+        """
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         qkv = self.qkv_proj.forward(x_TN).view(x_TN.shape[0], -1, self.spec.head_dim)
         q_THD, k_TKD, v_TKD = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
@@ -64,7 +67,7 @@ class Attention:
         return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec, self.sinks))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Return the layer's weight tensors by our names, as views that the loader fills."""
+        """Return the layer's weight tensors as views for the loader to fill, by the engine's names after ``prefix``."""
         views = weights_of(self.linears(prefix))
         if self.q_norm is not None and self.k_norm is not None:
             views |= {f"{prefix}.q_norm.weight": self.q_norm.weight, f"{prefix}.k_norm.weight": self.k_norm.weight}
@@ -73,7 +76,7 @@ class Attention:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """Return the layer's linear operations, each by the names of its projections."""
+        """Return the layer's linear operations, each by the names of the projections that are fused in it."""
         qkv = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
         return {qkv: self.qkv_proj, (f"{prefix}.o_proj",): self.o_proj}
 
@@ -118,8 +121,9 @@ class Layer:
         ops: DeviceOps,
         following: RMSNorm | None,
     ) -> Tensor:
-        """Apply the layer to ``x_TN`` in place. ``normed_TN``: the same behind ``before_attention``. Returns ``x_TN``
-        behind the norm ``following``.
+        """Apply the layer to ``x_TN`` in place, and return ``x_TN`` normalised by ``following`` (None: as it is).
+
+        ``normed_TN``: the input normalised by ``before_attention``. The tokens' KV is written to the pool.
         """
         scale = self.spec.residual_scale
         attended = self._ranks.sum(self.attention.forward(normed_TN, rotation, attention, ops))
@@ -128,7 +132,7 @@ class Layer:
         return ops.add_and_norm(x_TN, more, scale, self.after_mlp, following)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Return the layer's weight tensors by our names, as views that the loader fills."""
+        """Return the layer's weight tensors as views for the loader to fill, by the engine's names after ``prefix``."""
         norms = {
             "before_attention": self.before_attention,
             "after_attention": self.after_attention,
@@ -144,8 +148,8 @@ class Layer:
     def linears(self, prefix: str) -> Linears:
         """Return the layer's linear operations, each by the names of the projections that are fused in it.
 
-        The names are ours and not the checkpoint's, behind ``prefix``: ``layers.3.q_proj``. Left out are the experts'
-        router, the shared expert's gate, and projections that are multiplied head by head.
+        The names are the engine's and not the checkpoint's, after ``prefix``: ``layers.3.q_proj``. Left out are the
+        experts' router, the shared expert's gate, and projections that are multiplied head by head.
         """
         return {**self.attention.linears(prefix), **self.mlp.linears(prefix)}
 
@@ -164,8 +168,8 @@ class Decoder:
     ) -> None:
         """Allocate the model's weights, without values.
 
-        ``vocab``: rows of the head that this rank has. ``ranks``: the ranks that it adds its parts up with; ``spec`` is
-        this rank's share of the model. ``ops``: None stands for torch's.
+        ``vocab``: rows of the LM head that this rank has; None: all. ``ranks``: the ranks that it adds its parts up
+        with; ``spec`` is this rank's share of the model. ``ops``: None stands for torch's.
         """
         self.spec = spec
         self.ranks = ranks
@@ -180,8 +184,9 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Return the logits of ``batch.logit_indices``, [L, V] of ``logits_dtype``. ``attention`` must have planned
-        ``batch``.
+        """Compute a pass, write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V].
+
+        They are of ``logits_dtype``. ``attention`` must have planned ``batch``.
         """
         x_TN = F.embedding(batch.input_ids, self.embed_tokens)
         if self._embedding_scale != 1.0:
@@ -206,7 +211,7 @@ class Decoder:
         return logits
 
     def wrap_layers(self, wrap: Callable[[int, LayerForward], LayerForward]) -> None:
-        """Compute each layer by ``wrap(its number, Layer.forward)`` from now on."""
+        """Compute layer ``i`` by the function ``wrap(i, Layer.forward)`` from now on, such as one that times it."""
         self._forwards = [wrap(i, layer.forward) for i, layer in enumerate(self.layers)]
 
     @property
@@ -217,19 +222,22 @@ class Decoder:
 
     @property
     def why_no_graphs(self) -> str | None:
-        """Why a pass can't be captured, None where it can: the host must know nothing of what was computed."""
+        """Why no graph can capture a pass, because an operation makes the host wait; None if a graph can.
+
+        Call this after loading weights.
+        """
         experts = (layer.mlp.networks for layer in self.layers if isinstance(layer.mlp, Experts))
         return next((why for networks in experts if (why := self.ops.waits_for_experts(networks))), None)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of weights that a pass of one token does not read."""
+        """Bytes of weights that a pass of one token does not read: experts that it does not choose, and embeddings."""
         experts = sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
         # Of the table of embeddings it reads a row, unless the head is the same.
         return experts + (0 if self.spec.tied_head else self.embed_tokens.nbytes)
 
     def linears(self) -> Linears:
-        """Return the layers that may keep a packed weight, by the names of their weights, from top to bottom."""
+        """Return the linear layers that may keep a packed weight, by the names of their weights, in order."""
         return {
             tuple(f"{name}.weight" for name in names): linear
             for i, layer in enumerate(self.layers)
@@ -237,7 +245,10 @@ class Decoder:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's weight tensors by our names, as views that the loader fills."""
+        """Return the model's weight tensors as views for the loader to fill, by the engine's names.
+
+        A tied head is left out, as it is the table of embeddings.
+        """
         views = {EMBEDDING: self.embed_tokens, NORM: self.norm.weight}
         for i, layer in enumerate(self.layers):
             views |= layer.weights(f"layers.{i}")

@@ -38,7 +38,7 @@ class Experts:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of weights that a pass of one token does not read."""
+        """Bytes of experts' weights that a pass of one token does not read."""
         nbytes = self.gate_up_proj.nbytes + self.down_proj.nbytes
         return nbytes * (self.spec.count - self.spec.chosen) // self.spec.count
 
@@ -55,7 +55,7 @@ class Experts:
         return sum_TN.to(x_TN.dtype)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Return the layer's weight tensors by our names, as views that the loader fills."""
+        """Return the layer's weight tensors as views for the loader to fill, by the engine's names after ``prefix``."""
         views = self.router.weights(f"{prefix}.router")
         views |= self.gate_up_proj.weights(f"{prefix}.experts", "gate_proj", "up_proj")
         views |= self.down_proj.weights(f"{prefix}.experts", "down_proj")
@@ -68,9 +68,7 @@ class Experts:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """Return the linear operations of the experts and of the shared expert, each by the names of its
-        projections.
-        """
+        """Return the linear operations of all experts and of the shared one, each by the names of its projections."""
         found = {
             **self.gate_up_proj.linears(f"{prefix}.experts", "gate_proj", "up_proj"),
             **self.down_proj.linears(f"{prefix}.experts", "down_proj"),

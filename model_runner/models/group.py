@@ -17,15 +17,18 @@ class RankGroup(Protocol):
     """All ranks call the same methods in the same order."""
 
     def sum(self, part_TN: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, [T, N] of the parts' type. It is added up in float32."""
+        """Exchange parts with all ranks, and return their sum, [T, N] of the parts' type, added up in float32."""
         ...
 
     def join(self, columns: Tensor) -> Tensor:
-        """Join each rank's [L, columns] to [L, V]. A rank has V / R columns, rounded up or down."""
+        """Exchange columns with all ranks, and return them side by side: [L, V].
+
+        Each rank gives about V / R columns.
+        """
         ...
 
     def meet(self) -> None:
-        """Return when all ranks have come."""
+        """Wait until all ranks have called this; a device only queues the wait."""
         ...
 
 

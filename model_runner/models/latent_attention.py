@@ -43,7 +43,10 @@ class LatentAttention:
     def forward(
         self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
     ) -> Tensor:
-        """Return the layer's attention [T, N]. ``rotation`` must not be None."""
+        """Write the tokens' latent rows to the pool, and return the layer's attention output [T, N].
+
+        Raises ``ValueError`` if ``rotation`` is None.
+        """
         if rotation is None:
             raise ValueError("latent attention without positions is not known")
         (latent_THR, q_THP), (row_T1R, k_T1P) = self._queries(x_TN, ops), self._row(x_TN, ops)
@@ -56,7 +59,7 @@ class LatentAttention:
         return self.o_proj.forward((latent_HTR @ v_b_HRV).transpose(0, 1).flatten(1))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Return the layer's weight tensors by our names, as views that the loader fills."""
+        """Return the layer's weight tensors as views for the loader to fill, by the engine's names after ``prefix``."""
         views = weights_of(self.linears(prefix))
         views |= self.k_b_proj.weights(f"{prefix}.k_b_proj") | self.v_b_proj.weights(f"{prefix}.v_b_proj")
         views[f"{prefix}.kv_a_norm.weight"] = self.kv_a_norm.weight
@@ -65,7 +68,7 @@ class LatentAttention:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """Return the linear layers that are not multiplied head by head, by the names of what they project to."""
+        """Return the linear operations that are not multiplied head by head, each by the names of its projections."""
         found: dict[tuple[str, ...], Linear] = {
             (f"{prefix}.kv_a_proj",): self.kv_a_proj,
             (f"{prefix}.o_proj",): self.o_proj,

@@ -23,10 +23,10 @@ class MLP:
         return self.down_proj.forward(ops.gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Return the layer's weight tensors by our names, as views that the loader fills."""
+        """Return the network's weight tensors as views for the loader to fill, by names that begin with ``prefix``."""
         return weights_of(self.linears(prefix))
 
     def linears(self, prefix: str) -> Linears:
-        """Return the layer's linear operations, each by the names of its projections."""
+        """Return the network's linear operations, each by the names of the projections that are fused in it."""
         up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return {up: self.gate_up_proj, (f"{prefix}.down_proj",): self.down_proj}

@@ -24,7 +24,11 @@ class ExpertChoice(NamedTuple):
 
 
 def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor | None) -> ExpertChoice:
-    """Read ``ExpertsSpec``; logits and bias are float32. Of equal scores the first expert's counts as the larger."""
+    """Return the experts that each token goes through, by its router logits (float32), and their weights.
+
+    ``choice_bias_E``: added to scores for the choice alone, or None. Of equal scores the first expert's counts as
+    larger.
+    """
     scores = logits_TE.softmax(-1) if spec.scoring is ExpertScoring.SOFTMAX else logits_TE.sigmoid()
     wanted = scores if choice_bias_E is None else scores + choice_bias_E
     if spec.groups > 1:
@@ -38,7 +42,7 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
 
 
 def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:
-    """Keep the scores of the best groups of experts, and set the others to -inf."""
+    """Return the scores with those outside of each token's best groups of experts set to -inf."""
     by_group_TGE = wanted_TE.view(-1, spec.groups, spec.count // spec.groups)
     best = 1 if spec.group_score is GroupScore.LARGEST else 2
     of_group_TG = by_group_TGE.topk(best, -1).values.sum(-1)

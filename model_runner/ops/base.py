@@ -25,38 +25,37 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """Return ``x`` [T, N] normalised, or [T, H, D] with each head by itself; a new tensor."""
+        """Return ``x`` [T, N] normalised by ``norm``, or [T, H, D] with each head by itself; a new tensor."""
 
     @abstractmethod
     def add_and_norm(
         self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
     ) -> Tensor:
-        """Add ``scale`` times ``y`` (normalised by ``after``) to the residual ``x``, in place.
+        """Add ``scale`` times ``y`` (normalised by ``after``, if given) to the residual ``x``, in place.
 
-        Returns the input of the next layer: the sum normalised by ``following``, or ``x`` itself.
+        Returns the input of the next layer: the sum normalised by ``following``, or ``x`` itself if that is None.
         """
 
     @abstractmethod
     def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
-        """Compute what ``rotate`` needs of a pass's ``positions`` [T]."""
+        """Return the rotations of a pass's ``positions`` [T], which ``rotate`` takes in each layer."""
 
     @abstractmethod
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
-        """Rotate the queries and keys of each token by its position. Returns new tensors, or the same ones
-        overwritten.
+        """Rotate the queries and keys of each token by its position, and return both.
+
+        They are new tensors, or the same ones overwritten.
         """
 
     @abstractmethod
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return ``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be
-        overwritten.
-        """
+        """Return ``activation(gate) * up`` [T, I] for ``x`` = [gate, up] [T, 2 I]. ``x`` may be overwritten."""
 
     @abstractmethod
     def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """Return the sum of each token's chosen ``experts`` (int64, distinct), each times its weight (float32).
+        """Return the sum of each token's chosen experts, each times its weight (float32): [T, N] float32, a new tensor.
 
-        The sum goes in the order of the experts' numbers: [T, N] float32, a new tensor.
+        ``experts_TC``: their numbers, int64, distinct for a token. The sum goes in the order of the numbers.
         """
 
     @abstractmethod
@@ -68,7 +67,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
-        """Update the device's arrays before a pass.
+        """Update the device's arrays before a pass; a device only queues this.
 
         The slots of the pass's tokens go into ``req_to_token`` ([R, C] int32). Tokens that only the device knows go
         from ``last_tokens`` ([R] int64) into the step's ``input_ids``.

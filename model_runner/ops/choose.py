@@ -14,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_ops(device: torch.device) -> DeviceOps:
-    """Return Triton's operations on a CUDA device if Triton is installed, else torch's."""
+    """Return Triton's operations on a CUDA device if Triton is installed, else torch's.
+
+    Warn if a CUDA device has to do without Triton.
+    """
     if device.type != "cuda":
         return TorchOps()
     if importlib.util.find_spec("triton") is None:

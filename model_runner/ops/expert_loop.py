@@ -12,9 +12,10 @@ from .layers.expert_networks import ExpertNetworks
 
 
 def loop_over_experts(x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-    """Run the chosen experts one after another; weights may be floats or packed.
+    """Return the weighted sum of each token's chosen experts, [T, N] float32, running one expert after another.
 
-    The host waits for the number of tokens of each expert. See ``DeviceOps.run_experts``.
+    ``experts_TC``, ``weights_TC``: each token's experts and their weights in the sum. Weights may be floats or packed.
+    The host waits for the number of tokens of each expert.
     """
     sum_TN = torch.zeros(x_TN.shape, dtype=torch.float32, device=x_TN.device)
     chosen, weights = experts_TC.flatten(), weights_TC.flatten()

@@ -25,9 +25,10 @@ MOST_PAIRS = 16384
 
 
 def group_experts(x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-    """Run the chosen experts by grouped kernels, all at once; weights must be floats.
+    """Return the weighted sum of each token's chosen experts, [T, N] float32, by kernels for all experts at once.
 
-    A row's result has the same bits in every batch. See ``DeviceOps.run_experts``.
+    ``experts_TC``, ``weights_TC``: each token's experts and their weights in the sum. The experts' own weights must be
+    floats. The host does not wait. A row's result has the same bits in every batch.
     """
     gate_up, down = networks.gate_up_proj, networks.down_proj
     weights = ExpertWeights(gate_up.weight, down.weight, gate_up.bias, down.bias)

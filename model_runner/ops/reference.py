@@ -21,14 +21,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide ``x`` [..., N] by its root mean square along N (computed in float32), and multiply it by
-    ``weight`` [N].
+    """Return ``x`` [..., N] divided by its root mean square along N, times ``weight`` [N].
+
+    ``eps`` is added to the mean square.
     """
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate each head: element ``i`` pairs with ``i + D / 2``.
+    """Return ``x_THD`` with each head rotated: element ``i`` pairs with ``i + D / 2``.
 
     ``cos_TD`` and ``sin_TD`` are [T, 1, D] in the type of ``x_THD``; the first half of ``sin_TD`` is negated already.
     """
@@ -36,7 +37,7 @@ def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def gate_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """Return ``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+    """Return ``activation(gate) * up`` [T, I] for ``x`` = [gate, up] [T, 2 I]."""
     gate, up = x.chunk(2, -1)
     match activation:
         case Activation.SILU:
@@ -55,7 +56,10 @@ def clamped_gate_and_mul(x: Tensor, limit: float) -> Tensor:
 
 
 def store_kv(pool_rows: Tensor, key_rows: Tensor, value_rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write ``k`` and ``v`` [T, H, D] into rows (int64 [T]) of the pool seen as [N, H * D]."""
+    """Write ``k`` and ``v`` [T, H, D] into rows of the pool, converted to its type.
+
+    ``pool_rows``: the pool as [N, H * D]. ``key_rows``, ``value_rows``: int64 [T], the row of each token.
+    """
     width = pool_rows.shape[1]
     pool_rows.index_copy_(0, key_rows, k.reshape(-1, width).to(pool_rows.dtype))
     pool_rows.index_copy_(0, value_rows, v.reshape(-1, width).to(pool_rows.dtype))

@@ -16,9 +16,10 @@ from .sampled import HostArray, HostSampler, Sampled
 def choose_tokens(
     logits_SV: F32, states: RowStates[Any], rows: I64, params: RowParams, positions: I64, sampler: HostSampler
 ) -> Sampled[HostArray]:
-    """Choose the token at ``positions[i]`` of each of ``rows``, with ``params`` [S].
+    """Choose the token at ``positions[i]`` of each of ``rows`` by ``sampler``, after the logit edits of its request.
 
-    ``logits_SV``: changed meanwhile. Those of rows with log-probabilities are put back.
+    ``params`` [S]: those of the rows. ``logits_SV`` is changed in place. Afterwards, rows with log-probabilities have
+    their old logits again.
     """
     with edited(logits_SV, params, states.edits(rows, params, positions)):
         return sampler.sample(logits_SV, params, positions)

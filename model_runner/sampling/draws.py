@@ -40,8 +40,9 @@ class DrawnRows(NamedTuple):
     def of(
         cls, logits_NV: Tensor, max_N: Tensor, params: RowParams, positions: I64, upload: Upload | None = None
     ) -> DrawnRows:
-        """Gather what drawing from the rows of ``logits_NV`` at ``positions`` needs. ``max_N``: each row's largest
-        logit.
+        """Return the parameters and the uniform numbers for drawing tokens at ``positions`` [N] from ``logits_NV``.
+
+        ``max_N``: each row's largest logit. ``upload`` puts arrays where the logits are; None: copy them and wait.
         """
 
         def column(values: npt.NDArray[np.generic]) -> Tensor:
@@ -59,32 +60,38 @@ class DrawnRows(NamedTuple):
         )
 
     def take(self, which: npt.NDArray[np.intp], upload: Upload | None = None) -> DrawnRows:
-        """Return the rows ``which``."""
+        """Return the rows at the indices ``which``, or these rows themselves if ``which`` has as many."""
         if len(which) == len(self.logits_NV):
             return self
         index = torch.from_numpy(which).to(self.logits_NV.device) if upload is None else upload(which)
         return DrawnRows(*(column.index_select(0, index) for column in self))
 
     def drops_tail(self) -> bool:
-        """Return whether min-p may drop tokens of any row. This waits for the device."""
+        """Return whether min-p is set for any row. This waits for the device."""
         return bool(self.min_p_N1.any())
 
     def least_weights(self, best_N1: Tensor) -> Tensor:
-        """Return the weights below which min-p drops tokens. ``best_N1``: the weight of each row's best token."""
+        """Return the weights [N, 1] below which min-p drops tokens.
+
+        ``best_N1``: the weight of each row's best token.
+        """
         return self.min_p_N1 * best_N1
 
     def scaled(self, logits_NM: Tensor) -> Tensor:
-        """Return logits over temperature, less the largest. Subtracting first keeps a small temperature exact."""
+        """Return (logit - the row's largest) / temperature. Subtracting first keeps a small temperature exact."""
         return (logits_NM - self.max_N1).div_(self.temperature_N1)
 
 
 def drop_tails(params: RowParams) -> npt.NDArray[np.bool_]:
-    """Return whether min-p may drop tokens, for each row."""
+    """Return for each row whether min-p is set, so that it may drop tokens: [N] bool."""
     return np.asarray(params["min_p"] > 0)
 
 
 def from_all(rows: DrawnRows, *, drops_tail: bool) -> Tensor:
-    """Draw a token of each row without top-k and top-p. ``drops_tail``: whether ``least_weights`` may drop tokens."""
+    """Draw a token for each row among the whole vocabulary, without top-k and top-p: [N] int64.
+
+    ``drops_tail``: whether min-p may drop tokens of any row.
+    """
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     if drops_tail:
         zero_below(weights_NV, rows.least_weights(weights_NV.amax(1, keepdim=True)))
@@ -92,7 +99,10 @@ def from_all(rows: DrawnRows, *, drops_tail: bool) -> Tensor:
 
 
 def from_top_k(rows: DrawnRows) -> Tensor:
-    """Draw a token of each row with a small top-k: only the candidates are read."""
+    """Draw a token for each row with top-k of at most ``CANDIDATES``, reading only the best tokens: [N] int64.
+
+    Top-p and min-p apply as well.
+    """
     best = top_tokens(rows.logits_NV, CANDIDATES)
     ranks_K = torch.arange(best.ids.shape[1], device=best.ids.device)
     scaled_NK = rows.scaled(best.values).masked_fill_(ranks_K >= rows.top_k_N1, -torch.inf)
@@ -100,9 +110,10 @@ def from_top_k(rows: DrawnRows) -> Tensor:
 
 
 def from_candidates(rows: DrawnRows, weights_NK: Tensor, ids_NK: Tensor) -> Tensor:
-    """Draw a token of each row by top-p and min-p over its candidates.
+    """Draw a token of each row by top-p and min-p over its candidates: [N] int64.
 
-    Candidates are sorted best first. Their weights sum to 1 or, if there is top-p alone, are parts of the vocabulary's.
+    ``weights_NK``, ``ids_NK``: candidates, best first. Weights sum to 1 or, if there is top-p alone, are the tokens'
+    shares of the whole vocabulary.
     """
     before_NK = weights_NK.cumsum(1, dtype=torch.float64) - weights_NK
     keep_NK = (before_NK < rows.top_p_N1) & (weights_NK >= rows.least_weights(weights_NK[:, :1]))
@@ -113,7 +124,10 @@ def from_candidates(rows: DrawnRows, weights_NK: Tensor, ids_NK: Tensor) -> Tens
 
 
 def from_sorted(rows: DrawnRows) -> Tensor:
-    """Draw with any top-k, top-p and min-p, from all logits in their order. Equal ones are ordered by id."""
+    """Draw a token for each row with any top-k, top-p and min-p, by sorting all of its logits: [N] int64.
+
+    Equal logits are ordered by id.
+    """
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     ids_NV = rows.logits_NV.sort(dim=1, descending=True, stable=True).indices
     sorted_NV, vocab = weights_NV.gather(1, ids_NV), weights_NV.shape[1]
@@ -140,7 +154,10 @@ class KeptCounts(NamedTuple):
 
 
 def find_kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> KeptCounts:
-    """Find what top-k, top-p and min-p keep of each row, from its ``size`` largest weights."""
+    """Return how many of each row's largest weights remain after top-k, top-p and min-p, and the smallest of these.
+
+    Only the ``size`` largest weights of each row are looked at; ``certain_N`` tells whether they suffice.
+    """
     size = min(size, weights_NV.shape[1])
     sorted_NS = _largest(weights_NV, size)
     cumulative_NS = sorted_NS.cumsum(1, dtype=torch.float64)
@@ -167,7 +184,7 @@ def _largest(weights_NV: Tensor, size: int) -> Tensor:
 
 
 def zero_below(weights_NV: Tensor, border_N1: Tensor) -> Tensor:
-    """Set weights below the border to zero, in place, and return how many are left ([N] int64)."""
+    """Set weights below each row's border to zero, in place, and return how many are left in each row ([N] int64)."""
     # Comparing into floats and multiplying is vectorised, which masks of bools are not: a tenth of the time.
     keep_NV = torch.ge(weights_NV, border_N1, out=torch.empty_like(weights_NV))
     weights_NV.mul_(keep_NV)

@@ -28,17 +28,17 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 
 def pick_few(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
-    """Return the first index of each row at which the cumulative weight exceeds ``u`` × total ([N] int64).
+    """Return the first index of each row at which the cumulated weight exceeds the uniform number times the sum.
 
-    For small M; weights are float32 and not negative. Sums are float64: float32 running sums over a vocabulary are off
-    by up to 1e-3, more than the rarest tokens weigh. A row of zeros or NaN gives 0.
+    ``weights_NM``: float32, not negative, with small M. Returns [N] int64; a row of zeros or NaN gives 0. Sums are
+    float64: float32 running sums over a vocabulary are off by up to 1e-3, more than the rarest tokens weigh.
     """
     cumulative_NM = weights_NM.cumsum(1, dtype=torch.float64)
     return _first_above(cumulative_NM, uniforms_N.unsqueeze(1) * cumulative_NM[:, -1:])
 
 
 def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
-    """Return what ``pick_few`` would, for a whole vocabulary.
+    """Return the index that ``pick_few`` would choose in each row, faster for a whole vocabulary ([N] int64).
 
     Finds the block first and then the weight in it, so that few sums are cumulated.
     """
@@ -56,6 +56,9 @@ def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_NM: Tensor, target_N1: Tensor) -> Tensor:
-    """Return the first index above the target, or the last one with weight if rounding left no sum above it."""
+    """Return the first index of each row with a sum above the target ([N] int64).
+
+    If rounding left no sum above it, return the last index that has weight.
+    """
     index_N = (cumulative_NM <= target_N1).sum(1)
     return torch.minimum(index_N, (cumulative_NM < cumulative_NM[:, -1:]).sum(1))

@@ -28,9 +28,9 @@ class Scores(NamedTuple):
 
 
 def score(logits_NV: F32, rows: I64, targets: I64, most: int, sampler: HostSampler) -> Scored[HostArray]:
-    """Score each of the ``rows`` of logits: its target's log-probability, and those of its ``most`` best tokens.
+    """Return the log-probability of a target at each position, and those of its ``most`` likeliest tokens, in float32.
 
-    ``rows`` and ``targets``: one of each for a position. Results are float32.
+    ``rows``: index of each position's row of logits. ``targets``: each position's token.
     """
     sums, best = sampler.log_sums(logits_NV, rows), min(most, logits_NV.shape[1])
     ids = np.empty((len(rows), best), dtype=np.int64)
@@ -41,7 +41,10 @@ def score(logits_NV: F32, rows: I64, targets: I64, most: int, sampler: HostSampl
 
 
 def listed(arrays: Sequence[HostArray], top_nums: Sequence[int]) -> list[Scores]:
-    """Return each position of ``Scored`` (its arrays, on the host) with its ``top_nums[i]`` best tokens, best first."""
+    """Return each position's log-probability with its ``top_nums[i]`` likeliest tokens, best first, for the answer.
+
+    ``arrays``: those of ``Scored``, on the host.
+    """
     rows = zip(*(array.tolist() for array in arrays), top_nums, strict=True)
     result = []
     for token, logprob, ids, best, num in rows:

@@ -22,7 +22,10 @@ class NativeSampler:
     """
 
     def __init__(self, team: Team | None = None) -> None:
-        """Load the kernels. Raises ``BuildError`` if that is impossible."""
+        """Load the CPU kernels, to sample on the threads of ``team`` (None: on the calling thread).
+
+        Raises ``BuildError``.
+        """
         self._team = team
         library = load_library()
         check_size(library, "RowParams", ROW_PARAMS.itemsize)
@@ -34,9 +37,10 @@ class NativeSampler:
         self._log_sums.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
 
     def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
-        """Choose the token at ``positions[i]`` of each row's request.
+        """Choose the token at ``positions[i]`` of each row's request, in the CPU kernels.
 
-        Return the tokens, and whether each row's logits were finite. The logits of a row are contiguous.
+        Return the tokens, and whether each row's logits were finite. Raises ``ValueError`` if the arguments' shapes
+        don't fit, or if the logits of a row are not contiguous; and ``MemoryError``.
         """
         count, vocab = logits_NV.shape
         stride = _stride_of(logits_NV)
@@ -60,7 +64,7 @@ class NativeSampler:
         return Sampled(tokens, finite)
 
     def log_sums(self, logits_NV: F32, rows: I64) -> F64:
-        """Compute the sums by the CPU kernels, on the sampler's threads.
+        """Return the logarithm of the sum of exponentials of each of these ``rows`` of logits, in the CPU kernels.
 
         Raises ``IndexError`` for rows that don't exist, and ``ValueError`` unless the logits of a row are contiguous.
         """

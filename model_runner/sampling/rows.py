@@ -40,9 +40,10 @@ class RowStates(Generic[LastTokens]):
     """
 
     def __init__(self, vocab_size: int, last_tokens: LastTokens, matchers: MakesMatchers = NO_MATCHERS) -> None:
-        """Take ``last_tokens``, memory for the last token of each row, [R] int64. It lies where tokens are sampled.
+        """Make the state of rows without requests.
 
-        ``matchers``: makes those of rows with a grammar.
+        ``last_tokens`` [R] int64 lies on the host or on the sampling device. ``matchers``: makes the matchers of rows
+        with a grammar.
         """
         max_reqs = len(last_tokens)
         self.vocab_size = vocab_size
@@ -62,7 +63,7 @@ class RowStates(Generic[LastTokens]):
         self._is_edited = np.zeros(max_reqs, dtype=np.bool_)
 
     def start(self, init: RowInit) -> None:
-        """Start a new request in the row."""
+        """Replace all state of the row, on the host, by that of the new request. It has no last token yet."""
         row, sampling = init.row, init.sampling
         started = [(edit, edit.start(init)) for edit in self.logit_edits]
         self._is_edited[row] = any(changes for _, changes in started)
@@ -80,15 +81,18 @@ class RowStates(Generic[LastTokens]):
         self.last_tokens[row] = NO_TOKEN
 
     def params(self, rows: I64) -> RowParams:
-        """Return a copy of the parameters of the rows, [N]."""
+        """Return a copy of the sampling parameters of these rows, [N]."""
         return self.table[rows]
 
     def edits(self, rows: I64, params: RowParams, positions: I64) -> tuple[HostEdit, ...]:
-        """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
+        """Return the changes of logits for one step, in which the ``rows`` sample tokens at ``positions`` [N].
+
+        They are in the order in which they apply, and empty for most steps.
+        """
         return find_edits(self.logit_edits, rows, params, positions)
 
     def is_edited(self, row: int) -> bool:
-        """Return whether something changes the logits of the request in the row, now or later."""
+        """Return whether a logit edit may ever change the logits of the row's request."""
         return bool(self._is_edited[row])
 
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
@@ -97,5 +101,5 @@ class RowStates(Generic[LastTokens]):
 
 
 def host_rows(max_reqs: int, vocab_size: int, matchers: MakesMatchers = NO_MATCHERS) -> RowStates[I64]:
-    """Make the state of rows that are sampled on the host."""
+    """Make the state of ``max_reqs`` rows that are sampled on the host, none of them with a request."""
     return RowStates(vocab_size, np.full(max_reqs, NO_TOKEN, dtype=np.int64), matchers)

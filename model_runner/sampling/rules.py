@@ -47,9 +47,9 @@ class TorchRules:
         return Sampled(tokens.numpy(), finite.numpy())
 
     def log_sums(self, logits_NV: F32, rows: I64) -> F64:
-        """Compute each row's sum as its largest logit minus its largest log-softmax.
+        """Return the logarithm of the sum of exponentials of each of these ``rows`` of logits, by torch.
 
-        About ``CHUNK_LOGITS`` logits are processed at a time.
+        It is computed as the largest logit minus the largest log-softmax, about ``CHUNK_LOGITS`` logits at a time.
         """
         size = max(1, CHUNK_LOGITS // logits_NV.shape[1])
         sums = np.empty(len(rows), dtype=np.float64)
@@ -89,7 +89,7 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64) -> Sampl
 
 
 def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest id of the largest logit, and that logit (NaN where the row has one)."""
+    """Return each row's lowest id with the largest logit, and that logit (NaN if the row has one)."""
     on_cpu = logits_NV.device.type == "cpu"
     # On a CPU NumPy's argmax is vectorised, ten times faster than torch's, and promises the first of equals.
     best_N = torch.from_numpy(logits_NV.numpy().argmax(1)) if on_cpu else logits_NV.argmax(1)
@@ -97,7 +97,7 @@ def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(rows: DrawnRows) -> Tensor:
-    """Draw a token for each row, [N] int64. Each row goes one of four ways, by its own values only."""
+    """Draw a token for each row, [N] int64. Each row is computed in one of four ways, chosen by its own values only."""
     top_k = rows.top_k_N1.squeeze(1).cpu().numpy()
     top_p = rows.top_p_N1.squeeze(1).cpu().numpy()
     few = (top_k > 0) & (top_k <= CANDIDATES)
@@ -121,7 +121,7 @@ def _from_all(rows: DrawnRows) -> Tensor:
 
 
 def _from_nucleus(rows: DrawnRows) -> Tensor:
-    """Draw with top-p and without top-k, from the candidates if they weigh enough."""
+    """Draw with top-p and without top-k: from the best ``CANDIDATES`` if they suffice, else from sorted weights."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     ids_NK = top_tokens(rows.logits_NV, CANDIDATES).ids
     weights_NK = weights_NV.gather(1, ids_NK)
@@ -138,7 +138,10 @@ def _from_nucleus(rows: DrawnRows) -> Tensor:
 
 
 def _from_sorted(rows: DrawnRows, weights_NV: Tensor) -> Tensor:
-    """Draw from a wide nucleus or with a large top-k. ``weights_NV`` (the probabilities) is overwritten."""
+    """Draw a token for each row with top-p far beyond the candidates, or with a large top-k.
+
+    ``weights_NV``: the tokens' probabilities, which are overwritten.
+    """
     kept = find_kept(rows, weights_NV, SORTED)
     unsure = np.flatnonzero(~kept.certain_N.cpu().numpy())
     if len(unsure):

@@ -40,12 +40,15 @@ class HostSampler(Protocol):
     """Chooses tokens from logits on the host, and sums their exponentials."""
 
     def sample(self, logits_NV: F32, params: RowParams, positions: I64) -> Sampled[HostArray]:
-        """Choose the token at ``positions[i]`` of each row's request. ``logits_NV``: left as they are."""
+        """Return the token at ``positions[i]`` of each row's request, and whether each row's logits are finite.
+
+        ``logits_NV``: left as they are. ``params``: [N].
+        """
         ...
 
     def log_sums(self, logits_NV: F32, rows: I64) -> F64:
-        """Return the logarithm of the sum of exponentials of these rows of logits.
+        """Return the logarithm of the sum of exponentials of each of these ``rows`` of logits, float64.
 
-        NaN for a row that is not finite. A row's result does not depend on the others.
+        It is NaN for a row with logits that are not finite. A row's result does not depend on the others.
         """
         ...

@@ -26,13 +26,12 @@ class TopTokens(NamedTuple):
 
 
 def top_tokens(logits_NV: Tensor, k: int) -> TopTokens:
-    """Return the ``k`` best tokens of each row of float32 logits, or all V of them.
+    """Return the ``k`` best tokens of each row of float32 logits, or all V if these are fewer, with their logits.
 
-    Each row's result depends on that row alone.
+    Each row's result depends on that row alone. Rows with NaN give meaningless ids.
 
     Every one of the k best tokens lies in one of the k blocks with the largest maximum (ties: the lower block). So one
-    vectorised pass for the maxima leaves only ``k * BLOCK`` candidates to select from. Rows with NaN give meaningless
-    ids.
+    vectorised pass for the maxima leaves only ``k * BLOCK`` candidates to select from.
     """
     vocab = logits_NV.shape[1]
     k = min(k, vocab)
@@ -57,7 +56,10 @@ def top_tokens(logits_NV: Tensor, k: int) -> TopTokens:
 
 
 def _select(values_NM: Tensor, ids_NM: Tensor, k: int) -> TopTokens:
-    """Return the ``k`` best of each row's M candidates. Ids are below 2**32 and distinct within a row."""
+    """Return the ``k`` best of each row's M candidates, by value, then by lower id.
+
+    Ids are below 2**32 and distinct within a row.
+    """
     # One int64 key holds the whole order, so no two keys are equal. The upper half is the float's bits made monotone,
     # and the lower half falls as the id rises. Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
     bits = (values_NM + 0.0).view(torch.int32)

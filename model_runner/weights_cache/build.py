@@ -15,7 +15,10 @@ from .request import PackRequest
 
 
 def build(request: PackRequest, key: str, fd: int, threads: int) -> None:
-    """Load and pack the model into the empty file ``fd``. Raises ``ModelError``, ``BuildError`` and ``OSError``."""
+    """Load the model with torch, pack it for the CPU kernels, and write it to the empty file ``fd``.
+
+    ``key`` identifies the packed weights in the file. Raises ``ModelError``, ``BuildError`` or ``OSError``.
+    """
     options, part = request.options, request.shard
     dtype: torch.dtype = getattr(torch, request.dtype)
     loader = WeightLoader(

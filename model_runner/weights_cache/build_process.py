@@ -56,7 +56,10 @@ class BuilderProcess:
     """Within it processes are started, which are not to inherit the thread's cores."""
 
     def build(self, request: PackRequest, fd: int) -> None:
-        """Pack the model into the empty file ``fd``. Raises ``ModelError``, and ``OSError`` for a full disk."""
+        """Pack the model into the empty file ``fd`` in a child process, and wait for it.
+
+        Raises ``ModelError`` if that fails or takes longer than ``timeout``, and ``OSError`` for a full disk.
+        """
         part, options = request.shard, request.options
         rank, size = (0, 1) if part is None else (part.rank, part.size)
         order = PackOrder(
@@ -81,7 +84,7 @@ class BuilderProcess:
 
 
 def _check(code: int, output: bytes) -> None:
-    """Raise the error that a process ended with."""
+    """Raise the error with which the packing process ended, if any. ``code``: its exit code. ``output``: its answer."""
     if code < 0:
         raise InvalidWeights(
             f"the process that packs the weights was ended by signal {-code} ({signal.strsignal(-code)}); if the host "

@@ -46,7 +46,10 @@ class Builder(Protocol):
     """Packs models."""
 
     def build(self, request: PackRequest, fd: int) -> None:
-        """Pack the model into the empty file ``fd``. Raises ``ModelError`` and ``OSError``."""
+        """Load and pack the model into the empty file ``fd``; return when it is written.
+
+        Raises ``ModelError`` or ``OSError``.
+        """
         ...
 
 
@@ -54,7 +57,7 @@ class WeightsSource(Protocol):
     """Where an engine gets a packed model from."""
 
     def open(self, request: PackRequest) -> PackedModel:
-        """Return the packed model. Raises ``ModelError`` and ``OSError``."""
+        """Return the packed model in memory, after packing it if necessary. Raises ``ModelError`` or ``OSError``."""
         ...
 
 
@@ -65,7 +68,7 @@ class PrivateWeights:
         self._builder = builder
 
     def open(self, request: PackRequest) -> PackedModel:
-        """Pack the model into new memory of this process and map it.
+        """Pack the model into new memory of this process, and return it.
 
         Raises ``InvalidWeights`` if the result is damaged.
         """
@@ -90,9 +93,10 @@ class CachedWeights:
         self._private = PrivateWeights(builder)
 
     def open(self, request: PackRequest) -> PackedModel:
-        """Map the packed model from the folder; pack it into the folder first if it is missing or damaged.
+        """Return the packed model, mapped from the folder; pack it into the folder first if it is missing or damaged.
 
-        If the folder can't be used, log a warning and pack into memory of this process alone.
+        If the folder can't be used, log a warning and pack into memory of this process alone. Raises ``InvalidWeights``
+        if another process is still packing it after ``timeout``.
         """
         name = request.name()
         begin = time.monotonic()
@@ -141,7 +145,10 @@ class CachedWeights:
         return packed
 
     def _map(self, name: WeightsName, *, tell: bool = False) -> PackedModel | None:
-        """Map the file; return None if there is none that can be used. ``tell``: log what is wrong with it."""
+        """Map the packed file, or return None if there is none that can be used. Raises ``OSError``.
+
+        ``tell``: whether to log what is wrong with it.
+        """
         path = self._path(name)
         try:
             if reason := distrust(self._folder.stat()):
@@ -177,7 +184,11 @@ class CachedWeights:
 
     @contextmanager
     def _locked(self, part: Path) -> Iterator[int]:
-        """Open ``part`` and hold its lock; a builder that inherits the descriptor holds it, too."""
+        """Create or open ``part``, take its lock, and yield its descriptor.
+
+        A builder that inherits this holds the lock, too. Raises ``InvalidWeights`` if another process still has the
+        lock after ``timeout`` seconds.
+        """
         deadline, waits = time.monotonic() + self._timeout, False
         while True:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -198,7 +209,10 @@ class CachedWeights:
             time.sleep(POLL_SECONDS)
 
     def _remove_old(self, name: WeightsName) -> None:
-        """Remove packed models of files that have changed or are gone, and what was not used for a week."""
+        """Remove packed models that were not used for a week, and those with files that have changed or are gone.
+
+        Files that a builder writes stay.
+        """
         oldest = time.time() - UNUSED_SECONDS
         for path in (*self._folder.glob("*.weights"), *self._folder.glob("*.part")):
             model, _, rest = path.stem.partition("-")
@@ -209,14 +223,14 @@ class CachedWeights:
 
 
 def weights_folder(option: str | None) -> Path | None:
-    """Return the folder that ``--weights-cache`` names; None for no cache."""
+    """Return the folder that ``--weights-cache`` names, or the default one if it is not set; None if it is "off"."""
     if option == OFF:
         return None
     return cache_folder() / "weights" if option is None else Path(option).expanduser().absolute()
 
 
 def try_lock(fd: int) -> bool:
-    """Take the lock of an open file; return False if another process has it."""
+    """Take the exclusive lock of an open file without waiting; return False if another process has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,7 +247,10 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def is_orphan(path: Path) -> bool:
-    """Return whether packed weights have lost the files that they were made from. Raises ``OSError``."""
+    """Return whether packed weights are damaged, or the model that they were made from is gone. Raises ``OSError``.
+
+    For a ``.part`` file, return False.
+    """
     if path.suffix != ".weights":
         return False
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -246,7 +263,7 @@ def is_orphan(path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> None:
-    """Remove a file that no builder writes. Instances that map it keep it. Raises ``OSError``."""
+    """Remove the file at ``path``, unless a builder has its lock. Instances that map it keep it. Raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if try_lock(fd):

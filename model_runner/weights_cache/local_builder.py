@@ -15,5 +15,5 @@ class LocalBuilder:
     threads: int = 1
 
     def build(self, request: PackRequest, fd: int) -> None:
-        """Load the model with torch in this process, and pack it into ``fd`` on ``threads`` threads."""
+        """Load the model with torch in this process, and pack it into the empty file ``fd`` on ``threads`` threads."""
         build(request, request.name().key, fd, self.threads)

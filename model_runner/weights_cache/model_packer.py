@@ -55,7 +55,11 @@ class ModelPacker:
         self._vectors: list[PackedVector] = []
 
     def pack(self, key: str, source: str, positions: int) -> Contents:
-        """Pack the model at the path ``source``, with the rotations of ``positions`` positions; return the contents."""
+        """Pack and write all weights, and return the contents to write after them. The model's own weights are freed.
+
+        ``key``: identifies the packed weights. ``source``: path of the model's files. ``positions``: number of
+        positions to compute rotations for.
+        """
         model, weights = self._model, self._weights
         # The head counts as a layer.
         progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
@@ -145,7 +149,7 @@ class ModelPacker:
             self._pack_mlp(layer, experts.shared, "shared.", spec.count)
 
     def _pack_stack(self, kind: LinearKind, layer: int, stack: StackedLinear, parts: Sequence[str]) -> int:
-        """Pack a weight of each expert; return the bytes that they take."""
+        """Pack and write the weight of each expert; return the bytes that they take."""
         nbytes = 0
         for i, weight in enumerate(stack.weight):
             names = [f"layers.{layer}.experts.{i}.{part}.weight" for part in parts]
@@ -160,7 +164,7 @@ class ModelPacker:
         give_back(linear)
 
     def _pack_weight(self, place: LinearPlace, weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> int:
-        """Pack a weight, or the blocks that stand for it; return the bytes that it takes."""
+        """Pack and write a weight, or the quantised blocks that stand for it; return the bytes that it takes."""
         blocks = self._weights.blocks
         found = None if blocks is None else blocks.find(names, weight)
         if found is None:
@@ -188,7 +192,7 @@ class ModelPacker:
         self._vectors.append(PackedVector(int(kind), layer, self._writer.add(values.float().numpy())))
 
     def _add_rotations(self, rope: RotaryEmbedding, positions: int) -> tuple[int, int]:
-        """Write cosines and sines [positions, rotated_dim / 2]."""
+        """Write the cosines and sines [positions, rotated_dim / 2] of ``rope``; return their offsets in the file."""
         half = len(rope.inv_freq)
         cosines, sines = (np.empty((positions, half), dtype=np.float32) for _ in range(2))
         for begin in range(0, positions, ROTATIONS):
@@ -206,7 +210,7 @@ def as_bytes(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def give_back(*linears: Linear | StackedLinear) -> None:
-    """Free the weights of linear layers, which are packed."""
+    """Free the floating-point weights of linear layers, after they were packed."""
     for linear in linears:
         linear.weight = linear.weight.new_empty(0)
 

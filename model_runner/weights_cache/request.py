@@ -57,7 +57,7 @@ class WeightsName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """All of it."""
+        """Name of the packed model's file, made of all three parts."""
         return "-".join(self)
 
 
@@ -82,12 +82,12 @@ class PackRequest:
 
     @property
     def own_spec(self) -> ModelSpec:
-        """Description of the part that is packed."""
+        """Description of the part of the model that is packed: this rank's, or the whole."""
         return self.spec if self.shard is None else self.shard.spec
 
     @property
     def positions(self) -> int:
-        """Number of positions that the tables of rotations reach."""
+        """Number of positions that rotations are computed for: the context length, rounded up."""
         return -(-self.spec.context_length // ROTATION_STEP) * ROTATION_STEP
 
     @property
@@ -97,11 +97,14 @@ class PackRequest:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the files that the weights come from; 0 for random weights."""
+        """Bytes on disk of the files with the weights, JSON files excluded. Raises ``OSError``."""
         return sum(file.size for file in self._files() if Path(file.path).suffix != ".json")
 
     def name(self) -> WeightsName:
-        """Return what tells the packed model from others. Raises ``ModelError``, ``BuildError`` and ``OSError``."""
+        """Return digests of all that the packed weights depend on: the model's path, its files, options and code.
+
+        Raises ``ModelError``, ``BuildError`` or ``OSError``.
+        """
         options, part = self.options, self.shard
         variant = (
             *(FORMAT, library_path(choose_level()).name, code_digest(), [version_of(name) for name in LIBRARIES]),
@@ -144,7 +147,10 @@ class PackOrder(msgspec.Struct, frozen=True):
     """Process that waits."""
 
     def read(self) -> PackRequest:
-        """Read the model's description. Raises ``ModelError``."""
+        """Return the request that this order stands for, after reading the model's description again.
+
+        Downloads nothing. Raises ``ModelError``.
+        """
         options = msgspec.convert(self.options, WorkerOptions)
         source = resolve_model(
             options.model_path, revision=options.revision, weights=options.load_format != "dummy", download=False
@@ -157,7 +163,7 @@ class PackOrder(msgspec.Struct, frozen=True):
 
 
 def code_digest() -> str:
-    """Return a digest of the code that decides what the packed weights are."""
+    """Return a digest of all Python sources that decide what the packed weights are."""
     digest = hashlib.sha256()
     for folder in (*PACKING_CODE, Path(__file__).parent):
         for file in sorted(folder.rglob("*.py")):
@@ -166,7 +172,7 @@ def code_digest() -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of a package, "" if it is not installed. Does not import it."""
+    """Return the installed version of a Python package, or "" if it is not installed. Does not import it."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -42,7 +42,7 @@ class FlashInferAttention(AttentionBackend):
         workspace_mib: int,
         most_pages: int,
     ) -> None:
-        """Make the plans for each kind of layer.
+        """Make FlashInfer's wrappers for each kind of layer, and allocate their workspace of ``workspace_mib`` MiB.
 
         ``pools``: one for each page group. ``attentions``: one for each layer. ``most_pages``: maximum pages of all
         entries of a captured pass; shared pages count for each entry.
@@ -97,7 +97,7 @@ class FlashInferAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store ``k`` and ``v`` in the pool, then run the kernel that was planned for this kind of layer.
+        """Write ``k`` and ``v`` into the pool, then return the attention by the kernel planned for this kind of layer.
 
         Layer 0 first looks up where the pass writes, so that a captured graph repeats the lookup.
         """

@@ -68,7 +68,7 @@ class KindPlans:
         self._planned: Any = None
 
     def plan(self, indices: PassIndices) -> None:
-        """Plan the pass of ``indices``, which the next calls of ``run`` compute."""
+        """Plan FlashInfer's kernel for the pass of ``indices``, for ``run`` or ``run_latent`` in each layer."""
         self._turn = 1 - self._turn
         key = (indices.is_decode, indices.captured)
         wrapper = self._wrappers.get(key)
@@ -84,9 +84,9 @@ class KindPlans:
         self._planned = wrapper
 
     def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the attention of the planned pass, [T, H, D].
+        """Return the attention of the planned pass in one layer, [T, H, D].
 
-        ``keys``, ``values``: [P, page_size, KV heads, D] with any strides. ``sinks``: see ``with_sinks``.
+        ``keys``, ``values``: the layer's, [P, page_size, KV heads, D] with any strides. ``sinks``: float32 [H] or None.
         """
         if sinks is None:
             attended: Tensor = self._planned.run(q_THD, (keys, values))
@@ -95,7 +95,10 @@ class KindPlans:
         return with_sinks(attended, weights_TH, sinks)
 
     def run_latent(self, q_THD: Tensor, rows: Tensor) -> Tensor:
-        """Return the latent attention of the planned pass, [T, H, R]. ``rows``: [P, page_size, R + rope]."""
+        """Return the latent attention of the planned pass in one layer, [T, H, R].
+
+        ``rows``: the layer's latent rows, [P, page_size, R + rope], with R the elements of a value.
+        """
         assert self._kind.latent is not None
         sizes = list(self._kind.latent)
         attended: Tensor = self._planned.run(query=torch.split(q_THD, sizes, -1), kv_cache=torch.split(rows, sizes, -1))
@@ -211,21 +214,21 @@ class _Arrays(NamedTuple):
 
 
 def uses_tensor_cores(kind: LayerKind) -> bool:
-    """Return whether decode steps run by FlashInfer's prefill kernel, which uses tensor cores."""
+    """Return whether decode steps of these layers run by FlashInfer's prefill kernel, which uses tensor cores."""
     group = kind.heads // kind.kv_heads
     return group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
 
 
 def window_left(kind: LayerKind) -> int:
-    """Return the window in FlashInfer's count: tokens before a token's own, or -1 for all."""
+    """Return the window as FlashInfer counts it: the tokens before a token's own, or -1 for all."""
     return -1 if kind.window is None else kind.window - 1
 
 
 def with_sinks(attended_THD: Tensor, weights_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return attention with a learned score of nothing for each head (``AttentionSpec.sinks``).
+    """Return attention with each head's sink, a learned score of no token (``AttentionSpec.sinks``).
 
-    ``weights_TH``: the base-2 logarithm of the sum of the exponentials of the scores, in float32. With z the sum and s
-    the sink, the share that is left is z / (z + e^s) = 1 / (1 + e^(s - ln z)).
+    ``attended_THD``: attention without it. ``weights_TH``: base-2 logarithm of the sum of the exponentials of the
+    scores, float32. Let z be the sum and s the sink. The share that is left is 1 / (1 + e^(s - ln z)).
     """
     share_TH = torch.sigmoid(weights_TH * LN_2 - sinks_H)
     return (attended_THD * share_TH[..., None]).to(attended_THD.dtype)

@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 
 def unsupported(attentions: Sequence[AttentionSpec | MLASpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-    """Return the first property of a model's layers or types that FlashInfer's kernels lack; None if they have all."""
+    """Return why FlashInfer's kernels can't compute these layers with these types, or None if they can."""
     if dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, not in {_name(dtype)}"
     if kv_dtype in LARGEST:

@@ -54,7 +54,7 @@ class DoubleSparsityAttention(TorchAttention):
     """The torch backend over a pool with labels."""
 
     def __init__(self, pool: SparseTokenToKVPool, dtype: torch.dtype, heavy_tokens: int, threshold: int = 0) -> None:
-        """Set up sparse attention over ``pool`` with ``heavy_tokens`` (J).
+        """Set up sparse attention over ``pool``, in which a generated token attends to ``heavy_tokens`` tokens.
 
         Rows of at most ``threshold`` tokens attend in full.
         """
@@ -65,9 +65,9 @@ class DoubleSparsityAttention(TorchAttention):
         self._choosers: list[Choosers] = []
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Plan full attention for prompts and short rows, and sparse attention for the other tokens, in batches.
+        """Plan full attention for prompts and short rows, and sparse attention for the other tokens, in groups.
 
-        A batch gathers at most ``MOST_LANES`` lanes, unless it is a single token.
+        A group gathers at most ``MOST_LANES`` KV positions, unless it is a single token.
         """
         super().plan(batch)
         tokens: list[int] = []
@@ -93,7 +93,7 @@ class DoubleSparsityAttention(TorchAttention):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store and attend as the torch backend does, then fill in the sparse attention of the tokens that choose."""
+        """Store and attend as the torch backend does, then replace the output of tokens that attend sparsely."""
         out = super().forward(layer, q, k, v, spec, sinks)
         for choosers in self._choosers:
             chosen = self._run_sparse(layer, choosers, q.index_select(0, choosers.tokens), spec)
@@ -101,7 +101,7 @@ class DoubleSparsityAttention(TorchAttention):
         return out
 
     def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
-        """Return how many of the entry's tokens attend in full: those of the prompt, and of rows that are short."""
+        """Return how many of the entry's first tokens attend in full: those of the prompt, and those in a short row."""
         start, q_len = batch.starts[entry], batch.q_lens[entry]
         prompt_len = start if q_len == 1 else start + q_len
         if batch.prompt_lens is not None:
@@ -122,7 +122,7 @@ class DoubleSparsityAttention(TorchAttention):
         return Choosers(index, pool.label_rows(pages), pool.lane_rows(pages), least, most)
 
     def _run_sparse(self, layer: int, choosers: Choosers, q_NHD: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
-        """Return the sparse attention of the tokens in ``choosers``, [N, H * D]."""
+        """Return the attention of the tokens in ``choosers`` to the tokens that each chooses, [N, H * D]."""
         count, _, dim = q_NHD.shape
         q_NKGD = q_NHD.view(count, spec.kv_heads, -1, dim)
         lanes = self._choose(layer, choosers, q_NKGD).flatten(2)
@@ -133,7 +133,7 @@ class DoubleSparsityAttention(TorchAttention):
         return torch.bmm(weights, v).view(count, -1).to(q_NHD.dtype)
 
     def _choose(self, layer: int, choosers: Choosers, q_NKGD: Tensor) -> Tensor:
-        """Return the lanes to attend to for each query head, the best first: [N, K, G, J] int64."""
+        """Return the positions in the row that each query head attends to, the best first: [N, K, G, J] int64."""
         labels = self._labelled.gather_labels(layer, choosers.label_rows).to(q_NKGD.dtype)
         scores = torch.bmm(self._labelled.label(layer, q_NKGD).flatten(0, 1), labels.transpose(1, 2))
         keys = _keys(scores.float()).view(*q_NKGD.shape[:3], -1).clamp_(choosers.least, choosers.most)
@@ -141,10 +141,10 @@ class DoubleSparsityAttention(TorchAttention):
 
 
 def _keys(scores: Tensor) -> Tensor:
-    """Return int64 keys [..., S] that sort like ``scores`` [..., S] float32 (overwritten); ties sort by lane.
+    """Return int64 keys [..., S] that sort as ``scores`` [..., S] float32 (overwritten) do; later positions win ties.
 
-    The lower 32 bits are the lane: ``topk`` does not define which of equal scores it takes. NaN sorts highest, so it
-    gets into the result, where it is found.
+    The lower 32 bits are the position: ``topk`` does not define which of equal scores it takes. NaN sorts highest, so
+    it gets into the result, where it is found.
     """
     infinity = float("inf")
     bits = scores.nan_to_num_(nan=infinity, posinf=infinity, neginf=-infinity).view(torch.int32)

@@ -24,7 +24,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the precision of products of ``dtype``. That of float32 is float32's, as everywhere in this server."""
+    """Return the kernels' precision of products for queries of ``dtype``: float32 is multiplied exactly.
+
+    In Triton's interpreter, bfloat16 is "widened" to float32.
+    """
     if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -45,7 +48,10 @@ def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr)
 def load_columns(
     base: tl.tensor, offsets: tl.tensor, mask: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Load elements [FIRST, FIRST + WIDTH) of the rows at ``base`` + ``offsets``: [rows, BLOCK], 0 where masked."""
+    """Load elements [FIRST, FIRST + WIDTH) of the rows at ``base`` + ``offsets``, as [rows, BLOCK].
+
+    Elements beyond WIDTH, and those of masked rows, are 0.
+    """
     columns = tl.arange(0, BLOCK)
     where = base + offsets[:, None] + (FIRST + columns)[None, :]
     if WIDTH == BLOCK:
@@ -62,8 +68,9 @@ def token_offsets(
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Return where in a layer the tokens at positions ``at`` of a row begin, int64. ``pages``: the row's pages, in
-    order.
+    """Return the offsets in a layer's pool, int64 elements, of a row's tokens at the positions ``at``.
+
+    ``pages``: pointer to the row's page numbers, in order.
     """
     page = tl.load(pages + at // PAGE_SIZE, mask=mask, other=0)
     return page.to(tl.int64) * PAGE_STRIDE + at % PAGE_SIZE * TOKEN_STRIDE
@@ -92,10 +99,10 @@ def attend_block(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the block of tokens at ``offsets`` [N] to ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return them.
+    """Add a block of N tokens to the softmax state ``peak`` [M], ``total`` [M] and ``acc`` [M, V], and return it.
 
-    ``is_there`` [N]: tokens that may be read. ``is_seen`` [M, N] or [1, N]: the tokens that each row sees; None: all of
-    them.
+    ``offsets`` [N]: where the tokens lie in the pool. ``is_there`` [N]: whether each may be read. ``is_seen`` [M, N] or
+    [1, N]: the tokens that each query row sees; None: all. ``scale``: factor of the scores.
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)

@@ -40,10 +40,11 @@ def plan_rows(
     DOUBLINGS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ) -> None:
-    """Plan the splits of window ``program_id(0)``.
+    """Compute how each entry's KV is cut into splits for the layers with window number ``program_id(0)``.
 
-    Writes row ``program_id(0)`` of ``split_sizes`` [W, capacity] and ``split_indptr`` [W, capacity + 1]. The first
-    program also writes what all windows share. ``tokens`` [B]: the last token of each entry.
+    Writes that row of ``split_sizes`` [W, capacity] and ``split_indptr`` [W, capacity + 1]. The first program also
+    writes ``kv_lens`` and ``kv_indptr``, which all windows share. ``tokens`` [B]: index of each entry's last token in
+    the pass.
     """
     entries = tl.arange(0, ENTRIES)
     is_entry = entries < num_entries
@@ -80,10 +81,10 @@ def fill_kv_indices(
     HAS_WINDOW_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the page numbers of entry ``program_id(0)``, which is row ``entries[program_id(0)]`` of ``rows``.
+    """Write the page numbers of planned entry ``program_id(0)`` to ``kv_indices``, from the request table.
 
-    Programs along axis 1 share its pages. With ``window_pages`` the pages of windowed layers are written as well;
-    before such a window they are arbitrary.
+    ``entries``: index in ``rows`` of each planned entry. Programs along axis 1 share its pages. With ``window_pages``,
+    its pages of windowed layers are written too; those before a window are arbitrary.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + tl.load(entries + entry)).to(tl.int64)
@@ -116,19 +117,20 @@ class RowArrays(NamedTuple):
 
     @property
     def by_group(self) -> tuple[Tensor, Tensor]:
-        """Pages of the entries in the pool of each page group."""
+        """Arrays of the entries' page numbers: in the full pool, and in the window pool."""
         return self.kv_indices, self.window_indices
 
     @property
     def capacity(self) -> int:
-        """Entries at most."""
+        """Maximum number of entries."""
         return len(self.kv_lens)
 
     @classmethod
     def make(cls, capacity: int, pages: int, windows: Tensor, has_window_pages: bool) -> RowArrays:
-        """Make zeroed arrays on the device of ``windows``.
+        """Make zeroed arrays for up to ``capacity`` entries with ``pages`` pages in all, on the device of ``windows``.
 
-        ``windows`` ([W] int32): each window that layers have, 0 for layers without.
+        ``windows`` ([W] int32): each window that layers have, 0 for layers without. ``has_window_pages``: whether
+        windowed layers have a pool of their own.
         """
 
         def zeros(*shape: int) -> Tensor:
@@ -169,7 +171,7 @@ class TableOfPass(NamedTuple):
 def fill_rows(
     arrays: RowArrays, planned: PlannedRows, table: TableOfPass, page_size: int, least_split: int, most_splits: int
 ) -> None:
-    """Queue kernels that fill ``arrays`` with the lengths of KV, pages and splits of the planned entries.
+    """Queue kernels that fill ``arrays`` with the KV lengths, page numbers and splits of the ``planned`` entries.
 
     ``least_split``: tokens of the smallest split. A split is doubled while an entry would have more than
     ``most_splits``.

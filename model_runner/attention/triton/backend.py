@@ -82,10 +82,10 @@ class TritonAttention(AttentionBackend):
         limits: AttentionLimits,
         tiles: tuple[DecodeTiles, PrefillTiles] | None = None,
     ) -> None:
-        """Plan and run the kernels over ``pools``, one for each page group.
+        """Prepare the kernels over ``pools``, one for each page group, and allocate the arrays for ``limits``.
 
-        ``tiles`` replaces the choice of ``tiles.py`` for this GPU. Raises ``ValueError`` if the kernels can't read the
-        pools.
+        ``dtype``: type of the queries. ``tiles`` replaces the choice of ``tiles.py`` for this GPU. Raises
+        ``ValueError`` if the kernels can't read the pools.
         """
         self._groups, self._group_of = group_pools(pools), groups_of_layers(pools)
         self._layers = {layer: views for pool in pools for layer, views in layer_views(pool).items()}
@@ -113,9 +113,9 @@ class TritonAttention(AttentionBackend):
         self._slots = self._fixed.slots
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Fill the device's arrays for the decode kernel (one-token entries) and the prefill kernel (longer entries).
+        """Queue the kernels that find each entry's pages on the device: one-token entries apart from longer ones.
 
-        Passes of decodes alone reuse arrays at fixed addresses, up to ``max_entries`` of ``AttentionLimits``.
+        Passes of decodes alone use arrays at fixed addresses, up to ``max_entries`` of ``AttentionLimits``.
         """
         short = [b for b, q_len in enumerate(batch.q_lens) if q_len == 1]
         is_decode = len(short) == len(batch.q_lens)
@@ -145,7 +145,7 @@ class TritonAttention(AttentionBackend):
         spec: AttentionSpec | MLASpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store ``k`` and ``v`` by a kernel, then run the decode kernel and the prefill kernel over their entries."""
+        """Queue writing ``k`` and ``v`` into the pool, and the decode and prefill kernels; return their attention."""
         pool, group = self._layers[layer], self._group_of[layer]
         store_kv(k, v, self._slots[group], pool)
         if q.stride(-1) != 1:
@@ -201,7 +201,7 @@ class TritonAttention(AttentionBackend):
         self._extends = _Extends(arrays, firsts, lengths, tiles.view(-1, 2))
 
     def _plan_slots(self, batch: ForwardBatch, room: _DecodeRoom | None) -> None:
-        """Find the slots that the pass writes, and copy them into the buffers of ``room`` if it is given."""
+        """Find the slots of each pool that the pass writes, and copy them into the buffers of ``room``, if any."""
         self._slots = [group.slots(batch) for group in self._groups]
         if room is not None:
             pairs = zip(room.slots, self._slots, strict=True)
@@ -211,7 +211,7 @@ class TritonAttention(AttentionBackend):
         fill_rows(arrays, planned, table, self._page_size, self._decode_tiles.least_split, MOST_SPLITS)
 
     def _send(self, *arrays: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> list[Tensor]:
-        """Send the arrays to the device as int32, in one copy behind what is queued there.
+        """Queue a copy of the arrays to the device, in one piece, and return them there as int32.
 
         Each array begins at a multiple of 16 bytes: Triton compiles a kernel anew for addresses that do not.
         """
@@ -248,7 +248,10 @@ class TritonAttention(AttentionBackend):
 
 
 def _device_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability (times ten) and the number of multiprocessors."""
+    """Return the GPU's compute capability (times ten) and its number of multiprocessors.
+
+    On a CPU they are what the interpreter assumes.
+    """
     if device.type != "cuda":
         return INTERPRETED_CAPABILITY, INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)

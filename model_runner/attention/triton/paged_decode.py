@@ -69,10 +69,11 @@ def paged_decode_split(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Sum up splits. ``GROUP`` heads share a KV head and are taken ``BLOCK_H`` at a time; ``ENTRIES``: at least B.
+    """Compute the attention of one-token entries to each split of their KV, for ``paged_decode_reduce`` to combine.
 
-    Of split ``s``, ``partial_sums`` [S, H, V] are weighted values, ``partial_peaks`` and ``partial_totals`` [S, H] the
-    softmax's state, as in ``attend.py``.
+    ``GROUP`` query heads share a KV head and are taken ``BLOCK_H`` at a time; ``ENTRIES``: at least B. For each split,
+    ``partial_sums`` [S, H, V] get weighted values; ``partial_peaks`` and ``partial_totals`` [S, H] get the softmax's
+    state, as in ``attend.py``.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = KV_HEADS * HEAD_BLOCKS
@@ -152,8 +153,9 @@ def paged_decode_reduce(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Combine the splits (at most ``SPLITS``) of entry ``program_id(0)``, head ``program_id(1)``, ``BLOCK``
-    elements.
+    """Combine the splits of entry ``program_id(0)`` and head ``program_id(1)``, and write the attention to ``out``.
+
+    There are at most ``SPLITS``. A program combines ``BLOCK`` elements of the value.
     """
     entry = tl.program_id(0)
     head = tl.program_id(1)
@@ -195,7 +197,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def make(cls, splits: int, heads: int, value_dim: int, device: torch.device) -> Partials:
-        """Allocate the partial results of ``splits`` on ``device``, uninitialised."""
+        """Allocate uninitialised float32 arrays on ``device`` for the partial results of up to ``splits`` splits."""
         rows = (splits, heads)
         sums = torch.empty((*rows, value_dim), dtype=torch.float32, device=device)
         return cls(sums, *(torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2)))
@@ -233,9 +235,9 @@ def paged_decode(
     tiles: DecodeTiles,
     num_programs: int,
 ) -> None:
-    """Attend with the tokens of ``rows`` over their KV, which is stored; into their places of ``out_THV``.
+    """Queue the attention of the one-token entries ``rows`` over their stored KV.
 
-    ``num_programs`` share the splits' work; no result depends on it.
+    It is written to their tokens of ``out_THV``. ``num_programs`` share the splits' work; no result depends on it.
     """
     heads, batch = q_THD.shape[1], len(rows.kv_lens)
     rest = pool.head_dim - pool.value_dim
@@ -281,7 +283,10 @@ def paged_decode(
 
 
 def columns(value_dim: int, rest_dim: int) -> dict[str, int]:
-    """Return the kernels' block sizes for a row's elements. Products need blocks of at least 16."""
+    """Return the kernels' constants for a row's elements: sizes, and blocks padded to powers of two of at least 16.
+
+    ``rest_dim``: elements of a latent row's key beyond its value; 0 otherwise.
+    """
     return {
         "VALUE_DIM": value_dim,
         "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),

@@ -60,9 +60,9 @@ def paged_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Attend for tile ``program_id(0)``, for ``HEADS_AT_ONCE`` heads by ``program_id(1)``.
+    """Compute the attention of tile ``program_id(0)`` of queries, for ``HEADS_AT_ONCE`` heads by ``program_id(1)``.
 
-    ``tiles``: (entry, first query) of each tile.
+    ``tiles``: entry and first query of each tile.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     QUERIES: tl.constexpr = BLOCK_M // HEADS_AT_ONCE
@@ -179,9 +179,9 @@ def prefill(
     attention: AttentionTerms,
     tiles: PrefillTiles,
 ) -> None:
-    """Attend with the tokens of ``rows`` over their KV, which is stored; into their places of ``out_THV``.
+    """Queue the attention of the entries ``rows`` over their stored KV, for their tokens of ``out_THV``.
 
-    ``tile_list``: int32 [tiles, 2], of which entry and from which of its queries on; see ``tiles.prefill_tile_list``.
+    ``tile_list``: int32 [tiles, 2], entry and first query of each tile; see ``tiles.prefill_tile_list``.
     """
     heads = q_THD.shape[1]
     group = heads // pool.heads

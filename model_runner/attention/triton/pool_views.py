@@ -41,12 +41,12 @@ class LayerViews:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order in which kernels take them."""
+        """Keys, values and their scales, in the order in which kernels take them."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def strides(self) -> dict[str, int]:
-        """Strides by the names of the kernels' arguments."""
+        """Page size and strides in elements, by the names of the kernels' arguments."""
         return {
             "PAGE_SIZE": self.page_size,
             "PAGE_STRIDE": self.page_stride,
@@ -56,7 +56,10 @@ class LayerViews:
 
 
 def layer_views(pool: KVPool) -> dict[int, LayerViews]:
-    """Return the views of all layers of ``pool`` by number. Raises ``ValueError`` if kernels can't address the pool."""
+    """Return the views of all layers of ``pool``, by the layer's number in the model.
+
+    Raises ``ValueError`` if the kernels can't address the pool.
+    """
     layout, group = pool.layout, pool.group
     if layout.order != "tokens":
         raise ValueError(f"Triton's kernels read KV in token order, not in {layout.order!r}")

@@ -40,7 +40,7 @@ def store_kv_rows(
     BLOCK_D: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ) -> None:
-    """Store the keys and values of token ``program_id(0)``.
+    """Write the keys and values of token ``program_id(0)`` to its slot, quantised if KIND names a quantised type.
 
     Without ``HAS_VALUES`` the keys are latent rows, without values.
     """
@@ -82,9 +82,9 @@ def _write(
 
 
 def store_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, pool: LayerViews) -> None:
-    """Write ``k_THD`` and ``v_THD`` (elements of a head contiguous) to ``slots_T`` (int64) of a layer of the pool.
+    """Queue the write of ``k_THD`` and ``v_THD`` to ``slots_T`` (int64) of one layer of the pool.
 
-    Of latent rows ``v_THD`` is not read: it is part of ``k_THD``.
+    With latent rows ``v_THD`` is not read: it is part of ``k_THD``.
     """
     k, v = _rows(k_THD), _rows(v_THD)
     store_kv_rows[(len(slots_T),)](

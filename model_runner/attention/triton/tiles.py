@@ -39,7 +39,7 @@ class TileShape(NamedTuple):
 
     @property
     def is_latent(self) -> bool:
-        """Whether a value is a part of its key."""
+        """Whether KV is latent rows, in which a value is a part of its key."""
         return self.head_dim != self.value_dim
 
 
@@ -120,7 +120,10 @@ REGISTERS_OF_A_WARP = 168 * 32
 
 
 def decode_tiles(shape: TileShape, capability: int) -> DecodeTiles:
-    """Choose tiles of decode steps for ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
+    """Choose the decode kernel's tiles for a GPU of ``capability`` (compute capability times ten, such as 90).
+
+    Raises ``ValueError`` if no choice fits the GPU's shared memory.
+    """
     blocks = _choose(_DECODE, shape, capability, 1)
     rows = min(max(16, _power(shape.group)), blocks[0])
     # What a split leaves behind, written and read, is to be a quarter of what it reads; 1024 tokens at most.
@@ -136,7 +139,10 @@ def decode_tiles(shape: TileShape, capability: int) -> DecodeTiles:
 
 
 def prefill_tiles(shape: TileShape, capability: int) -> PrefillTiles:
-    """Choose tiles of prompts for ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
+    """Choose the prefill kernel's tiles for a GPU of ``capability`` (compute capability times ten, such as 90).
+
+    Raises ``ValueError`` if no choice fits the GPU's shared memory.
+    """
     return PrefillTiles(*_choose(_PREFILL, shape, capability, 2))
 
 
@@ -156,10 +162,10 @@ def shared_bytes(shape: TileShape, blocks: tuple[int, int, int, int], loops: int
 
 
 def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
-    """Return the tokens of each split of a row that sees ``length`` tokens: ``least``, doubled until at most ``most``
-    splits are left.
+    """Return the tokens of each split of a row that sees ``length`` tokens.
 
-    It depends on the length alone: a row is cut the same way in any company.
+    It is ``least``, doubled until at most ``most`` splits are left. It depends on the length alone: a row is cut the
+    same way in any company.
     """
     tokens = least
     while -(-length // tokens) > most:
@@ -168,13 +174,15 @@ def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
 
 
 def most_splits(length: int, least: int) -> int:
-    """Return the maximum number of splits of any row that sees ``length`` tokens or fewer."""
+    """Return the maximum splits of a row that sees up to ``length`` tokens, if no split is below ``least``."""
     return min(MOST_SPLITS, -(-length // least))
 
 
 def prefill_tile_list(q_lens: npt.NDArray[np.int64], kv_lens: npt.NDArray[np.int64], queries: int) -> I32:
-    """Return tiles of ``queries`` queries as [tiles, 2]: entry and first query. Tiles that see most tokens
-    come first.
+    """Divide entries into tiles of ``queries`` tokens: [tiles, 2] int32, entry and first query.
+
+    Tiles that see most tokens come first. ``q_lens``, ``kv_lens``: each entry's own tokens, and all that its last one
+    sees.
     """
     counts = -(-q_lens // queries)
     entries = np.repeat(np.arange(len(q_lens)), counts)

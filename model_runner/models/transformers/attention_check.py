@@ -35,7 +35,10 @@ class Call(NamedTuple):
 
 
 def check_modules(model: Any, layers: Sequence[AttentionLayer], tokens: Tensor) -> None:
-    """Raise ``UnsupportedModel`` unless all ``layers`` attend as ours does, in a pass over ``tokens`` [T]."""
+    """Raise ``UnsupportedModel`` unless attention on the KV pool computes what each layer's module does by itself.
+
+    The modules are compared as float32 copies, on their inputs in a pass over ``tokens`` [T].
+    """
     calls = _record_calls(model, layers, tokens)
     for i, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         module: Any = copy.deepcopy(layer.module).float()
@@ -84,7 +87,7 @@ def _output(result: Any) -> Tensor:
 
 
 def _paged(layer: AttentionLayer, tokens: Tensor) -> LayerAttention:
-    """Make the paged attention of ``layer`` alone over a row like ``tokens``, in float32."""
+    """Return attention on a small KV pool of its own, in float32, for one ``layer`` and a pass over ``tokens``."""
     length, device = len(tokens), tokens.device
     pages = -(-length // PAGE) + 1
     shape = KVShape(1, layer.spec.kv_heads, layer.spec.head_dim)

@@ -27,14 +27,14 @@ class AttendPaged(Protocol):
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """Return the attention [1, T, H, D] of ``q`` [1, H, T, D], ``k`` and ``v`` [1, K, T, D].
+        """Return the attention [1, T, H, D] of ``q`` [1, H, T, D], ``k`` and ``v`` [1, K, T, D] in ``module``.
 
         ``arguments``: further arguments of transformers' interface.
         """
 
 
 def register() -> None:
-    """Make both names known to transformers; once more changes nothing."""
+    """Register the attention implementations ``PAGED`` and ``TRIAL`` with transformers; again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PAGED, _attend)
@@ -43,7 +43,10 @@ def register() -> None:
 
 
 def set_attention(modules: Iterable[nn.Module], attend: AttendPaged | None) -> None:
-    """Let ``attend`` compute the attention of ``modules`` under our names. None: their attention must not be called."""
+    """Let ``attend`` compute the attention of ``modules`` under the names ``PAGED`` and ``TRIAL``.
+
+    None: their attention must not be called.
+    """
     for module in modules:
         setattr(module, _ATTRIBUTE, attend)
 

@@ -52,7 +52,7 @@ class LoadRequest(NamedTuple):
 
 
 def load_transformers_model(how: LoadRequest) -> Loaded:
-    """Load a model by transformers' own class, ready to run on a KV pool.
+    """Load a model by transformers' own class, check its attention, and make it ready to run on a KV pool.
 
     Raises ``UnsupportedModel`` or ``InvalidWeights``.
     """
@@ -163,7 +163,7 @@ def _make_ready(how: LoadRequest, model: Any) -> Loaded:
 
 
 def _identity(config: Any) -> dict[str, Any]:
-    """Return the part of a config that distinguishes models."""
+    """Return the config without the values that may differ between copies of one model, for its fingerprint."""
     transient = {"transformers_version", "architectures", "dtype", "_name_or_path", "use_cache"}
     return {key: value for key, value in config.to_dict().items() if key not in transient}
 

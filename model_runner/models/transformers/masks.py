@@ -20,7 +20,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def trial_mask(*args: Any, mask_function: MaskFunction, **more: Any) -> Tensor:
-    """Return transformers' mask for eager attention, with ``mask_function`` as an attribute."""
+    """Return transformers' mask for eager attention, with ``mask_function`` attached for ``window_of``."""
     from transformers.masking_utils import eager_mask
 
     # Or there is none where all tokens see each other.
@@ -31,9 +31,9 @@ def trial_mask(*args: Any, mask_function: MaskFunction, **more: Any) -> Tensor:
 
 
 def window_of(mask: Tensor | None, context_length: int) -> int | None:
-    """Return how many tokens up to its own a token sees by ``mask`` of a trial pass; None: all of ``context_length``.
+    """Return the sliding window of ``mask``, a mask of a trial pass: how many tokens up to its own each token sees.
 
-    Raises ``UnsupportedModel`` for a mask that is no causal sliding window.
+    None means all of ``context_length``. Raises ``UnsupportedModel`` for a mask that is no causal sliding window.
     """
     mask_function: MaskFunction | None = getattr(mask, _ATTRIBUTE, None)
     if mask_function is None:
@@ -51,7 +51,10 @@ def window_of(mask: Tensor | None, context_length: int) -> int | None:
 
 
 def _visible(mask_function: MaskFunction, position: int, length: int) -> Tensor:
-    """Return a bool tensor [length]: the positions that the token at ``position`` sees."""
+    """Return whether the token at ``position`` sees each of the first ``length`` positions: [length] bool.
+
+    Raises ``UnsupportedModel`` if that depends on more than positions.
+    """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     try:
         seen = mask_function(zero, zero, zero + position, torch.arange(length).view(1, 1, 1, -1))

@@ -34,7 +34,7 @@ class PagedPass:
         self._layers = 0
 
     def begin(self, batch: ForwardBatch, attention: AttentionBackend) -> None:
-        """Begin a pass over ``batch``, which ``attention`` has planned."""
+        """Begin a pass over ``batch``, which ``attention`` has planned; ``attend`` follows for each layer."""
         self._batch, self._attention, self._layers = batch, attention, 0
 
     def end(self, layers: int) -> None:
@@ -47,9 +47,9 @@ class PagedPass:
         self._batch = self._attention = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Return the attention [T, H * D] of ``q`` [T, H, D], ``k`` and ``v`` [T, K, D] for the next layer.
+        """Write ``k`` and ``v`` [T, K, D] of layer ``layer`` to the pool, and return the attention of ``q`` [T, H, D].
 
-        Raises ``RuntimeError`` if ``layer`` is not the next one, or outside of a pass.
+        The result is [T, H * D].  Raises ``RuntimeError`` if ``layer`` is not the next one, or outside of a pass.
         """
         if self._batch is None or self._attention is None or layer != self._layers:
             raise RuntimeError(f"layer {layer} attended out of its turn")
@@ -111,11 +111,14 @@ class TransformersModel:
         self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Return the logits of ``batch.logit_indices``, [L, V] float32. ``attention`` must have planned ``batch``."""
+        """Compute a pass, write its KV to the pool, and return the logits at ``batch.logit_indices``, [L, V] float32.
+
+        ``attention`` must have planned ``batch``.
+        """
         return self.forward_at(batch.positions, batch, attention)
 
     def forward_at(self, positions: Tensor, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Run ``forward`` with other ``positions`` [T] for everything but attention."""
+        """Compute a pass as ``forward`` does, but tell the model other ``positions`` [T], for all but attention."""
         self._paged.begin(batch, attention)
         wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
         out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
@@ -126,21 +129,24 @@ class TransformersModel:
         return logits.float()
 
     def use_pool(self) -> None:
-        """Compute attention over the KV pool from now on."""
+        """Compute attention over the KV pool from now on, until ``eager`` or ``without_attention`` is called."""
         for module, attention in zip(self.modules, self._attentions, strict=True):
             set_attention([module], attention)
         self._model.set_attn_implementation(PAGED)
 
     def eager(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of ``tokens`` [T] as transformers computes them by itself, [T, V] float32.
+        """Return the logits [T, V] float32 of ``tokens`` [T], with transformers' own attention.
 
-        It ends ``use_pool``.
+        ``positions``: [T]; None: transformers' default. Call ``use_pool`` before the next pass.
         """
         self._model.set_attn_implementation("eager")
         return self._logits(tokens, positions)
 
     def without_attention(self, tokens: Tensor, positions: Tensor) -> Bare:
-        """Compute ``tokens`` [T] at ``positions`` [T] with an attention that gives zeros. It ends ``use_pool``."""
+        """Compute ``tokens`` [T] at ``positions`` [T] with an attention that gives zeros, for checks.
+
+        Call ``use_pool`` before the next pass.
+        """
         none = NoAttention()
         set_attention(self.modules, none)
         self._model.set_attn_implementation(PAGED)

@@ -7,7 +7,7 @@ from ...options import WorkerOptions
 
 
 def refuse_for_transformers(options: WorkerOptions) -> None:
-    """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
+    """Raise ``UnsupportedModel`` for options that can't be combined with a model of transformers' own class."""
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"

@@ -47,9 +47,9 @@ there it holds for half of the tokens.
 def check_against_eager(
     model: TransformersModel, shape: KVShape, vocab_size: int, context_length: int, like: Tensor
 ) -> None:
-    """Raise ``UnsupportedModel`` unless ``model`` computes on a pool what it does alone; ends ``use_pool``.
+    """Raise ``UnsupportedModel`` unless ``model`` computes the same on a KV pool as with its own attention.
 
-    ``like``: a tensor of the device and the type of activations.
+    Call ``use_pool`` before the next pass. ``like``: a tensor of the device and the type of activations.
     """
     _Check(model, shape, vocab_size, context_length, like).run()
 
@@ -117,8 +117,9 @@ class _Check:
             )
 
     def _forward(self, step: tuple[tuple[int, int], ...], far: Tensor | None = None) -> dict[int, Tensor]:
-        """Compute one step and return each row's new logits. ``far``: positions of row ``FAR`` for everything but
-        attention.
+        """Compute one pass of entries (row, tokens) on the pool, and return each row's new logits.
+
+        ``far``: positions of row ``FAR`` for all but attention; None: its own.
         """
         starts = [self._lens[row] for row, _ in step]
         spans = [torch.arange(s, s + n, device=self._device) for s, (_, n) in zip(starts, step, strict=True)]
@@ -148,7 +149,7 @@ class _Check:
         return dict(zip([row for row, _ in step], torch.split(logits.flip(0), counts), strict=True))
 
     def _compare(self, got: Tensor, expected: Tensor, where: str) -> None:
-        """Compare a row's logits [T, V] with those of transformers' own pass.
+        """Compare a row's logits [T, V] with those of transformers' own pass; ``where`` is for the message.
 
         Raises ``UnsupportedModel`` if they differ.
         """
@@ -168,6 +169,9 @@ def _error(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def _difference(one: Bare, other: Bare, tokens: Tensor) -> float:
-    """Return the median difference of ``tokens`` (indices into T) in logits, queries, keys or values."""
+    """Return how far ``tokens`` (indices into T) differ in two passes, as a share of the standard deviation.
+
+    It is the largest of the medians for logits and for each layer's queries, keys and values.
+    """
     pairs = [(one.logits, other.logits), *zip(one.attended, other.attended, strict=True)]
     return max(float(_error(a[tokens], b[tokens]).median()) for a, b in pairs)

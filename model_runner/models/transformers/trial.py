@@ -42,7 +42,7 @@ class Recorder:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
     ) -> Tensor:
-        """Record the layer and its ``AttentionSpec``, and attend under ``mask`` by torch's own attention.
+        """Record the module and what its attention is, and compute that under ``mask`` by torch's own attention.
 
         Raises ``UnsupportedModel`` for attention that can't be served, or if a layer attends twice.
         """
@@ -55,7 +55,7 @@ class Recorder:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
 
     def _window_of(self, mask: Tensor | None) -> int | None:
-        """Return the window of ``mask``, remembering the answer.
+        """Return the window of ``mask`` in tokens (None: all), which is remembered.
 
         Layers share a mask or two, and reading a mask takes long with a long context.
         """
@@ -69,8 +69,9 @@ class Recorder:
 
 
 def find_attention(model: Any, tokens: Tensor, context_length: int) -> list[AttentionLayer]:
-    """Find the attention layers of a transformers ``model`` by a pass over ``tokens`` [T]. Raises
-    ``UnsupportedModel``.
+    """Return the attention layers of a transformers ``model``, in order, found by a pass over ``tokens`` [T].
+
+    Raises ``UnsupportedModel`` if they can't be served.
     """
     recorder = Recorder(context_length)
     set_attention(model.modules(), recorder)

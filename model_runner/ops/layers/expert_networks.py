@@ -44,16 +44,16 @@ class StackedLinear:
 
     @cached_property
     def weight(self) -> Tensor:
-        """Weights of all experts that have floats."""
+        """Weights of all experts, [E, sum(outs), in], uninitialised until loaded; allocated at the first use."""
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights after they are loaded."""
+        """Bytes of all experts' weights, floats or packed, after they are loaded."""
         return sum((expert.weight if expert.packed is None else expert.packed).nbytes for expert in self.experts)
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        """Apply all projections of one expert. Their outputs lie side by side."""
+        """Return all projections of ``x`` [T, in] by one expert, side by side: [T, sum(outs)]."""
         return self.experts[expert].forward(x)
 
     def linears(self, prefix: str, *names: str) -> Linears:
@@ -107,11 +107,11 @@ class ExpertNetworks:
 
     @property
     def is_packed(self) -> bool:
-        """Whether any of the weights is packed."""
+        """Whether any expert has packed weights."""
         return self.gate_up_proj.is_packed or self.down_proj.is_packed
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        """Compute one expert: ``x`` [T, N] to [T, N]."""
+        """Return the output [T, N] of expert number ``expert`` for ``x`` [T, N]."""
         gate_up = self.gate_up_proj.forward(expert, x)
         if self.spec.limit is None:
             inner = gate_and_mul(gate_up, self.spec.activation)

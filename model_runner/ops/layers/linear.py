@@ -35,9 +35,9 @@ class Linear:
 
     @cached_property
     def weight(self) -> Tensor:
-        """The weight, [sum(outs), in], with memory from its first use on.
+        """The weight, [sum(outs), in], uninitialised until loaded; allocated at the first use.
 
-        Of a packed weight only shape and type are used.
+        If a packed weight replaces it, only its shape and type mean something.
         """
         return torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device=self._device)
 
@@ -46,11 +46,11 @@ class Linear:
         self.weight = torch.empty(sum(self.outs), self.in_features, dtype=self._dtype, device="meta")
 
     def use_packed(self, weight: PackedWeight, product: Product) -> None:
-        """Compute by this."""
+        """Multiply with the packed ``weight`` by ``product`` from now on, instead of the floating-point weight."""
         self.packed, self._product = weight, product
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply all projections; their outputs lie side by side."""
+        """Return all projections of ``x`` [T, in], side by side: [T, sum(outs)]."""
         if self.packed is None or self._product is None:
             return linear(x, self.weight, self.bias)
         return self._product(x, self.packed, self.bias)

@@ -21,9 +21,9 @@ class RMSNorm:
 
     @property
     def scale(self) -> Tensor:
-        """What is multiplied with: the weight and the family's offset."""
+        """Factors [size] that normalised elements are multiplied by: the weight plus the family's offset."""
         return self.weight + self._offset if self._offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised, of the same shape and type."""
+        """Return ``x``, normalised along its last dimension in float32, with the shape and type of ``x``."""
         return rms_norm(x.float(), self.scale, self.eps).to(x.dtype)

@@ -36,7 +36,10 @@ class RotaryEmbedding:
         self.scale = torch.cat((scales, unrotated + 1.0)).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return the cosines and sines of ``positions`` [T], computed in float32 and then cast to the model's type."""
+        """Return cosines and sines of ``positions`` [T], computed in float32 and then cast to the model's type.
+
+        The first half of the sines is negated.
+        """
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
         return Rotation(
@@ -45,7 +48,10 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Return the radians per token of each of the rotary_dim / 2 pairs, float32, on the CPU."""
+    """Return the radians per token of each of the rotary_dim / 2 pairs, float32, on the CPU.
+
+    Raises ``ValueError`` if longrope's factors are not chosen yet.
+    """
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
     match rope.type:
         case RopeType.LINEAR:
@@ -64,7 +70,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """Return the factor of cosines and sines. YaRN and LongRoPE sharpen attention by it; it is 1 for other types."""
+    """Return the factor of cosines and sines, by which YaRN and LongRoPE sharpen attention; 1 for other types."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.type != RopeType.YARN or rope.factor <= 1:
@@ -73,7 +79,7 @@ def attention_factor(rope: RopeSpec) -> float:
 
 
 def _llama3(inv_freq: Tensor, rope: RopeSpec) -> Tensor:
-    """Stretch long waves by the factor, leave short ones alone, and blend those between (Llama 3.1)."""
+    """Divide the frequencies of long waves by the factor, keep short waves, and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = ((rope.original_context / wavelength - low) / (high - low)).clamp(0, 1)

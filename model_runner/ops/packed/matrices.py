@@ -33,18 +33,18 @@ class FP8Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """O and I."""
+        """Rows (outputs) and columns (inputs) of the matrix."""
         return self.values.shape[0], self.values.shape[1]
 
     def take(self, rows: Rows) -> FP8Matrix:
-        """Return the matrix of ``rows`` alone, in this order."""
+        """Return the matrix of these ``rows`` alone, in this order, still packed."""
         values = self.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
         if len(self.scales) == 1:
             return self._replace(values=values)
         return FP8Matrix(values, _spread(self.scales, 0, self.rows, self.shape[0])[rows], 1, self.columns)
 
     def take_columns(self, begin: int, end: int) -> FP8Matrix:
-        """Return the matrix of the columns ``[begin, end)``. ``begin`` must be the begin of a block."""
+        """Return the matrix of the columns ``[begin, end)``, still packed. ``begin`` must be the begin of a block."""
         values = self.values[:, begin:end]
         if self.scales.shape[1] == 1:
             return FP8Matrix(values, self.scales, self.rows, end - begin)
@@ -52,12 +52,15 @@ class FP8Matrix(NamedTuple):
         return self._replace(values=values, scales=self.scales[:, first:last])
 
     def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the elements at ``rows`` and ``columns`` (int64 [N], on the matrix's device): float32 [N]."""
+        """Return N single elements, dequantised: float32 [N].
+
+        ``rows``, ``columns``: where they are, int64 [N] on the matrix's device.
+        """
         found = self.values.view(torch.uint8)[rows, columns].view(torch.float8_e4m3fn)
         return found.float() * self.scales[rows // self.rows, columns // self.columns]
 
     def dequantise(self) -> Tensor:
-        """Return the matrix in float32, [O, I]."""
+        """Return the whole matrix in float32, [O, I]."""
         scales = _spread(_spread(self.scales, 0, self.rows, self.shape[0]), 1, self.columns, self.shape[1])
         return self.values.float() * scales
 
@@ -74,31 +77,34 @@ class Int4Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """O and I."""
+        """Rows (outputs) and columns (inputs) of the matrix."""
         return self.numbers.shape[0], self.numbers.shape[1]
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.shape[1] // len(self.scales)
 
     def take(self, rows: Rows) -> Int4Matrix:
-        """Return the matrix of ``rows`` alone, in this order."""
+        """Return the matrix of these ``rows`` alone, in this order, still packed."""
         return Int4Matrix(self.numbers[rows], self.zeros[:, rows], self.scales[:, rows], self.groups)
 
     def take_columns(self, begin: int, end: int) -> Int4Matrix:
-        """Return the matrix of the columns ``[begin, end)``, which must be whole groups of neighbouring columns."""
+        """Return the matrix of the columns ``[begin, end)``, still packed; they must be whole groups of neighbours."""
         first, last = begin // self.group, end // self.group
         return Int4Matrix(self.numbers[:, begin:end], self.zeros[first:last], self.scales[first:last], None)
 
     def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the elements at ``rows`` and ``columns``, float32, as ``FP8Matrix.elements`` does."""
+        """Return N single elements, dequantised: float32 [N].
+
+        ``rows``, ``columns``: where they are, int64 [N] on the matrix's device.
+        """
         groups = columns // self.group if self.groups is None else self.groups[columns]
         zeros, scales = self.zeros[groups, rows].float(), self.scales[groups, rows].float()
         return (self.numbers[rows, columns].float() - zeros) * scales
 
     def dequantise(self) -> Tensor:
-        """Return the matrix in float32, [O, I]."""
+        """Return the whole matrix in float32, [O, I]."""
         zeros, scales = (part.T.float() for part in (self.zeros, self.scales))
         if self.groups is None:
             zeros, scales = (part.repeat_interleave(self.group, 1) for part in (zeros, scales))
@@ -111,9 +117,9 @@ PackedMatrix = FP8Matrix | Int4Matrix
 
 
 def join(parts: Sequence[PackedMatrix], *, eight: bool) -> PackedWeight:
-    """Stack matrices of one kind with equal numbers of columns. Groups must have the same columns in each.
+    """Stack matrices of one kind by rows to the one weight that a linear layer multiplies with.
 
-    ``eight``: see ``FP8Weight``.
+    They have equal numbers of columns and equal groups of columns. ``eight``: whether activations become FP8, too.
     """
     in_fp8 = [part for part in parts if isinstance(part, FP8Matrix)]
     return _join_fp8(in_fp8, eight) if in_fp8 else _join_int4([p for p in parts if isinstance(p, Int4Matrix)])
@@ -149,13 +155,16 @@ def _join_int4(parts: Sequence[Int4Matrix]) -> Int4Weight:
 
 
 def _by_row(matrix: FP8Matrix, count: int) -> Tensor:
-    """Return the scales of each row by blocks of COLUMNS columns, [count, O]."""
+    """Return the scale of each row in each block of COLUMNS columns, [count, O]."""
     scales = _spread(matrix.scales, 0, matrix.rows, matrix.shape[0]).expand(matrix.shape[0], -1)
     return _spread(scales, 1, matrix.columns // COLUMNS, count).expand(-1, count).T
 
 
 def _spread(scales: Tensor, axis: int, times: int, size: int) -> Tensor:
-    """Repeat each of ``scales`` ``times`` times along ``axis``, cut to ``size``. A single scale stays alone."""
+    """Repeat each scale ``times`` times along ``axis``, and cut the result to ``size``.
+
+    A single scale is not repeated.
+    """
     if scales.shape[axis] == 1:
         return scales
     return scales.repeat_interleave(times, axis).narrow(axis, 0, size)

@@ -10,7 +10,7 @@ from .weights import FP8Weight, PackedWeight
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Return the product [T, O] of ``x`` [T, I] and a packed weight, in the type of ``x``."""
+    """Return ``x`` [T, I] times the transposed packed weight, plus ``bias``: [T, O] in the type of ``x``."""
     if not isinstance(weight, FP8Weight) and weight.order is not None:
         x = x.index_select(1, weight.order)
     if x.stride(-1) != 1:

@@ -107,13 +107,13 @@ PackedWeight = FP8Weight | Int4Weight
 
 
 def pack_halves(numbers: Tensor) -> Tensor:
-    """Pack ``numbers`` [O, I], all below 16, as ``Int4Weight.halves``."""
+    """Pack ``numbers`` [O, I], all below 16, two to a byte, as ``Int4Weight.halves`` has them; pad columns with 0."""
     padded = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % (2 * HALF)))
     blocks = padded.view(len(numbers), -1, 2, HALF)
     return (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
 
 
 def unpack_halves(halves: Tensor, inputs: int) -> Tensor:
-    """Unpack the first ``inputs`` columns that ``pack_halves`` packed, as uint8."""
+    """Return the first ``inputs`` columns of numbers that ``pack_halves`` packed: [O, inputs] uint8."""
     blocks = halves.view(len(halves), -1, 1, HALF)
     return torch.cat((blocks & 0xF, blocks >> 4), 2).flatten(1)[:, :inputs]

@@ -23,18 +23,18 @@ _BY_NAME = {Activation.SILU: SILU, Activation.GELU: GELU, Activation.GELU_TANH: 
 
 
 def kind_of(activation: Activation, limit: float | None = None) -> int:
-    """Return the number of ``gated`` for an activation.
+    """Return the constant by which the kernel ``gated`` knows an activation.
 
-    With a ``limit`` it is the clamped one, whatever the activation.
+    With a ``limit`` it is GPT-OSS's clamped one, whatever the activation.
     """
     kind = CLAMPED if limit is not None else _BY_NAME[activation]
     return int(kind.value)
 
 
 def gate_and_mul(x: Tensor, activation: Activation, out: Tensor | None = None, *, limit: float | None = None) -> Tensor:
-    """Return the gated activation [T, I] of ``x`` = [gate, up] of shape [T, 2 I], in its type.
+    """Return ``activation(gate) * up`` [T, I] for ``x`` = [gate, up] [T, 2 I], in its type.
 
-    With a ``limit`` it is the clamped activation.
+    ``out``: memory for it, or None. With a ``limit`` the activation is GPT-OSS's clamped one.
     """
     tokens, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device) if out is None else out
@@ -55,7 +55,10 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the activation of ``gate`` times ``up``, all in float32. ``KIND`` is a number of ``kind_of``."""
+    """Return the activation of ``gate`` times ``up``, all in float32. ``KIND``: the activation, from ``kind_of``.
+
+    ``limit`` counts for the clamped activation alone.
+    """
     if KIND == SILU:
         result = gate * sigmoid(gate) * up
     elif KIND == GELU:

@@ -30,9 +30,9 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 
 def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None) -> Tensor:
-    """Return the product [T, O] in the type of ``x`` [T, I]. The elements of a row of ``x`` lie side by side.
+    """Return the product [T, O] of ``x`` [T, I] and the transposed weight, plus ``bias``, in the type of ``x``.
 
-    ``tile`` replaces that of ``fp8_tile``.
+    The elements of a row of ``x`` lie side by side. ``tile`` replaces that of ``fp8_tile``.
     """
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
@@ -62,10 +62,10 @@ def fp8_product(x: Tensor, weight: FP8Weight, bias: Tensor | None = None, tile: 
 
 
 def fp8_tile(tokens: int, *, is_wide: bool = False) -> dict[str, int]:
-    """Return the sizes of a program's tile, its warps and its pipeline stages. ``is_wide``: activations of four bytes.
+    """Return the kernel's tile sizes, warps and pipeline stages for ``tokens`` tokens.
 
-    With few tokens the weight is read once, by as many programs as a matrix of usual size allows. With many tokens a
-    tile is used for as many products as registers hold.
+    ``is_wide``: activations have four bytes. With few tokens the weight is read once, by as many programs as a matrix
+    of usual size allows. With many tokens a tile is used for as many products as registers hold.
     """
     if is_wide:
         return {"M": 16, "N": 32, "K": 32, "num_warps": 4, "num_stages": 2}

@@ -65,7 +65,10 @@ class ExpertWeights:
 
 
 def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) -> ExpertBlocks:
-    """Make room for up to this many pairs."""
+    """Allocate the arrays of ``ExpertBlocks`` for up to ``pairs`` pairs of a token and an expert.
+
+    ``block_m``: pairs of a block.
+    """
     most = pairs // block_m + min(pairs, experts)
     return ExpertBlocks(
         counts=torch.empty(experts, dtype=torch.int32, device=device),
@@ -76,7 +79,10 @@ def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) ->
 
 
 def sort_pairs(chosen: Tensor, blocks: ExpertBlocks) -> None:
-    """Divide the pairs of ``chosen`` ([T, C] int32 or int64, contiguous, each in 0 … E - 1) among the blocks."""
+    """Queue the division of the pairs of ``chosen`` among the blocks, each block for one expert.
+
+    ``chosen``: each token's experts, [T, C] int32 or int64, contiguous, each in 0 … E - 1.
+    """
     size, experts = chosen.numel(), len(blocks.counts)
     blocks.experts.fill_(-1)
     if size:
@@ -105,9 +111,10 @@ def experts_up(
     limit: float | None = None,
     tile: dict[str, int] | None = None,
 ) -> None:
-    """Compute the activated up products of each pair: ``out`` [P, I] of ``x`` [T, N], both of the weights' type.
+    """Queue the gate and up products of each pair and their activation: ``out`` [P, I] of ``x`` [T, N].
 
-    ``chosen``: C. ``tile`` replaces that of ``experts_tile``; its M is ``blocks.block_m``.
+    Both are of the weights' type. ``chosen``: experts of a token (C). ``limit``: for GPT-OSS's clamped activation.
+    ``tile`` replaces that of ``experts_tile``; its M is ``blocks.block_m``.
     """
     inner, hidden = weights.down.shape[2], weights.down.shape[1]
     if len(x) == 0:
@@ -139,7 +146,7 @@ def experts_down(
     out: Tensor,
     tile: dict[str, int] | None = None,
 ) -> None:
-    """Compute the down products of each pair, times its weight: ``out`` [P, N] float32 of ``x`` [P, I].
+    """Queue the down products of each pair, times its weight: ``out`` [P, N] float32 of ``x`` [P, I].
 
     ``pair_weights``: [P] float32. ``tile`` replaces that of ``experts_tile``.
     """
@@ -163,9 +170,10 @@ def experts_down(
 
 
 def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = None) -> None:
-    """Add up each token's pairs ([P, N] float32) in the order of their experts: ``out`` [T, N], rounded once.
+    """Queue the sum of each token's pairs ([P, N] float32), in the order of their experts, into ``out`` [T, N].
 
-    ``chosen``: the experts' numbers, [T, C]. ``common``: output of the shared experts, [T, N], added last.
+    It is rounded once. ``chosen``: the experts' numbers, [T, C]. ``common``: output of the shared experts, [T, N],
+    added last; None: there are none.
     """
     tokens, hidden = out.shape
     count = chosen.shape[1]
@@ -176,7 +184,10 @@ def combine(pairs: Tensor, chosen: Tensor, out: Tensor, common: Tensor | None = 
 
 
 def experts_tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
-    """Return the sizes of a program's tile, its warps and its pipeline stages. ``halves``: products at a time."""
+    """Return the kernels' tile sizes, warps and pipeline stages.
+
+    ``halves``: products that a program computes at a time, 2 for gate and up.
+    """
     is_wide = dtype != torch.float32
     n = (128 if is_wide else 64) // halves
     sizes = {"M": block_m, "N": n, "K": 64 if is_wide else 32}

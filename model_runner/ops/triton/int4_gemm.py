@@ -27,9 +27,10 @@ _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 def int4_product(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, tile: dict[str, int] | None = None
 ) -> Tensor:
-    """Return the product [T, O] in the type of ``x`` [T, I]. The elements of a row of ``x`` lie side by side.
+    """Return the product [T, O] of ``x`` [T, I] and the transposed weight, plus ``bias``, in the type of ``x``.
 
-    ``tile`` replaces that of ``int4_tile``.
+    The elements of a row of ``x`` lie side by side, in the weight's order of columns. ``tile`` replaces that of
+    ``int4_tile``.
     """
     tokens = len(x)
     out = torch.empty(tokens, weight.outputs, dtype=x.dtype, device=x.device)
@@ -55,9 +56,10 @@ def int4_product(
 
 
 def int4_tile(tokens: int, group: int, *, is_wide: bool = False) -> dict[str, int]:
-    """Return the sizes of a program's tile, its warps and its pipeline stages. ``is_wide``: activations of four bytes.
+    """Return the kernel's tile sizes, warps and pipeline stages for ``tokens`` tokens.
 
-    ``group``: columns that share a scale, a multiple of 32. All columns of a half tile are of one group.
+    ``is_wide``: activations have four bytes. ``group``: columns that share a scale, a multiple of 32. All columns of a
+    half tile are of one group.
     """
     if is_wide:
         return {"M": 16, "N": 32, "K": HALF // 2, "num_warps": 4, "num_stages": 2}
@@ -76,8 +78,9 @@ def _weights(
     is_there: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``numbers`` [K, N] of four bits as weights of ``dtype``. ``at`` [N]: offsets of their scales and zero
-    points.
+    """Return the four-bit ``numbers`` [K, N] as weights of ``dtype``.
+
+    ``at`` [N]: offsets of their scales and zero points.
     """
     scale = tl.load(scales_ptr + at, mask=is_there, other=0.0).to(tl.float32)
     if zeros_ptr is None:

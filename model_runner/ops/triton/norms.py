@@ -21,9 +21,10 @@ _WIDEST_AFTER = 1 << 13
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
-    """Normalise ``x`` [T, N], times ``weight`` ([N] float32) plus the spec's offset, into ``out``, which may be ``x``.
+    """Return ``x`` [T, N] normalised, times ``weight`` ([N] float32) plus the spec's offset.
 
-    Rows may lie apart; their elements lie side by side.
+    ``out``: memory for it, which may be ``x``, or None. Rows may lie apart; their elements lie side by side. Raises
+    ``ValueError`` for too wide rows.
     """
     out = torch.empty_like(x) if out is None else out
     rows, width = x.shape
@@ -36,7 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = Non
 
 
 def head_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
-    """Normalise each head of ``x`` [T, H, D] by itself, with one ``weight`` ([D] float32) for all, into ``out``."""
+    """Return ``x`` [T, H, D] with each head normalised by itself; write it to ``out`` if given.
+
+    ``weight`` ([D] float32) is that of all heads. Raises ``ValueError`` for too wide heads.
+    """
     out = torch.empty_like(x) if out is None else out
     tokens, heads, width = x.shape
     if tokens:
@@ -58,11 +62,11 @@ def add_and_norm(
     after_weight: Tensor | None = None,
     after_spec: NormSpec | None = None,
 ) -> Tensor:
-    """Add ``scale`` times ``y`` to the residual ``x``, in place, and give the sum normalised: both [T, N], of one type.
+    """Add ``scale`` times ``y`` to the residual ``x`` [T, N], in place, and return the sum normalised.
 
-    ``after_weight`` and ``after_spec``: ``y`` is normalised by them first. Without ``weight`` and ``spec`` the answer
-    is the sum itself. ``weight``, ``after_weight``: [N] float32. The sum is rounded to the type of ``x`` before it is
-    normalised, as it is where the two are separate.
+    ``after_weight`` and ``after_spec``: ``y`` is normalised by them first. Without ``weight`` and ``spec`` the result
+    is the sum itself. Weights are [N] float32. The sum is rounded to the type of ``x`` before it is normalised, as it
+    is if the two are separate. Raises ``ValueError`` for too wide rows.
     """
     rows, width = x.shape
     out = torch.empty_like(x) if out is None else out

@@ -23,14 +23,17 @@ _PART = 4096
 
 
 def quantise_tensor(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Divide ``x`` [T, N] (contiguous) by ``scale`` ([1] float32, measured by the checkpoint) into ``out`` [T, N]."""
+    """Queue the division of ``x`` [T, N] (contiguous) by ``scale``, rounded to FP8, into ``out`` [T, N].
+
+    ``scale``: [1] float32, measured by the checkpoint.
+    """
     size = x.numel()
     if size:
         _by_one_scale[(triton.cdiv(size, _PART),)](x, scale, out.view(torch.uint8), size, BLOCK=_PART, num_warps=8)
 
 
 def find_scale(x: Tensor, scale: Tensor) -> None:
-    """Write the scale of the whole of ``x`` (contiguous) to ``scale`` ([1] float32); three launches.
+    """Queue the computation of one scale for all of ``x`` (contiguous), into ``scale`` ([1] float32); three launches.
 
     A maximum has no order, so the scale is the same each time; it depends on the batch, as this way of scaling does.
     """
@@ -42,9 +45,9 @@ def find_scale(x: Tensor, scale: Tensor) -> None:
 
 
 def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """Quantise ``x`` [T, N] with a scale for each token into ``out`` [T, N] and ``scales`` [T, 1] float32.
+    """Queue the rounding of ``x`` [T, N] to FP8, with a scale for each token.
 
-    The elements of a row lie side by side.
+    It is written to ``out`` [T, N] and ``scales`` [T, 1] float32. The elements of a row lie side by side.
     """
     tokens, width = x.shape
     if tokens:
@@ -53,10 +56,10 @@ def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
 
 
 def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """Quantise ``x`` [T, N] with a scale for each BLOCK elements of a token, into ``out`` [T, N] and ``scales``.
+    """Queue the rounding of ``x`` [T, N] to FP8, with a scale for each BLOCK elements of a token.
 
-    The last block may have fewer elements. ``scales``: [T, N / BLOCK] float32, in any strides. Products want contiguous
-    columns.
+    It is written to ``out`` [T, N] and ``scales``. The last block may have fewer elements. ``scales``: [T, N / BLOCK]
+    float32, in any strides. Products want contiguous columns.
     """
     tokens, width = x.shape
     if tokens:

@@ -20,8 +20,8 @@ from ....model_files.spec import NormSpec, Pairing
 def rope_table(inv_freq: Tensor, scale: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the table [C, r] float32 that ``rotate`` takes: cosines, then sines, of ``positions`` ([C]), by pair.
 
-    ``inv_freq`` and ``scale`` (a factor of both): [r / 2] float32. The table may cover all positions of a context once,
-    or a pass's tokens each time.
+    ``inv_freq`` (radians per token) and ``scale`` (a factor of both): [r / 2] float32. The table may cover all
+    positions of a context once, or a pass's tokens each time. ``out``: memory for it, or None.
     """
     half = len(inv_freq)
     out = torch.empty((len(positions), 2 * half), dtype=torch.float32, device=inv_freq.device) if out is None else out

@@ -12,7 +12,7 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def mix(bits: tl.tensor) -> tl.tensor:
-    """Mix uint64 ``bits`` as ``runtime/splitmix.py`` does."""
+    """Return uint64 ``bits`` mixed by splitmix64's finaliser, as ``runtime/splitmix.py`` does; a bijection."""
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
     return bits ^ (bits >> 31)

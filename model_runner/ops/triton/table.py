@@ -32,9 +32,9 @@ class TableWrites(NamedTuple):
 
 
 def plan_writes(deltas: Sequence[SlotDelta], rows: I64, positions: I64, slots: I64, columns: int) -> TableWrites:
-    """Collect the writes of the deltas, in order, and then of the pass's own tokens ([T] each).
+    """Return all writes of a step into the request table: those of ``deltas`` in order, then the pass's own ([T] each).
 
-    ``columns``: columns of the request table.
+    Of several writes to one entry, only the last is kept. ``columns``: columns of the request table.
     """
     if not deltas:
         return TableWrites(rows, positions, slots)
@@ -61,8 +61,9 @@ def apply_step(
     window_pages: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """Apply ``TableWrites`` (on the device: [W] int64) to ``req_to_token`` ([R, C] int32).
+    """Queue one kernel that writes ``slots`` ([W] int64) into ``req_to_token`` ([R, C] int32).
 
+    They go to the entries at ``rows`` and ``positions`` ([W] int64). It also makes other changes of the step:
     - Each row's last token (``last_tokens``: [R] int64) goes into ``input_ids`` (int64), by ``last_at`` and
       ``last_rows`` ([U] int64).
     - ``window_pages`` (int32) gets ``pages`` ([P, 2] int32: a page, and its page there).

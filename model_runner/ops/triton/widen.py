@@ -15,7 +15,10 @@ HALF_OF_E4M3 = tl.constexpr(256.0)
 
 @triton.jit
 def widen(x: tl.tensor, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return stored elements ``x`` as ``dtype``. "fp8_e4m3" is to be multiplied with ``HALF_OF_E4M3`` as well."""
+    """Return stored elements ``x`` of the type KIND as ``dtype``.
+
+    Those of "fp8_e4m3" are too small by the factor ``HALF_OF_E4M3``, which the caller applies to their scale.
+    """
     if KIND == "fp8_e4m3":
         bits = x.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)

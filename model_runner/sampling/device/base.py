@@ -48,20 +48,24 @@ class DeviceSampler(ABC):
 
     @abstractmethod
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Start the rows that new requests have taken."""
+        """Start the device's state of rows that new requests have taken: parameters, penalty counts, edits.
+
+        Call this after ``RowStates.start``.
+        """
 
     @abstractmethod
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
-        """Choose each row's token, which becomes its last one (``RowStates.last_tokens``) and is counted for penalties.
+        """Queue the choice of each row's token, which is stored as its last one and counted for its penalties.
 
-        ``logits_SV``: left as they are. A row that is not ``finite`` gets a token that means nothing.
+        ``logits_SV``: left as they are. A row that is not ``finite`` gets a token that means nothing. The results stay
+        on the device.
         """
 
     @abstractmethod
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """See ``sampling/device/logprobs.py``."""
+        """Queue the log-probability of each row's target, and those of its ``most`` likeliest tokens, in float32."""
 
 
 def device_rows(max_reqs: int, vocab_size: int, device: torch.device) -> RowStates[Tensor]:
-    """Make the state of rows that are sampled on ``device``."""
+    """Make the state of ``max_reqs`` rows that are sampled on ``device``, none of them with a request."""
     return RowStates(vocab_size, torch.full((max_reqs,), NO_TOKEN, dtype=torch.int64, device=device))

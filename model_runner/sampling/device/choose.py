@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_sampler(device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype) -> DeviceSampler:
-    """Choose the sampler of a device: Triton's on CUDA, else torch's, or None on the host.
+    """Return the sampler for ``device``: Triton's kernels on CUDA, else operations of torch.
 
-    Triton's needs Triton (``choose_ops`` says if it is missing) and a vocabulary that it can sum. On the host no device
-    sampler is needed, because a sampler may read logits before it goes on.
+    CUDA without Triton, or with too large a vocabulary for the kernels, also gets torch's. ``logits_dtype``: type of
+    the logits to come.
     """
     if device.torch.type != "cuda" or importlib.util.find_spec("triton") is None:
         return TorchSampler(device, states)

@@ -16,9 +16,9 @@ CHUNK_LOGPROBS = 1 << 20
 
 
 def score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-    """Score each row of logits: its target's log-probability, and those of its ``most`` best tokens, in float32.
+    """Queue the log-probability of each row's target, and those of its ``most`` likeliest tokens, in float32.
 
-    Waits for nothing.
+    Never waits for the device.
     """
     size = max(1, CHUNK_LOGPROBS // logits_NV.shape[1])
     chunks = [

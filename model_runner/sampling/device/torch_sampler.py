@@ -37,12 +37,15 @@ class TorchSampler(DeviceSampler):
         self._edits: tuple[LogitEdit[RowsEdit], ...] = (states.bias, self._penalties, states.early_stop)
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Start the penalty counts of the rows on the device. Everything else is in ``RowStates``."""
+        """Start the device's penalty counts of the rows. The rest of their state is in ``RowStates``."""
         for init in inits:
             self._penalties.start(init)
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
-        """Choose tokens by torch operations. Logit edits change a copy of the logits."""
+        """Queue the choice of tokens by torch operations. Logit edits change a copy of the logits.
+
+        Last tokens and penalty counts are updated on the device.
+        """
         params = sampled.params
         edits = find_edits(self._edits, sampled.rows, params, sampled.positions)
         if edits:
@@ -63,11 +66,11 @@ class TorchSampler(DeviceSampler):
         return Sampled(tokens_S, finite_S)
 
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """Score the rows by torch operations, in chunks of at most ``CHUNK_LOGPROBS`` log-probabilities."""
+        """Queue the log-probabilities by torch operations, in chunks of at most ``CHUNK_LOGPROBS`` of them."""
         return score(logits_NV, targets_N, most)
 
     def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
-        """Draw tokens of the ``drawn`` rows and return ``tokens_S`` with them."""
+        """Draw tokens at random for the rows at the indices ``drawn``, and return ``tokens_S`` with these replaced."""
         top_k, top_p, drops_tail = params["top_k"][drawn], params["top_p"][drawn], drop_tails(params)[drawn]
         is_few = (top_k > 0) & (top_k <= CANDIDATES)
         is_whole = (top_k == 0) & (top_p == np.inf)

@@ -45,7 +45,7 @@ class TritonSampler(DeviceSampler):
     reads_halves = True
 
     def __init__(self, device: Device, states: RowStates[Tensor], logits_dtype: torch.dtype = torch.float32) -> None:
-        """Prepare tables and compile the kernels. ``logits_dtype``: type of the logits to come."""
+        """Allocate the device's tables, and compile the kernels now. ``logits_dtype``: type of the logits to come."""
         self._logits_dtype = logits_dtype
         self._device = device
         self._states = states
@@ -58,7 +58,7 @@ class TritonSampler(DeviceSampler):
         self._compile()
 
     def start(self, inits: Sequence[RowInit]) -> None:
-        """Write the rows' parameters to the device's table, and the edits of those rows that have any."""
+        """Queue writes of the rows' parameters to the device's table, and of the logit edits of rows that have any."""
         rows = np.array([init.row for init in inits], dtype=np.int64)
         for row in rows.tolist():
             if (place := self._places.pop(row, None)) is not None:
@@ -74,9 +74,9 @@ class TritonSampler(DeviceSampler):
             write_edits(self._table, put(places[edited]), *(put(part) for part in join_edits(lists)))
 
     def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled[Tensor]:
-        """Choose tokens by Triton kernels, for up to ``BATCH`` rows at a time.
+        """Queue Triton kernels that choose the tokens, for up to ``BATCH`` rows at a time.
 
-        Two kernels run if all of these rows are greedy, else five.
+        A part takes two kernels if all of its rows are greedy, else five.
         """
         count = len(sampled.rows)
         tokens_S = torch.empty(count, dtype=torch.int64, device=logits_SV.device)
@@ -89,7 +89,7 @@ class TritonSampler(DeviceSampler):
         return Sampled(tokens_S, finite_S)
 
     def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored[Tensor]:
-        """Score the rows by a Triton kernel, ``BATCH`` at a time.
+        """Queue Triton kernels that compute the log-probabilities, for ``BATCH`` rows at a time.
 
         More than ``MAX_BEST`` alternatives are left to torch.
         """
@@ -112,10 +112,10 @@ class TritonSampler(DeviceSampler):
         return list_edits(place, unpack_i32(history).astype(np.int64), init.prompt_len, stop_ids, bias)
 
     def _words_of(self, inits: Sequence[RowInit], rows: I64) -> RowParams:
-        """Return the rows' parameters.
+        """Return the rows' parameters for the device, with neutral penalties for rows without a history.
 
-        Rows without a history are not penalised, as on the host. What they are given is counted here with their other
-        edits.
+        The host does not penalise these either. On the device, the output tokens of these rows are counted too if they
+        have other edits.
         """
         params = self._states.params(rows)
         unseen = np.array([init.history is None for init in inits])
@@ -134,9 +134,7 @@ class TritonSampler(DeviceSampler):
         return self._free.pop()
 
     def _compile(self) -> None:
-        """Launch each kernel once, without rows. Its first use compiles it for a second, and no request should wait for
-        that.
-        """
+        """Launch each kernel once without rows, as the first launch compiles it for a second."""
         put, vocab = self._device.upload, self._states.vocab_size
         no_row, zero = put(np.array([-1])), put(np.array([0]))
         logits = torch.zeros((1, vocab), dtype=self._logits_dtype, device=self._device.torch)

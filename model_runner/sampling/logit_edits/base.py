@@ -49,7 +49,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, ids_by_row: Sequence[tuple[int, I64]]) -> Places:
-        """Make the places of the tokens that each of some rows names."""
+        """Join token ids of several rows into one list of places. Each pair is a row's index and its token ids."""
         rows = [np.full(len(ids), row, dtype=np.int64) for row, ids in ids_by_row]
         return cls(np.concatenate(rows), np.concatenate([ids for _, ids in ids_by_row]))
 
@@ -63,7 +63,7 @@ class HostEdit(ABC):
 
     @abstractmethod
     def change(self, logits_NV: F32, params: RowParams) -> Undo:
-        """Change logits in place; return what undoes it. ``params``: [N]."""
+        """Change logits in place, and return a function that restores those that are read again. ``params``: [N]."""
 
 
 class RowsEdit(ABC):
@@ -71,10 +71,10 @@ class RowsEdit(ABC):
 
     @abstractmethod
     def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
-        """Change logits on a device in place, without waiting for it. ``params``: [N]."""
+        """Queue a change of logits on a device, in place. ``params``: [N]. ``upload`` copies arrays there."""
 
     def count(self, tokens_N: Tensor) -> None:  # noqa: B027
-        """Take note of the tokens that were chosen. Most edits depend on none."""
+        """Note the tokens that were chosen for the step's rows, for later edits. This default does nothing."""
 
 
 class SparseEdit(RowsEdit, HostEdit):
@@ -82,11 +82,14 @@ class SparseEdit(RowsEdit, HostEdit):
 
     @abstractmethod
     def places(self) -> Places:
-        """Return the logits that the edit changes; at least one."""
+        """Return which logits the edit changes: indices of rows and of tokens; at least one."""
 
     @abstractmethod
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """Return what the logits ``old_M`` (float32) at ``places`` become. ``params``: [N]."""
+        """Return the new values of the logits at ``places``, given their old ones ``old_M`` (float32).
+
+        ``params``: [N].
+        """
 
     def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
         """Change the logits at ``places`` by index, in three steps: gather, compute, scatter."""
@@ -94,7 +97,10 @@ class SparseEdit(RowsEdit, HostEdit):
         logits_NV[rows_M, ids_M] = self.new_values(logits_NV[rows_M, ids_M], params, upload)
 
     def change(self, logits_NV: F32, params: RowParams) -> Undo:
-        """Change the few logits; to remember them takes less than a copy of a row."""
+        """Change the logits at ``places``, and return a function that restores all of them.
+
+        Remembering these few takes less than a copy of a row.
+        """
         places = tuple(self.places())
         old_M = logits_NV[places]
         logits_NV[places] = self.new_values(old_M, params, on_host)
@@ -116,15 +122,24 @@ class LogitEdit(ABC, Generic[E]):
 
     @abstractmethod
     def start(self, init: RowInit) -> bool:
-        """Replace the row's state by the new request's. Returns whether this edit may change its logits."""
+        """Replace the row's state by the new request's.
+
+        Return whether this edit may ever change the request's logits.
+        """
 
     @abstractmethod
     def of(self, rows: I64, params: RowParams, positions: I64) -> E | None:
-        """Return the edit of the logits of tokens at ``positions`` [N]; None if it changes no row."""
+        """Return this edit's change for one step, in which the ``rows`` sample tokens at ``positions`` [N].
+
+        None: it changes no row's logits.
+        """
 
 
 def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, positions: I64) -> tuple[E, ...]:
-    """Return what changes the rows' logits when the tokens at ``positions`` [N] are sampled; mostly nothing."""
+    """Return the changes of logits for one step, in which the ``rows`` sample tokens at ``positions`` [N].
+
+    They are in the order of ``edits``, and empty for most steps.
+    """
     too_short = positions - params["prompt_len"] < params["min_new_tokens"]
     if not (too_short.any() or params["penalised"].any()):
         return ()
@@ -134,9 +149,9 @@ def find_edits(edits: Sequence[LogitEdit[E]], rows: I64, params: RowParams, posi
 
 @contextmanager
 def edited(logits_NV: F32, params: RowParams, edits: Sequence[HostEdit]) -> Iterator[None]:
-    """Apply the edits in order to logits on the host, in place. Undo them at the end, as far as they are read again.
+    """Change the logits on the host in place while the context lasts, by ``edits`` in order.
 
-    Log-probabilities are of the logits as they were.
+    At its end, logits that are read again are restored: log-probabilities are those of the original ones.
     """
     # A logit that is not finite is found by the sampler.
     with np.errstate(invalid="ignore", over="ignore"):

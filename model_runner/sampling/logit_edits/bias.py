@@ -20,7 +20,10 @@ class TokenBias(NamedTuple):
 
     @classmethod
     def of(cls, biases: Mapping[int, float], vocab_size: int) -> TokenBias | None:
-        """Return the biases of known tokens, or None. A client may name tokens that the vocabulary does not have."""
+        """Return a request's biases as arrays, or None if it has none.
+
+        Token ids that the vocabulary does not have are left out, as a client may name some.
+        """
         known = {token_id: value for token_id, value in biases.items() if 0 <= token_id < vocab_size}
         if not known:
             return None
@@ -46,7 +49,7 @@ class Bias(LogitEdit["BiasedRows"]):
         return BiasedRows(biases) if biases else None
 
     def of_row(self, row: int) -> TokenBias | None:
-        """Return the biases of one row, if it has any."""
+        """Return the biases of the request in ``row``, or None if it has none."""
         return self._biases[row]
 
 
@@ -57,7 +60,7 @@ class BiasedRows(SparseEdit):
         self._biases = biases
 
     def places(self) -> Places:
-        """Return each row's biased tokens."""
+        """Return the biased tokens of each row that has any."""
         return Places.of([(i, bias.ids) for i, bias in self._biases])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:

@@ -34,7 +34,7 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         self._free: list[int] = []
 
     def start(self, init: RowInit) -> bool:
-        """Free the counts of the row's last request, and count the new one's history on the device.
+        """Free the counts of the row's last request, and queue counting the new one's history on the device.
 
         Return False if it has no history: it has no penalties then.
         """
@@ -45,7 +45,10 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         return True
 
     def take(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
-        """Count ``tokens`` as seen by the request in ``row``, those from ``prompt_len`` on as output."""
+        """Give ``row`` counts on the device in which ``tokens`` are seen, and those from ``prompt_len`` on are output.
+
+        Counts that the row has already are freed.
+        """
         self.stop(row)
         if not self._free:
             self._grow()
@@ -57,12 +60,12 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         own.index_copy_(0, self._device.upload(distinct.astype(np.int64)), self._device.upload(counts))
 
     def stop(self, row: int) -> None:
-        """Free the counts of a row that another request takes."""
+        """Free the counts of ``row`` for other rows; do nothing if it has none."""
         if (place := self._places.pop(row, None)) is not None:
             self._free.append(place)
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> SeenRows | None:
-        """Return the rows that have counts on the device; None if no row has."""
+        """Return the penalties of those ``rows`` that have counts on the device; None if no row has."""
         at = [i for i, row in enumerate(rows.tolist()) if row in self._places]
         if not at:
             return None
@@ -79,7 +82,7 @@ class DevicePenalties(LogitEdit["SeenRows"]):
         self._free = list(range(old, len(grown)))
 
     def put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        """Return the array as a tensor on the device."""
+        """Queue a copy of ``array`` to the device, and return the device's tensor."""
         return self._device.upload(array)
 
 
@@ -92,7 +95,11 @@ class SeenRows(RowsEdit):
         self._at_M, self._places_M = seen.put(at), seen.put(places)
 
     def apply(self, logits_NV: Tensor, params: RowParams, upload: Upload) -> None:
-        """Penalise the rows by the arithmetic of ``PenalisedRows``, operation by operation, for the same tokens."""
+        """Queue the change of the penalised rows' logits on the device.
+
+        The arithmetic is that of ``PenalisedRows``, operation by operation, so that the host would choose the same
+        tokens.
+        """
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         values = np.stack([params[name][self._rows] for name in names]).astype(np.float32)
         repetition_M1, frequency_M1, presence_M1 = self._seen.put(values).unsqueeze(2)
@@ -104,6 +111,6 @@ class SeenRows(RowsEdit):
         logits_NV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
 
     def count(self, tokens_N: Tensor) -> None:
-        """Count the tokens that were chosen for the rows."""
+        """Queue counting the chosen tokens as output of the penalised rows, on the device."""
         where = (self._places_M, tokens_N.index_select(0, self._at_M))
         self._seen.counts[where] = self._seen.counts[where].clamp(min=0) + 1

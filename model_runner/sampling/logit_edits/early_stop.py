@@ -24,7 +24,7 @@ class EarlyStop(LogitEdit["BannedTokens"]):
     def start(self, init: RowInit) -> bool:
         """Keep the request's stop tokens that the vocabulary has.
 
-        Return whether there are any that ``min_new_tokens`` bans at first.
+        Return whether ``min_new_tokens`` bans any of them at first.
         """
         # A client may name stop tokens that the vocabulary does not have.
         known = [token for token in init.stop_ids if 0 <= token < self._vocab_size]
@@ -39,7 +39,7 @@ class EarlyStop(LogitEdit["BannedTokens"]):
         return BannedTokens(banned) if banned else None
 
     def of_row(self, row: int) -> I64:
-        """Return the stop tokens of one row."""
+        """Return the ids of the stop tokens of the request in ``row``; empty if it has none."""
         return self._stop_ids[row]
 
 

@@ -21,19 +21,22 @@ class GrammarMask(LogitEdit["MaskedRows"]):
         self._rows: list[TokenMatcher | None] = [None] * max_reqs
 
     def start(self, init: RowInit) -> bool:
-        """Make a matcher that has consumed the request's output so far. Return whether the request has a grammar."""
+        """Make a matcher that has consumed the request's output so far. Return whether the request has a grammar.
+
+        Waits for the grammar's compilation if that is not done yet.
+        """
         grammar = init.sampling.grammar
         output = unpack_i32(init.output)
         self._rows[init.row] = None if grammar is None else self._makes.make(grammar, output)
         return grammar is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> MaskedRows | None:
-        """Return the matchers of the rows that have a grammar; None if no row has."""
+        """Return the masks for those ``rows`` that have a grammar; None if no row has."""
         found = self._found(rows, params)
         return MaskedRows(found, positions) if found else None
 
     def accept(self, rows: I64, params: RowParams, tokens: I64) -> None:
-        """Take the tokens that were chosen for the rows."""
+        """Feed the chosen tokens to the matchers of the rows that have a grammar; never wait."""
         found = self._found(rows, params)
         if found:
             self._makes.advance([(matcher, int(tokens[i])) for i, matcher in found])
@@ -51,7 +54,11 @@ class MaskedRows(HostEdit):
         self._positions = positions
 
     def change(self, logits_NV: F32, params: RowParams) -> Undo:
-        """Add the penalties. Rows without log-probabilities are not put back: nothing reads them again."""
+        """Add -inf to the logits of tokens that the grammar forbids, after waiting for the masks.
+
+        If ``min_new_tokens`` bans the only allowed token, that ban is lifted. The returned function restores only rows
+        with log-probabilities: nothing else reads the logits again.
+        """
         old = []
         for i, matcher in self._matchers:
             row, own = logits_NV[i], params[i]

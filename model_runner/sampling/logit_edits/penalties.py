@@ -35,7 +35,7 @@ class TokenHistory:
         self._index = {int(token): i for i, token in enumerate(distinct)}
 
     def append(self, token: int) -> None:
-        """Count one more output token."""
+        """Count ``token`` as output once more."""
         i = self._index.get(token)
         if i is None:
             if self._size == len(self._ids):
@@ -48,12 +48,12 @@ class TokenHistory:
 
     @property
     def ids(self) -> I64:
-        """Distinct tokens of prompt and output (a view)."""
+        """Distinct tokens of prompt and output, as a view that ``append`` may change."""
         return self._ids[: self._size]
 
     @property
     def output_counts(self) -> F32:
-        """How often each of ``ids`` was output; 0 for those of the prompt only (a view)."""
+        """How often each of ``ids`` was output, 0 for those of the prompt only; a view that ``append`` may change."""
         return self._counts[: self._size]
 
 
@@ -70,12 +70,12 @@ class Penalties(LogitEdit["PenalisedRows"]):
         return history is not None
 
     def of(self, rows: I64, params: RowParams, positions: I64) -> PenalisedRows | None:
-        """Return the histories of the penalised rows; None if there are none."""
+        """Return the penalties of those ``rows`` that have a history; None if no row has."""
         histories = self.histories(rows, params)
         return PenalisedRows(histories) if histories else None
 
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
-        """Return the histories of the rows [N] that have one, each with its place among them."""
+        """Return the token histories of the penalised rows among ``rows`` [N], each with its index there."""
         penalised = np.flatnonzero(params["penalised"]).tolist()
         found = [(i, self._histories[int(rows[i])]) for i in penalised]
         return [(i, history) for i, history in found if history is not None]
@@ -92,7 +92,7 @@ class PenalisedRows(SparseEdit):
         return Places.of([(i, history.ids) for i, history in self._histories])
 
     def new_values(self, old_M: Any, params: RowParams, upload: Upload) -> Any:
-        """Penalise repetition first, then frequency and presence.
+        """Return the logits after repetition, then frequency and presence penalties.
 
         Repetition counts prompt and output: positive logits are divided, negative ones multiplied. The frequency
         penalty is subtracted once for each time that the token was output, the presence penalty once.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def add_bias(logits: tl.tensor, biases: tl.tensor) -> tl.tensor:
-    """Apply ``Bias``. ``biases``: float32."""
+    """Return ``logits`` plus the request's ``biases`` (float32) of the same tokens, as ``Bias`` does."""
     return logits + biases
 
 
@@ -25,7 +25,11 @@ def penalise(
     frequency: tl.tensor,
     presence: tl.tensor,
 ) -> tl.tensor:
-    """Apply ``Penalties``. ``outputs``: int32, times that a token was output. The last three: the row's, float64."""
+    """Return ``logits`` after the row's penalties, as ``Penalties`` computes them.
+
+    ``is_seen``: whether a token is in prompt or output. ``outputs``: int32, how often it was output. The last three
+    arguments: the row's penalties, float64.
+    """
     factor = tl.zeros_like(logits) + repetition.to(tl.float32)
     by_frequency = (frequency * outputs.to(tl.float64)).to(tl.float32)
     by_presence = tl.where(outputs > 0, presence.to(tl.float32), 0.0)
@@ -36,5 +40,8 @@ def penalise(
 
 @triton.jit
 def ban_stops(logits: tl.tensor, is_stop: tl.tensor, is_short: tl.tensor) -> tl.tensor:
-    """Apply ``EarlyStop``. ``is_short``: whether the row's output has fewer than ``min_new_tokens``."""
+    """Return ``logits`` with -inf for stop tokens if the row ``is_short``, as ``EarlyStop`` does.
+
+    ``is_short``: whether the row's output has fewer than ``min_new_tokens`` tokens.
+    """
     return tl.where(is_short & is_stop, -float("inf"), logits)

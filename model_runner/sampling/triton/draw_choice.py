@@ -103,7 +103,10 @@ def _finish(
 def _chunk_at(
     masses_ptr: tl.tensor, at: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Find the chunk that the uniform number ``at`` falls into, and the mass in it."""
+    """Return the chunk that the uniform number ``at`` falls into, and the rest of the cumulated mass within it.
+
+    ``masses_ptr``: mass of each chunk of the row.
+    """
     index = tl.arange(0, CHUNKS)
     masses = tl.load(masses_ptr + index, mask=index < chunks, other=0)
     target = target_in(tl.sum(masses, 0), at)
@@ -113,7 +116,10 @@ def _chunk_at(
 
 @triton.jit
 def _last_kept(orders: tl.tensor, amounts: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """Return the largest order down to which the ``amounts`` add up to ``wanted``."""
+    """Return the largest order down to which the ``amounts`` add up to at least ``wanted``.
+
+    ``orders``: rank keys of the tokens, larger for better ones. ``amounts``: their counts or masses.
+    """
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
         higher = border + (tl.full((), 1, tl.int64) << (ORDER_BITS - 1 - step))
@@ -171,7 +177,10 @@ def _down_to(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Return what each token of a chunk adds, from the best order down to ``border``: its mass, or 1."""
+    """Return what each token of a chunk adds to a sum over all tokens of at least the order ``border``.
+
+    It is 0 outside of them, else the token's mass, or 1 if ``BY_COUNT``. ``best``: order of the row's best token.
+    """
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)
     is_in = (ids < vocab) & (order_of(logits, ids) >= border)
@@ -199,7 +208,10 @@ def _border(
     CHUNK: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the ``_last_kept`` order of all tokens from the best down to order ``least``, and the mass down to it."""
+    """Return the largest order down to which counts or masses reach ``wanted``, and the mass of the tokens down to it.
+
+    All tokens of the row down to the order ``least`` are searched. ``BY_COUNT``: add up counts, not masses.
+    """
     border = tl.zeros((), tl.int64)
     for step in range(ORDER_BITS):
         higher = border + (tl.full((), 1, tl.int64) << (ORDER_BITS - 1 - step))
@@ -291,7 +303,11 @@ def _from_vocabulary(
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the token at the uniform number ``at`` as ``_from_list`` does, but among all tokens of the vocabulary."""
+    """Apply the row's top-k, top-p and min-p to all tokens of the vocabulary, and draw one of what is left.
+
+    ``best``: order of the largest logit. ``total``: mass of the whole vocabulary. The uniform number follows from the
+    row's seed and ``position``.
+    """
     top_k, top_p = tl.load(words_ptr + row * WORDS + TOP_K), float_word(words_ptr, row, TOP_P)
     border = tl.zeros((), tl.int64)
     if top_k > 0:
@@ -358,9 +374,7 @@ def _kept(
     chunk: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the masses of a chunk's tokens, 0 for those that are not kept. ``least``: the least weight that min-p
-    keeps.
-    """
+    """Return the masses of a chunk's tokens, 0 for those below the order ``border`` or the weight ``least``."""
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = edited_logits(logits_ptr, words_ptr, counts_ptr, biases_ptr, row, position, ids, vocab)
     weights = weight_at(distance(logits, logit_of(best), temperature_of(words_ptr, row)))

@@ -23,7 +23,10 @@ def row_best(best_ptr: tl.tensor, i: tl.tensor, chunks: tl.tensor, CHUNKS: tl.co
 def of_chunks(
     values_ptr: tl.tensor, i: tl.tensor, level: tl.tensor, end: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
 ) -> tl.tensor:
-    """Return the sum of a level's ``values`` over the chunks before ``end``."""
+    """Return the sum of row ``i``'s values at one distance level, over the chunks of the vocabulary before ``end``.
+
+    ``values_ptr``: counts or masses by row, level and chunk.
+    """
     at = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(values_ptr + (i * (LEVELS + 1) + level) * chunks + at, mask=at < end, other=0), 0)
 
@@ -38,7 +41,10 @@ def enough(
     chunks: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the first level that holds all of the row's top-k or, without top-k, all of its top-p."""
+    """Return the first distance level with enough tokens for the row's top-k.
+
+    Without top-k, it is the first one with enough mass for top-p.
+    """
     top_k = tl.load(words_ptr + row * WORDS + TOP_K)
     total = of_chunks(level_masses_ptr, i, LEVELS, chunks, chunks, CHUNKS)
     mass = share_of(total, float_word(words_ptr, row, TOP_P))

@@ -31,7 +31,7 @@ _NAN_KEY = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """Return ``inverse_cdf.uniforms`` of one (seed, position), both int64 bits: float64 in [0, 1)."""
+    """Return the uniform number, float64 in [0, 1), of a seed and a position (both int64 bits), as on the host."""
     seed = seed.to(tl.uint64, bitcast=True)
     counter = mix(seed + GOLDEN) + (position.to(tl.uint64, bitcast=True) + 1) * GOLDEN
     return (mix(counter) >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
@@ -39,9 +39,9 @@ def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Return the order of each token, an int64 of ``ORDER_BITS`` that is larger for better tokens.
+    """Return the rank key of each token: an int64 of ``ORDER_BITS`` bits, larger for better tokens.
 
-    NaN counts as better than any number.
+    A larger logit is better, and then a lower id. NaN counts as better than any number.
     """
     # Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
@@ -52,27 +52,27 @@ def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def id_of(order: tl.tensor) -> tl.tensor:
-    """Return the token id (int64) of an order."""
+    """Return the token id (int64) that a rank key of ``order_of`` was made of."""
     return (order & _LARGEST_ID) ^ _LARGEST_ID
 
 
 @triton.jit
 def logit_of(order: tl.tensor) -> tl.tensor:
-    """Return the logit (float32) of an order."""
+    """Return the logit (float32) that a rank key of ``order_of`` was made of."""
     bits = ((order >> ID_BITS) - 0x80000000).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_finite(best: tl.tensor) -> tl.tensor:
-    """Return whether the row with this best order has neither NaN nor infinity, and not only -inf."""
+    """Return whether a row is finite, by the rank key of its best token: neither NaN nor +inf, and not only -inf."""
     key = best >> ID_BITS
     return (key > _MINUS_INFINITY_KEY) & (key < _INFINITY_KEY)
 
 
 @triton.jit
 def is_above_numbers(best: tl.tensor) -> tl.tensor:
-    """Return whether the logit of this order is NaN or +inf."""
+    """Return whether the logit in this rank key is NaN or +inf."""
     return (best >> ID_BITS) >= _INFINITY_KEY
 
 
@@ -84,8 +84,9 @@ def distance(logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> t
 
 @triton.jit
 def weight_at(x: tl.tensor) -> tl.tensor:
-    """Return exp of distances ``x`` <= 0, float32 to one unit in the last place, the same on every device;
-    exp(0) is 1.
+    """Return exp(``x``) for ``x`` <= 0, in float32 to one unit in the last place.
+
+    It is the same on every device. exp(0) is exactly 1, and below -40 the result is exp(-40).
     """
     x = tl.maximum(x, -40.0)
     whole = tl.floor(x * 1.4426950408889634 + 0.5)
@@ -105,20 +106,20 @@ def weight_at(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def mass_of(weight: tl.tensor) -> tl.tensor:
-    """Return the fixed-point number of a weight in [0, 1]."""
+    """Return a weight in [0, 1] as a fixed-point number, in units of 1 / ``ONE``."""
     return (weight * ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
 def share_of(total: tl.tensor, share: tl.tensor) -> tl.tensor:
-    """Return the least mass that is not below ``share`` (float64) of ``total``, in 1 … total."""
+    """Return the least mass, from 1 to ``total``, that is not below ``share`` (float64) of ``total``."""
     wanted = tl.ceil(total.to(tl.float64) * tl.minimum(share, 1.0))
     return tl.minimum(tl.maximum(wanted.to(tl.int64), 1), total)
 
 
 @triton.jit
 def target_in(total: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Return the cumulated mass that the token at the uniform number ``at`` is the first to exceed, in 0 … total - 1.
+    """Return the mass, from 0 to ``total`` - 1, at the uniform number ``at``. The first token to exceed it is drawn.
 
     ``at`` is at most 1 - 2^-53, so the product is at least one place below the total's float64. The total may have been
     rounded up by less than that.

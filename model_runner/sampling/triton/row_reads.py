@@ -30,13 +30,16 @@ from .row_table import (
 
 @triton.jit
 def float_word(words_ptr: tl.tensor, row: tl.tensor, word: tl.constexpr) -> tl.tensor:
-    """Return a word of the row as a float64."""
+    """Return the parameter in column ``word`` of the row table as a float64."""
     return tl.load(words_ptr + row * WORDS + word).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def is_drawn(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Return whether the row's token is chosen at random. ``row`` < 0 fills up a batch."""
+    """Return whether the row's token is chosen at random.
+
+    A ``row`` below 0 only fills up the batch, and gives False.
+    """
     is_greedy = tl.load(words_ptr + row * WORDS + GREEDY, mask=row >= 0, other=1)
     return (row >= 0) & (is_greedy == 0)
 

@@ -68,9 +68,10 @@ class RowTable:
 def make_table(
     rows: int, vocab_size: int, places: int, device: torch.device, last_tokens: Tensor | None = None
 ) -> RowTable:
-    """Make a table without requests, over ``last_tokens`` ([R] int64) or its own.
+    """Make the device's row table for ``rows`` rows without requests, with room for ``places`` rows with edits.
 
-    Raises ``ValueError`` for a vocabulary with weights that can't be added up.
+    ``last_tokens``: [R] int64 to use; None: make it. Raises ``ValueError`` for a vocabulary with weights that can't be
+    added up.
     """
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is larger than {MAX_VOCAB}, which these kernels sum")
@@ -85,8 +86,9 @@ def make_table(
 
 
 def pack_words(params: RowParams, places: I64) -> I64:
-    """Return the words ([N, WORDS]) of rows with these parameters ([N]) and places of edits ([N],
-    ``NO_EDITS``: none).
+    """Return the rows of the device's table ([N, WORDS] int64) for these parameters ([N]).
+
+    ``places``: index of each row's logit edits on the device ([N]; ``NO_EDITS``: none).
     """
     words = np.empty((len(params), WORDS.value), dtype=np.int64)
     for name, word in _WORDS.items():
@@ -110,7 +112,10 @@ class EditLists(NamedTuple):
 
 
 def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: TokenBias | None) -> EditLists:
-    """List the edits of a row that begins. ``history``: its prompt, then its output; empty if nothing is penalised."""
+    """Return a new request's penalty counts, stop tokens and biases, for index ``place`` of the device's edits.
+
+    ``history``: its prompt, of ``prompt_len`` tokens, then its output; empty if nothing is penalised.
+    """
     biased = np.empty(0, dtype=np.int64) if bias is None else bias.ids
     tokens, where = np.unique(np.concatenate((history, stop_ids, biased)), return_inverse=True)
     counts = np.zeros(len(tokens), dtype=np.int32)
@@ -125,12 +130,15 @@ def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: T
 
 
 def join_edits(lists: Sequence[EditLists]) -> EditLists:
-    """Join the lists of several rows, with a place each."""
+    """Join the edit lists of several rows into one. Each row has another place."""
     return EditLists(*(np.concatenate(columns) for columns in zip(*lists, strict=True)))
 
 
 def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
-    """Begin rows ``rows`` ([N] int64) on the device, with ``words`` ([N, WORDS] int64) and without a last token."""
+    """Queue a write of ``words`` ([N, WORDS] int64) to ``rows`` ([N] int64) of the table.
+
+    Their last tokens become -1.
+    """
     if len(rows):
         block = triton.next_power_of_2(WORDS.value)
         _start_rows[(len(rows),)](table.words, table.last_tokens, rows, words, WORDS=WORDS, BLOCK=block, num_warps=1)
@@ -139,7 +147,10 @@ def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
 def write_edits(
     table: RowTable, cleared: Tensor, places: Tensor, tokens: Tensor, counts: Tensor, biases: Tensor
 ) -> None:
-    """Clear places ``cleared`` ([N] int64), then write the ``EditLists`` (all on the device; two launches)."""
+    """Queue two launches: clear the edits at the indices ``cleared`` ([N] int64), then write an ``EditLists``.
+
+    All arguments lie on the device.
+    """
     vocab = table.counts.shape[1]
     block = 1024
     if len(cleared):

@@ -53,7 +53,11 @@ class SamplerWork:
 def make_work(
     rows: int, vocab_size: int, device: torch.device, *, chunk: int = CHUNK, listed: int = LIST
 ) -> SamplerWork:
-    """Make room for batches of up to ``rows``. ``chunk`` and ``listed`` (powers of two) change no token."""
+    """Allocate the kernels' working memory for batches of up to ``rows`` rows.
+
+    ``chunk``: tokens of the vocabulary for each program. ``listed``: tokens of a row's list. Both are powers of two,
+    and change speed but no chosen token.
+    """
     chunks = triton.cdiv(vocab_size, chunk)
     levels = (rows, LEVELS.value + 1, chunks)
     return SamplerWork(
@@ -76,12 +80,12 @@ def sample(
     *,
     draws: bool = True,
 ) -> None:
-    """Choose the token at ``positions[i]`` of the request in row ``rows[i]``, from ``logits[i]``.
+    """Queue the choice of the token at ``positions[i]`` of the request in row ``rows[i]``, from ``logits[i]``.
 
     ``logits``: [N, V] of float32, bfloat16 or float16, elements of a row side by side; left as they are. ``rows``,
-    ``positions``: [N] int64; a row of -1 is none, and each of the others is there once. ``tokens`` ([N] int64) and
+    ``positions``: [N] int64; a row of -1 is skipped, and no other row is there twice. ``tokens`` ([N] int64) and
     ``finite`` ([N] bool) are written. A row is finite if its edited logits hold no NaN and no +inf, and not only -inf.
-    The token of any other row means nothing. ``draws``: False where the host knows that all rows are greedy.
+    The token of any other row means nothing. ``draws``: False if the host knows that all rows are greedy.
     """
     count, vocab = logits.shape
     if count == 0:

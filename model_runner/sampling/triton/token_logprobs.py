@@ -36,7 +36,10 @@ class LogprobWork:
 
 
 def make_logprob_work(rows: int, vocab_size: int, best: int, device: torch.device, chunk: int = _CHUNK) -> LogprobWork:
-    """Make room for up to ``rows`` rows, and ``best`` alternatives each."""
+    """Allocate the kernels' working memory for up to ``rows`` rows with up to ``best`` alternatives each.
+
+    ``chunk``: tokens of the vocabulary for each program. Raises ``ValueError`` for more than ``MAX_BEST`` alternatives.
+    """
     if best > MAX_BEST:
         raise ValueError(f"{best} alternatives are more than {MAX_BEST}")
     chunks = triton.cdiv(vocab_size, chunk)
@@ -56,10 +59,11 @@ def token_logprobs(
     work: LogprobWork,
     chunk: int = _CHUNK,
 ) -> None:
-    """Write to ``chosen`` ([N] float32) the log-probability of each row's ``targets`` ([N] int64).
+    """Queue writing to ``chosen`` ([N] float32) the log-probability of each row's ``targets`` ([N] int64).
 
     ``logits``: [N, V], elements of a row side by side. ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) get
-    the K best tokens, best first. If K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
+    the K likeliest tokens, best first, and their log-probabilities. If K is more than V, the rest means nothing. A row
+    with NaN or +inf has NaN. ``chunk`` is that of ``work``.
     """
     count, vocab = logits.shape
     if count == 0:
