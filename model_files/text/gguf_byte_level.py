@@ -51,7 +51,10 @@ PLAIN_BYTES = (0x0A, *range(0x20, 0x7F))
 
 
 def byte_level_tokenizer(vocabulary: GGUFVocabulary) -> FastTokenizer:
-    """Make the tokenizer; raises ``TokenizerLoadError``, which names the supported kinds, for others."""
+    """Make the byte-level BPE tokenizer of ``vocabulary``.
+
+    Raises ``TokenizerLoadError`` for a broken table or an unsupported pre-tokenizer; then it names the supported ones.
+    """
     splitting = _find_splitting(vocabulary)
     _check_bytes(vocabulary)
     vocabulary.check_distinct()

@@ -42,7 +42,7 @@ class Prefix(Enum):
 
 
 def sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> FastTokenizer:
-    """Make the tokenizer. Raises ``TokenizerLoadError``."""
+    """Make the SentencePiece tokenizer of ``vocabulary``. Raises ``TokenizerLoadError`` for a broken table."""
     metadata = vocabulary.metadata
     architecture = metadata.string("general.architecture")
     add_prefix = metadata.boolean("tokenizer.ggml.add_space_prefix", True)
@@ -68,9 +68,9 @@ def sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> FastTokenizer:
 
 
 def _with_marks(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
-    """Spell tokens of spaces alone as SentencePiece does, and let merges make them.
+    """Return ``vocabulary`` with tokens of spaces alone spelled as in SentencePiece, and as normal tokens.
 
-    A GGUF of Gemma has them as user-defined tokens, with spaces as they are.
+    So merges can make them. A GGUF of Gemma has them as user-defined tokens, with spaces as they are.
     """
     tokens, types = list(vocabulary.tokens), list(vocabulary.types)
     for i, token in enumerate(vocabulary.tokens):
@@ -139,9 +139,9 @@ def _build_backend(
 
 
 def _merges(ids: dict[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that together are a token, best first.
+    """Return every pair of tokens that together are a token, best first: by the larger rank of that token.
 
-    Of one score, the pair with the longer first token comes first, and then that with the longer second one.
+    Of equal ranks, the pair with the longer first token comes first, and then that with the longer second one.
     """
     found = [
         (ranks[token_id], token[:cut], token[cut:])

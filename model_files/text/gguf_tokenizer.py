@@ -15,7 +15,10 @@ BUILDERS = {"gpt2": byte_level_tokenizer, "llama": sentencepiece_tokenizer}
 
 
 def tokenizer_from_gguf(metadata: GGUFMetadata) -> FastTokenizer:
-    """Make the file's tokenizer; raises ``TokenizerLoadError``, which names the supported kinds, for others."""
+    """Make the tokenizer of a GGUF file.
+
+    Raises ``TokenizerLoadError`` for a broken table or an unsupported kind; then it names the supported ones.
+    """
     model = metadata.string("tokenizer.ggml.model")
     if model not in BUILDERS:
         raise TokenizerLoadError(
